@@ -6,7 +6,7 @@ The rest of the planner handles the GPU's remaining model like any other model.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import ceil, sqrt
 from statistics import NormalDist
@@ -393,7 +393,7 @@ def _check_shares(role: str, remote: FeedForwardPart) -> None:
     remedy = f"lower {', '.join(fields)}"
     for index in remote.layers:
         try:
-            _units_by_rank(remote, index)
+            _units_by_rank(_Division.of_layer(remote, index))
         except ContractError as error:
             raise PlanError(
                 f"role {role}, layer {index}: {error}: {remedy}",
@@ -401,7 +401,21 @@ def _check_shares(role: str, remote: FeedForwardPart) -> None:
             ) from error
 
 
-def _units_by_rank(remote: FeedForwardPart, index: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The values that decide how ranks divide a layer; equal layers of a model have equal values."""
+
+    kind: LayerKind
+    unit: int
+    weights: tuple[int, ...]
+    by_experts: bool
+
+    @classmethod
+    def of_layer(cls, remote: FeedForwardPart, index: int) -> "_Division":
+        return cls(remote.profile.layer(index), remote.profile.column_unit, remote.weights, remote.by_experts)
+
+
+def _units_by_rank(division: _Division) -> list[int]:
     """Returns the number of a layer's intermediate columns, or of its experts, that each rank gets.
 
     Without planned shares, the plan assumes that ranks read equally fast. When such ranks start, they share
@@ -414,10 +428,9 @@ def _units_by_rank(remote: FeedForwardPart, index: int) -> list[int]:
     Raises:
         ContractError: the ranks cannot share the layer.
     """
-    kind = remote.profile.layer(index)
-    if remote.by_experts:
-        return [share.count for share in share_experts(kind.experts, remote.weights)]
-    return _columns_by_rank(kind, remote.profile.column_unit, remote.weights)
+    if division.by_experts:
+        return [share.count for share in share_experts(division.kind.experts, division.weights)]
+    return _columns_by_rank(division.kind, division.unit, division.weights)
 
 
 def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[int]:
@@ -427,18 +440,25 @@ def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[
     return [share.count for share in share_columns(kind.columns, shares, unit)]
 
 
-def _shares_by_rank(remote: FeedForwardPart, index: int) -> list[Fraction]:
-    """Returns the share of each rank in a layer, from 0 to 1, in order of ranks.
+def _shares_by_rank(remote: FeedForwardPart, index: int) -> tuple[Fraction, ...]:
+    """Returns the share of each rank in a layer, from 0 to 1, in order of ranks."""
+    return _divide(_Division.of_layer(remote, index))
+
+
+@lru_cache(maxsize=64)  # a plan asks for each layer again and again, for each rank and each predicted step
+def _divide(division: _Division) -> tuple[Fraction, ...]:
+    """Returns the share of each rank, from 0 to 1, in order of ranks.
 
     If the number of columns is unknown, or if an earlier version planned a layer that this version cannot
     share, the planned shares decide.
     """
     try:
-        units = _units_by_rank(remote, index)
+        units = _units_by_rank(division)
     except ContractError:
         units = []
-    units = units or list(remote.weights)
-    return [Fraction(each, sum(units)) for each in units]
+    units = units or list(division.weights)
+    total = sum(units)
+    return tuple(Fraction(each, total) for each in units)
 
 
 def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:

@@ -59,7 +59,7 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
         return None if memory is None else usable_gpu_memory(memory, gpu_floor)
-    pod_bytes = _pod_memory(seat, inventory)
+    pod_bytes = pod_memory(seat.placed.role, inventory)
     if pod_bytes is None:
         return None
     overhead_bytes = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (
@@ -78,7 +78,7 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
 
 def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> None:
     """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there."""
-    role, pod_bytes = seat.placed.role, _pod_memory(seat, inventory)
+    role, pod_bytes = seat.placed.role, pod_memory(seat.placed.role, inventory)
     needed_bytes = role.ranks_per_pod * (table_bytes + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
     if table_bytes and pod_bytes is not None and pod_bytes < needed_bytes:
         raise PlanError(
@@ -112,9 +112,8 @@ def _check_memory_unit(role: RoleSpec) -> None:
         )
 
 
-def _pod_memory(seat: Seat, inventory: Inventory) -> int | None:
+def pod_memory(role: RoleSpec, inventory: Inventory) -> int | None:
     """Returns the memory of a pod in bytes: limit, request or measured memory; None if unknown."""
-    role = seat.placed.role
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "memory" in amounts:
             return parse_bytes(amounts["memory"])

@@ -100,10 +100,12 @@ class PlannedMode:
         notes = [self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :])]
         placed_role = topology.stages[0][0].placed
         roles_with_ranks = [placed_role.role, *(each.role for each in remote.sets if each.pods)]
+        has_other_pods = any(each.pods for each in remote.sets)
+        relay = ", and the thread that exchanges rows with other pods," if has_other_pods else ""
         notes += [
-            f"the pods of role {role.name} have a CPU limit: feed-forward ranks, and the thread that "
-            "exchanges rows with other pods, sleep between layers, because busy waiting uses up the limit. "
-            "Remove limits.cpu, or use nodes with the static CPU manager"
+            f"the pods of role {role.name} have a CPU limit: feed-forward ranks{relay} sleep between layers, "
+            "because busy waiting uses up the limit. Remove limits.cpu, or use nodes with the static CPU "
+            "manager"
             for role in roles_with_ranks
             if role.resources and role.resources.limits and "cpu" in role.resources.limits
         ]
@@ -121,7 +123,7 @@ class PlannedMode:
         not_needed = (
             "feed-forward ranks are not needed: the GPU can hold the model and the KV cache for one request "
             f"of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
-            f"{'CPU roles' if any(each.pods for each in remote.sets) else 'feedForward'}"
+            f"{'CPU roles' if has_other_pods else 'feedForward'}"
         )
         return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 

@@ -11,16 +11,17 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.api import Resources, RoleSpec
 from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import pod_memory
 from heteroinfer_operator.planning.rates import Rates, cpu_rates
 from heteroinfer_operator.quantity import parse_bytes
 
 NETWORK_S: Final = 100e-6
 """Time of one row to another pod and back, besides computing: 30 to 150 us over TCP (data sheets of
 networks; a group measures it when it starts)."""
-_PART_STEPS: Final = 1000
-"""Share of the rank with the largest part, if the units of a layer are unknown."""
 NETWORK_BYTES_PER_S: Final = 3e9
 """Rate of rows to another pod: a network of 25 Gbit/s."""
+_PART_STEPS: Final = 1000
+"""Share of the rank with the largest part, if the units of a layer are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +106,10 @@ def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory)
 
 def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]:
     """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it."""
-    resources = role.resources
-    for field in ("limits", "requests"):
-        amounts = getattr(resources, field) if resources else None
-        if amounts and "memory" in amounts:
-            return parse_bytes(amounts["memory"]) // role.ranks_per_pod, f"resources.{field}.memory"
-    host_bytes = inventory.host_memory_bytes.get(role.name)
-    return None if host_bytes is None else host_bytes // role.ranks_per_pod, "resources.requests.memory"
+    pod_bytes = pod_memory(role, inventory)
+    limits = role.resources.limits if role.resources else None
+    field = "limits" if limits and "memory" in limits else "requests"
+    return None if pod_bytes is None else pod_bytes // role.ranks_per_pod, f"resources.{field}.memory"
 
 
 def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int = 0) -> tuple[int, ...]:
