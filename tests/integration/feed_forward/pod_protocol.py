@@ -28,6 +28,7 @@ import torch
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from tests.cluster_epoch import EPOCH
 from tests.integration.feed_forward.protocol import LIMIT_NS, answer, ranks
 from vllm_heteroinfer.feed_forward import pod_link, slab_library
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, Watch
@@ -37,10 +38,10 @@ from vllm_heteroinfer.feed_forward.slab import Shape, create
 from vllm_heteroinfer.group.deadline import Deadline
 
 LAUNCH = PodLaunch(
-    group="test/pods/0", group_uid="uid", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
+    group="test/pods/0", group_uid="uid", epoch=EPOCH, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
 )
-SHAPE = Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=1)
-LARGE = Shape(epoch=1, hidden=7168, topk=8, max_rows=64, dtype="bfloat16", lanes=1)
+SHAPE = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=1)
+LARGE = Shape(epoch=EPOCH, hidden=7168, topk=8, max_rows=64, dtype="bfloat16", lanes=1)
 KEY = "ab" * 32
 SPIN_NS = 0 if (os.cpu_count() or 1) < 8 else 2_000_000
 """As the supervisor chooses: these processes spin only if they have cores of their own."""
@@ -303,7 +304,7 @@ def strangers(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(ConnectionError):
             assert noisy.recv(1) == b""
     os.environ[names.ENV_GROUP_KEY] = KEY
-    for launch, rank in ((replace(LAUNCH, epoch=2), 0), (LAUNCH, 1)):
+    for launch, rank in ((replace(LAUNCH, epoch=EPOCH + 1), 0), (LAUNCH, 1)):
         try:
             pod_link.connect("127.0.0.1", port, launch, rank, peer)
             refused.append("")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from heteroinfer_contract.plan import Device, FeedForwardShare, RankAssignment
+from tests.cluster_epoch import EPOCH
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.exchange import (
     NAMING_LIMIT_S,
@@ -110,7 +111,7 @@ class Bench:
     def __init__(self, lanes: int, *, skip: int = 0) -> None:
         self.slab: Slab
         self.slab, offer = create(
-            Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
+            Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
         )
         context = multiprocessing.get_context("spawn")
         ready = context.Queue()
@@ -192,7 +193,7 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
 def gave_up(count: int, lanes: int) -> dict[str, Any]:
     """The device has given up the last lane, as it says in the slab, and then every lane has answered."""
     del count
-    slab, _ = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+    slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
     time.sleep(3 * WATCH_INTERVAL_S)
@@ -216,7 +217,7 @@ def given_up_late(count: int, lanes: int) -> dict[str, Any]:
     del count
     found = {}
     for case in ("seen late", "named by the device"):
-        slab, _ = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+        slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
         failures: queue.Queue[BaseException] = queue.Queue()
         watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
         _set_words(slab, range(lanes - 1), answered=1)
@@ -317,7 +318,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
 def misfits(count: int, lanes: int) -> dict[str, Any]:
     """Returns what is said to asks that do not fit the slab, by what is wrong with them."""
     del count
-    fit = Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
+    fit = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
     dense = dataclasses.replace(fit, topk=0)
     x, ids = torch.ones((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int32)
     asks = {
@@ -352,7 +353,9 @@ def measure_idle(count: int, lanes: int) -> dict[str, Any]:
     """Returns the CPU time of lanes that nobody asks, a second after their last ask."""
     found = []
     for spin_ns in (0, 2_000_000):
-        slab, offer = create(Shape(epoch=1, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
+        slab, offer = create(
+            Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
+        )
         context = multiprocessing.get_context("spawn")
         ready = context.Queue()
         process = context.Process(target=idle, args=(offer.to_json(), 0, spin_ns, ready))

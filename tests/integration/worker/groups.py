@@ -25,6 +25,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from tests.cluster_epoch import EPOCH
 from tests.ports import contiguous_ports, free_ports
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
@@ -350,7 +351,7 @@ def _launch(
     return PodLaunch(
         group="test/tiny/0",
         group_uid=log_dir.name,
-        epoch=1,
+        epoch=EPOCH,
         pod_index=0,
         addresses=addresses or build_addresses(plan),
         startup_timeout_s=startup_timeout_s,

@@ -25,7 +25,7 @@ from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.group.fingerprint import SAME_MODEL
 
 MAGIC: Final = 0x464F_4657_4545_4446
-VERSION: Final = 1
+VERSION: Final = 2
 CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
 """The same as in kernels/source/feed_forward.cpp and kernels.cu."""
@@ -34,7 +34,7 @@ FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, E
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
-_HEADER: Final = struct.Struct("=QIIIIIII")
+_HEADER: Final = struct.Struct("=QIQIIIII")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
