@@ -141,7 +141,10 @@ def experts_in_pods(experts: Resource) -> Resource:
     cluster.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
     )
-    cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(REPOSITORY / "examples/moe-nodes.yaml"))
+    text = (REPOSITORY / "examples/moe-nodes.yaml").read_text()
+    assert 'cpu: "1"' in text
+    smaller = text.replace('cpu: "1"', "cpu: 500m")  # all three pods have to fit a node with two cores
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=smaller)
     resource = Resource(cluster=cluster, namespace=NAMESPACE, name="moe-nodes")
     resource.wait_ready(START_S)
     return resource
