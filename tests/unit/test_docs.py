@@ -142,7 +142,7 @@ def wrong_paths(text: str) -> tuple[list[str], int]:
         ("spec.container[].image, status.capacities", ["spec.container.image", "status.capacities"]),
     ],
 )
-def test_a_field_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+def test_a_field_that_does_not_exist_is_reported(text: str, odd: list[str]) -> None:
     assert wrong_paths(text)[0] == odd
 
 
@@ -150,7 +150,7 @@ def test_no_path_of_kubernetes_is_one_of_ours() -> None:
     assert not [path for path in CORE_PATHS if path in known_paths()]
 
 
-def test_every_field_and_value_is_there() -> None:
+def test_every_field_and_value_exists() -> None:
     known = {path[0] for path in known_paths()}
     wrong: list[tuple[str, str]] = []
     words: list[tuple[str, str]] = []
@@ -212,7 +212,7 @@ def test_every_reason_and_alert_is_there() -> None:
         ("`phase: Ready`, `PodLost`, `RankExited`, `OutOfcpu`; a PodGone outside of code", []),
     ],
 )
-def test_a_reason_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+def test_a_reason_that_does_not_exist_is_reported(text: str, odd: list[str]) -> None:
     assert wrong_words(text) == odd
 
 
@@ -297,7 +297,7 @@ def test_every_label_and_annotation_is_there() -> None:
         ("-l heteroinfer.dev/resource=llama,heteroinfer.dev/leader; heteroinfer.dev/*", []),
     ],
 )
-def test_a_label_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+def test_a_label_that_does_not_exist_is_reported(text: str, odd: list[str]) -> None:
     assert wrong_labels(text) == odd
 
 
@@ -306,7 +306,7 @@ def wrong_explained(text: str) -> list[str]:
     return [path for path in _EXPLAIN.findall(text) if tuple(path.split(".")[1:]) not in ours]
 
 
-def test_every_path_that_kubectl_explains_is_there() -> None:
+def test_every_path_in_a_kubectl_explain_command_exists() -> None:
     assert any(_EXPLAIN.search(page.read_text()) for page in TODAY)
     assert not [(name_of(page), odd) for page in TODAY for odd in wrong_explained(page.read_text())]
 

@@ -14,7 +14,7 @@ import json, os, resource, sys
 from vllm_heteroinfer.rank import entry, imports
 threads = lambda: len(os.listdir("/proc/self/task"))
 plan, launch, rank = entry.read_assignment(os.environ)
-problem = imports.load(plan, rank)
+problem = imports.import_before_fork(plan, rank)
 import torch
 seen = {
     "problem": repr(problem),

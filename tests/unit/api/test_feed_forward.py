@@ -43,11 +43,11 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
     ("raw", "words"),
     [
         (spec(mode="Pipeline"), "must be FeedForward or Auto if a role sets feedForward"),
-        (spec(own=None), "FeedForward must have a role with feedForward, or CPU roles beside a GPU role"),
-        (beside(spec(own=None), pods=2, layers=[4]), "Roles must have no layers"),
+        (spec(own=None), "FeedForward needs a role with feedForward, or a CPU role beside the GPU role"),
+        (beside(spec(own=None), pods=2, layers=[4]), "No role may set layers"),
         (
             beside(spec(), feedForward=OWN),
-            "one role must have the GPU or feedForward, with pods 1 and ranksPerPod 1",
+            "one role must have device GPU or feedForward, with pods: 1 and ranksPerPod: 1",
         ),
         (beside(spec(own=None), device="GPU"), "does not support several GPUs yet"),
         (spec(pods=2), "does not support several GPUs yet"),

@@ -38,7 +38,7 @@ def titles(*roles: dict[str, Any]) -> list[str]:
     return [each.title for each in candidate_modes(spec(*roles))[0]]
 
 
-def test_auto_is_the_same_as_no_mode_and_another_revision_than_the_former_default() -> None:
+def test_auto_equals_an_unset_mode_and_its_revision_differs_from_that_of_pipeline() -> None:
     absent, auto, stored = (
         spec(role("cpu"), **fields)
         for fields in ({}, {"parallelism": {"mode": "Auto"}}, {"parallelism": {"mode": "Pipeline"}})

@@ -228,7 +228,7 @@ def test_choices_with_another_number_of_pods_are_planned() -> None:
     )
     saved = duration(planned.plan.ranks[0].predicted_step_s / planned.plan.ranks[0].num_layers)
     assert layer.startswith(
-        f"faster: each layer that you move from role cpu to a GPU saves {saved} per step. All layers on CPUs"
+        f"faster: each layer that you move from role cpu to a GPU saves {saved} per step. The weights and"
     )
 
 

@@ -12,7 +12,7 @@ KEY = GroupKey.of_group(b"o" * 32, "uid-1/0")
 texts = st.text(max_size=8)
 
 
-def test_a_key_is_of_its_operator_group_and_epoch() -> None:
+def test_keys_of_other_operators_groups_or_epochs_do_not_verify_a_code() -> None:
     others = [
         GroupKey.of_group(b"p" * 32, "uid-1/0").of_epoch(2),
         GroupKey.of_group(b"o" * 32, "uid-1/1").of_epoch(2),

@@ -34,14 +34,14 @@ def test_each_rank_gets_its_own_numa_node() -> None:
     )
 
 
-def test_reserved_cpus_leave_equally_many_cores_on_each_node() -> None:
+def test_reserved_cpus_leave_equally_many_cores_on_each_numa_node() -> None:
     assert allocate(TWO_NODES, ranks=2, reserved=2) == (
         cpu_set(*range(1, 8), nodes=(0,)),
         cpu_set(*range(9, 16), nodes=(1,)),
     )
 
 
-def test_a_few_threads_less_are_better_than_two_nodes() -> None:
+def test_a_few_threads_less_are_better_than_two_numa_nodes() -> None:
     uneven = TWO_NODES[:6] + TWO_NODES[8:]
     assert allocate(uneven, ranks=2, reserved=0) == (
         cpu_set(*range(6), nodes=(0,)),
@@ -49,7 +49,7 @@ def test_a_few_threads_less_are_better_than_two_nodes() -> None:
     )
 
 
-def test_one_rank_spans_nodes_rather_than_leave_half_of_the_machine() -> None:
+def test_one_rank_spans_numa_nodes_rather_than_leave_half_of_the_machine() -> None:
     assert allocate(TWO_NODES, ranks=1, reserved=2) == (cpu_set(*range(1, 8), *range(9, 16), nodes=(0, 1)),)
 
 

@@ -359,7 +359,9 @@ def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
 def test_refuses_latent_sizes_without_a_cpu_kernel() -> None:
     model = recorded_profiles()["DeepSeek-V2-Lite-Chat"]
     small = replace(model, kinds=tuple(replace(kind, kv_width=320) for kind in model.kinds))
-    with pytest.raises(PlanError, match=r"latents of 320 elements.* kernels support 576\. Use GPU"):
+    with pytest.raises(
+        PlanError, match=r"latents of 320 elements.* kernels support only multiples of 576\. Use GPU"
+    ):
         plan(spec(*MIXED), small)
     assert plan(spec(gpu(deviceMemory="141Gi")), small).plan
 

@@ -363,7 +363,7 @@ def test_a_window_of_zero_still_counts_failed_starts(world: World) -> None:
     assert fail_forever(world, 30) <= 6
 
 
-def test_evictions_back_off_and_never_fail(world: World) -> None:
+def test_evicted_pods_are_replaced_with_backoff_and_never_make_the_resource_fail(world: World) -> None:
     world.serve()
     epochs = 0
     for _ in range(1800 // 5):
@@ -381,7 +381,7 @@ def test_evictions_back_off_and_never_fail(world: World) -> None:
     assert world.condition("Stalled")[0] == "False"
 
 
-def test_rejected_pods_back_off_and_never_fail(world: World) -> None:
+def test_rejected_pods_are_replaced_with_backoff_and_never_make_the_resource_fail(world: World) -> None:
     start(world)
     for _ in range(3600 // 10):
         for name in world.workers():

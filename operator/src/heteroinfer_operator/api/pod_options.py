@@ -41,7 +41,8 @@ class TemplateSecurityContext(Model):
 class DnsPolicy(StrEnum):
     """Name servers of the pods.
 
-    The pods of a group find each other by the cluster's names, so a policy without them is not offered.
+    The pods of a group find each other by the cluster's DNS names. So the policies of Kubernetes that use the
+    node's name servers are not allowed.
     """
 
     CLUSTER_FIRST = "ClusterFirst"

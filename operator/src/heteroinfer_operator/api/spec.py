@@ -64,11 +64,11 @@ class ParallelismSpec(Model):
         BeforeValidator(_auto_to_none),
         WithJsonSchema({"type": "string", "enum": [AUTO_MODE, *(mode.value for mode in Mode)]}),
     ] = None
-    """How the model is divided. Auto: the plan chooses the fastest mode that fits, once for each revision. It
-    may leave out CPU roles, or compute experts and MLPs with their resources. Pipeline: each stage holds
-    whole layers. Tensor: GPU and CPU ranks split each layer. FeedForward: the GPU computes attention, and CPU
-    ranks compute experts and MLPs, in its pod (roles[].feedForward) or in the pods of CPU roles. Default:
-    Auto."""
+    """How the model is divided. Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each
+    layer. FeedForward: the GPU computes attention, and CPU ranks compute experts and MLPs, either in the pod
+    of the GPU (roles[].feedForward) or in the pods of CPU roles. Auto: the plan chooses the fastest of these
+    modes that fits, once for each revision of the spec. It may then leave CPU roles unused, or use their CPUs
+    and memory only for experts and MLPs. Default: Auto."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -262,8 +262,8 @@ class HeteroInferenceSpec(Model):
             cel=f"{_MODE_CEL} == '{AUTO_MODE}' || ({_MODE_CEL} == 'FeedForward' "
             f"? self.roles.exists(r, has(r.feedForward)) || !self.roles.all(r, {_ASKS_CEL}) "
             ": !self.roles.exists(r, has(r.feedForward)))",
-            message="must be FeedForward or Auto if a role sets feedForward. FeedForward must have a role "
-            "with feedForward, or CPU roles beside a GPU role",
+            message="must be FeedForward or Auto if a role sets feedForward. Mode FeedForward needs a role "
+            "with feedForward, or a CPU role beside the GPU role",
             fix="Set feedForward in a role, add a CPU role, or use another mode",
             holds=_has_feed_forward_ranks,
         ),
@@ -273,9 +273,9 @@ class HeteroInferenceSpec(Model):
             "&& !self.roles.exists(r, has(r.layers)) "
             "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
-            message="FeedForward does not support several GPUs yet: one role must have the GPU or "
-            "feedForward, with pods 1 and ranksPerPod 1. Roles must have no layers, and tensor and pipeline "
-            "must be 1 or unset",
+            message="FeedForward does not support several GPUs yet: exactly one role must have device GPU or "
+            "feedForward, with pods: 1 and ranksPerPod: 1. No role may set layers, and parallelism.tensor "
+            "and parallelism.pipeline must be 1 or unset",
             fix="Set feedForward.layers instead of layers, or use mode Pipeline for several GPUs",
             holds=_has_one_asking_rank,
         ),

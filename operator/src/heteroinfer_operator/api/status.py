@@ -247,19 +247,19 @@ class KvStatus(StatusModel):
     """Deprecated: fields of kvCache under their older names. Read kvCache instead."""
 
     blocks: Count
-    """See kvCache.blocks."""
+    """Deprecated copy of kvCache.blocks: the number of blocks on each rank."""
     block_tokens: Count | None = None
-    """See kvCache.blockTokens."""
+    """Deprecated copy of kvCache.blockTokens: the number of tokens in a block."""
     tokens: Count
-    """See kvCache.tokens."""
+    """Deprecated copy of kvCache.tokens: the number of tokens in all blocks."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
-    """See kvCache.limitingRank."""
+    """Deprecated copy of kvCache.limitingRank: the rank whose memory holds the fewest blocks."""
     limiting_role: RoleName
-    """See kvCache.limitingRole."""
+    """Deprecated copy of kvCache.limitingRole: the role of that rank."""
     limited_by: KvLimit
-    """See kvCache.limitedBy."""
+    """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the limiting rank holds less."""
     room_blocks: Count
-    """See kvCache.limitingRankBlocks."""
+    """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit on that rank."""
 
 
 class KvCacheStatus(StatusModel):
@@ -268,7 +268,8 @@ class KvCacheStatus(StatusModel):
     blocks: Count
     """Number of blocks on each rank: the number that fits on the rank with the least free memory."""
     block_tokens: Count | None = None
-    """Number of tokens in a block, for layers that store tokens."""
+    """Number of tokens whose keys and values fit into a block. Absent if no layer has such a cache, as in a
+    model with only Mamba layers."""
     tokens: Count
     """Number of tokens in all blocks, for sequences of the longest length."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]

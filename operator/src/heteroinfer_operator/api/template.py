@@ -194,29 +194,29 @@ class NodeAffinity(Model):
 
 
 class PodAffinityTerm(Model):
-    """Pods, and a node label: nodes with the same value of this label count as near to each other."""
+    """Other pods, and a node label: nodes with the same value of this label count as near to each other."""
 
     topology_key: LabelKey
     """Key of the node label. Nodes with the same value count as near to each other."""
     label_selector: LabelSelector | None = None
-    """Labels of the pods. Default: no pods."""
+    """Labels of the other pods. Default: no pods."""
     namespaces: Annotated[tuple[NamespaceName, ...], Field(max_length=16)] | None = None
-    """Namespaces of the pods. Default: the resource's namespace."""
+    """Namespaces of the other pods. Default: the resource's namespace."""
     namespace_selector: LabelSelector | None = None
-    """Labels of further namespaces of the pods. Default: none."""
+    """Labels of further namespaces: pods in a namespace with these labels count, too. Default: none."""
 
 
 class WeightedPodAffinityTerm(Model):
-    """Pods to which the scheduler prefers to place the role's pods near, or not near."""
+    """Other pods near which, or away from which, the scheduler prefers to place the role's pods."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
     """Weight of this preference, from 1 to 100."""
     pod_affinity_term: PodAffinityTerm
-    """Pods of this preference."""
+    """The other pods, and the meaning of near."""
 
 
 class PodAffinity(Model):
-    """Pods to which the role's pods must or should be near, or not near."""
+    """Other pods near which, or away from which, the role's pods must or should run."""
 
     required_during_scheduling_ignored_during_execution: (
         Annotated[tuple[PodAffinityTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
@@ -234,9 +234,9 @@ class Affinity(Model):
     node_affinity: NodeAffinity | None = None
     """Nodes on which the pods must or should run. Default: all nodes."""
     pod_affinity: PodAffinity | None = None
-    """Pods to which the pods must or should be near. Default: none."""
+    """Other pods near which the role's pods must or should run. Default: none."""
     pod_anti_affinity: PodAffinity | None = None
-    """Pods to which the pods must not or should not be near. Default: none."""
+    """Other pods near which the role's pods must not or should not run. Default: none."""
 
 
 class ObjectReference(Model):
@@ -286,7 +286,7 @@ class PodTemplate(Model):
             field="dnsPolicy",
             cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
             "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
-            message="must not be None without dnsConfig.nameservers that resolve the cluster's names",
+            message="if it is None, dnsConfig.nameservers must list servers that resolve the cluster's names",
             fix="Add the name servers",
             holds=lambda template: (
                 template.dns_policy is not DnsPolicy.NONE

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the resource; default: the model's name")
     parser.add_argument("--revision", help="branch, tag or commit of a model on a hub")
     add_model_dir(parser, "MODEL")
-    add_calibration(parser, "those of this machine, if it was measured")
+    add_calibration(parser, "the measurements of this machine, if there are any")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to create; default: stdout")
 
 

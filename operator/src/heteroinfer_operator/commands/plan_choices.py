@@ -161,7 +161,7 @@ def _describe_moved_layers(planned: Planned) -> Iterator[str]:
         need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
         yield (
             f"faster: each layer that you move from role {first.role} to a GPU saves {duration(layer_s)} "
-            f"per step. All layers on CPUs take {format_bytes(need)}"
+            f"per step. The weights and the KV cache of all CPU ranks take {format_bytes(need)}"
         )
 
 

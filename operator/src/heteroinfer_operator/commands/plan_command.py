@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--filename", required=True, metavar="FILE", help="file with a HeteroInference; - reads stdin"
     )
     add_model_dir(parser, "the file's model.uri")
-    add_calibration(parser, "those of this machine, if it was measured and --nodes is not given")
+    add_calibration(parser, "the measurements of this machine, if there are any and --nodes is not given")
     parser.add_argument(
         "-o", "--output", choices=("table", "json", "yaml"), default="table", help="format; default: table"
     )

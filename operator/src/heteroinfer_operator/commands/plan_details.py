@@ -112,12 +112,13 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
     engine = planned.plan.engine
     by_experts = " (whole experts)" if remote.by_experts else ""
     lines = []
-    for own, numbers in remote.numbered_sets:
-        weights = max(rank_weight_bytes(remote, engine, number) for number in numbers)
-        besides = peak_extra_bytes(remote, engine, numbers)
+    for rank_set, rank_indices in remote.numbered_sets:
+        weight_bytes = max(rank_weight_bytes(remote, engine, rank_index) for rank_index in rank_indices)
+        extra_bytes = peak_extra_bytes(remote, engine, rank_indices)
         lines.append(
-            f"feed-forward rank of role {own.role.name}: {format_bytes(weights)} of weights{by_experts}, and "
-            f"up to {format_bytes(besides)} for the process and for packing a layer or the largest batch"
+            f"feed-forward rank of role {rank_set.role.name}: {format_bytes(weight_bytes)} of weights"
+            f"{by_experts}, and up to {format_bytes(extra_bytes)} for the process and for packing a layer or "
+            "the largest batch"
         )
     return lines
 

@@ -118,11 +118,11 @@ def describe_pods(plan: Plan) -> str:
 def describe_modes(choice: ModeChoice | None) -> list[str]:
     """Returns a table of the modes that the plan compared, the chosen mode first; [] if the mode was given.
 
-    The column LOAD has the time in which a mode serves the whole load.
+    The column TOTAL has the time in which a mode serves the whole load.
     """
     if choice is None:
         return []
-    rows: list[tuple[str, ...]] = [("MODE", "LOAD", "STEP", "FIRST TOKEN", "")]
+    rows: list[tuple[str, ...]] = [("MODE", "TOTAL", "STEP", "FIRST TOKEN", "")]
     for number, option in enumerate(choice.options):
         figures, chosen = option.figures, "<- chosen" if number == 0 else ""
         cells: tuple[str, ...] = ("-",) * 3

@@ -124,7 +124,7 @@ class ResourceLine:
     lines: tuple[GroupLine, ...]
 
     @property
-    def has_conditions(self) -> bool:
+    def has_status(self) -> bool:
         """Whether an operator has written the status: before that, the condition Ready has no reason."""
         return bool(self.reason)
 

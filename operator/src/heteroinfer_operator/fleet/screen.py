@@ -38,7 +38,7 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
     """
     if not resources:
         return Text("found no HeteroInference. To search all namespaces, add -A")
-    rows = [row for resource in resources if resource.has_conditions for row in build_rows(resource)]
+    rows = [row for resource in resources if resource.has_status for row in build_rows(resource)]
     lines = (*describe_waits(resources), *describe_predictions(resources), *([note] if note else ()))
     texts = [Text(printable(line)) for line in lines]
     return Group(build_table(rows, TOP_COLUMNS), *texts) if rows else Group(*texts)
@@ -100,7 +100,7 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
 def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
     for resource in resources:
-        if not resource.has_conditions:
+        if not resource.has_status:
             words = "no operator has acted on this resource yet. `heteroinfer check` finds out why"
             yield f"{resource.key}: {words}"
         elif resource.ready != "True":

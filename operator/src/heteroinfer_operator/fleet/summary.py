@@ -136,7 +136,7 @@ class ResourceSummary:
     def _state(self) -> str:
         if self.manifest["metadata"].get("deletionTimestamp"):
             return "being deleted"
-        if not self.line.has_conditions:
+        if not self.line.has_status:
             return "no operator has acted on this resource yet. `heteroinfer check` finds out why"
         states = (("Available", self.line.available), ("Ready", self.line.ready))
         words = ", ".join(
@@ -168,7 +168,7 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
     if summary.manifest["metadata"].get("deletionTimestamp"):
         pods = f"kubectl get pods -n {key.namespace} -l {names.LABEL_RESOURCE}={key.name}"
         yield f"wait until the pods of the resource have ended: {pods}"
-    elif not summary.line.has_conditions:
+    elif not summary.line.has_status:
         yield "find out whether an operator runs: heteroinfer check"
     elif summary.manifest["spec"].get("suspend"):
         yield f"start its groups again: heteroinfer resume {name}"

@@ -256,7 +256,9 @@ class ActionRun:
         body = self._build_body({"metadata": {"finalizers": list(remaining)}}, self._version)
         await self._send_resource_write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = remaining
-        if self._memory.written.record_write(names.KIND, names.FINALIZER, None, self._current_permits().now):
+        if self._memory.written.counts_as_undone(
+            names.KIND, names.FINALIZER, None, self._current_permits().now
+        ):
             raise finalizer_set_each_time(self._resource)
 
     def _build_body(self, fields: Manifest, version: str) -> Manifest:

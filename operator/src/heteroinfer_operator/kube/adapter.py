@@ -175,27 +175,27 @@ class KubeCluster:
             memory.cancel()
 
     def _update_never_created(
-        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
+        self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> NeverCreatedPods:
         """Updates and returns the list of pods that the operator decided to create and that never existed.
 
-        Takes off the list: pods that exist now (`shown` has their names), and pods of epochs that are over.
+        Takes off the list: pods that exist now (`existing_names`), and pods of epochs that are over.
         """
         never_created = self._memory_of(resource).never_created
-        for name in shown:
+        for name in existing_names:
             never_created.forget(name)
         never_created.forget_earlier_epochs({group.index: group.epoch for group in status.groups})
         return never_created
 
     def _update_never_placed(
-        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
+        self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> frozenset[str]:
         """Updates and returns the list of pods that were deleted before they had a node, so they never ran.
 
-        Takes off the list: pods that exist now (`shown` has their names), and pods of epochs that are over.
+        Takes off the list: pods that exist now (`existing_names`), and pods of epochs that are over.
         """
         never_placed = self._cluster_state.never_placed
-        for name in shown:  # also a pod that only lost its label, which a watch reports as deleted
+        for name in existing_names:  # also a pod that only lost its label, which a watch reports as deleted
             never_placed.forget_shown(resource.key, name)
         owner = Owner(key=resource.key, uid=resource.uid)
         return never_placed.names(owner, {group.index: group.epoch for group in status.groups})

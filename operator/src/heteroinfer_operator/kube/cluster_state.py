@@ -145,7 +145,7 @@ class ClusterState:
         self._isolating = IsolatingPolicies(server, scopes, self._wake_namespace)
         self._gangs = GangSchedulers(server, build_children, changed=self._wake_all)
         self._nodes: WatchCache[NodeView] | None = None
-        self._requests: WatchCache[PodRequests] | None = None
+        self._pod_requests: WatchCache[PodRequests] | None = None
         # Not part of `all`: nothing waits for this cache, and the operator works without the right to read
         # it.
         self._classes: WatchCache[PriorityClassView] | None = None
@@ -156,7 +156,7 @@ class ClusterState:
                 trim=trim.node_view,
                 changed=self._node_changed,
             )
-            self._requests = WatchCache(
+            self._pod_requests = WatchCache(
                 server,
                 Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
                 trim=trim.pod_requests,
@@ -176,12 +176,12 @@ class ClusterState:
         self._views: dict[str, NodeView] = {}
         self._clock = clock
         # Demands of pods that are being created. Below, by uid of stored pods: start of the reservation.
-        self._new_demands: dict[NamespacedName, PodDemand] = {}
+        self._promised_pods: dict[NamespacedName, PodDemand] = {}
         self._reserved_since: dict[str, float] = {}
 
     def awaited_caches(self) -> list[WatchCache[Any]]:
         """Returns the caches that `wait_synced` waits for."""
-        capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
+        capacity = [cache for cache in (self._nodes, self._pod_requests) if cache is not None]
         children = [cache for kind in self._child_caches.values() for cache in kind.values()]
         kept = [self._kept.cache] if self._kept is not None else []
         pods, isolating = self._pods.values(), self._isolating.caches
@@ -224,18 +224,18 @@ class ClusterState:
         cache = self.cache_of(kind, stored["metadata"]["namespace"])
         if cache is not None:
             cache.store_written(stored)
-        if kind is POD and self._requests is not None:
+        if kind is POD and self._pod_requests is not None:
             # The stored pod gets its own reservation (`_requests_changed`), so this one ends.
-            self._new_demands.pop(NamespacedName.from_object(stored), None)
-            self._requests.store_written(stored)
+            self._promised_pods.pop(NamespacedName.from_object(stored), None)
+            self._pod_requests.store_written(stored)
 
     def remove_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
         """Removes an object that is gone according to the API server, unless it has another uid."""
         cache = self.cache_of(kind, name.namespace)
         if cache is not None:
             cache.remove_gone(name, uid)
-        if kind is POD and self._requests is not None:
-            self._requests.remove_gone(name, uid)
+        if kind is POD and self._pod_requests is not None:
+            self._pod_requests.remove_gone(name, uid)
 
     def unsynced(self) -> list[str]:
         """Returns the labels of the caches without a first complete list."""
@@ -321,7 +321,7 @@ class ClusterState:
     def _needed_caches(self, scope: str | None) -> list[WatchCache[Any]]:
         """Returns the caches that decisions in a scope need."""
         children = [self._children[kind][scope] for kind in NEEDED_CHILDREN]
-        capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
+        capacity = [cache for cache in (self._nodes, self._pod_requests) if cache is not None]
         return [self.resources.cache_of_scope(scope), self._pods[scope], *children, *capacity]
 
     def _wake_all(self) -> None:
@@ -453,12 +453,12 @@ class ClusterState:
         A stored pod counts only while its resource exists, and for PROMISE_S at most. Otherwise a pod that
         the scheduler never places would block capacity forever.
         """
-        without_node = self._requests.values_under("") if self._requests is not None else []
+        without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
         reservations = [pod.promise for pod in without_node if pod.promise is not None]
         demands_of_stored = {
             promise.demand.name: promise.demand for promise in reservations if self._is_reserved(promise)
         }
-        new_demands = {demand.name: demand for demand in self._new_demands.values()}
+        new_demands = {demand.name: demand for demand in self._promised_pods.values()}
         return tuple({**new_demands, **demands_of_stored}.values())
 
     def _is_reserved(self, promise: PodPromise) -> bool:
@@ -475,12 +475,12 @@ class ClusterState:
         """
         promises = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
         del pods  # frees the manifests (13 KB each) early: a promise lasts until the next decision
-        self._new_demands |= promises
+        self._promised_pods |= promises
         try:
             yield
         finally:
             for name in promises:
-                self._new_demands.pop(name, None)
+                self._promised_pods.pop(name, None)
 
     def _demand_of_new_pod(self, pod: Manifest) -> PodDemand:
         """Returns the demand of a pod, with the priority that the API server will set."""
@@ -496,18 +496,18 @@ class ClusterState:
 
     def _requested_on(self, node: str) -> Mapping[str, float]:
         """Returns the total requests of a node's pods; computes them after a change of a pod."""
-        assert self._requests is not None
+        assert self._pod_requests is not None
         totals = self._totals.get(node)
         if totals is None:
-            totals = total(pod.requests for pod in self._requests.values_under(node))
+            totals = total(pod.requests for pod in self._pod_requests.values_under(node))
             self._totals[node] = totals
         return totals
 
     def _requested_by_priority(self, node: str) -> Mapping[int, Mapping[str, float]]:
         """Returns the total requests of a node's pods for each priority."""
-        assert self._requests is not None
+        assert self._pod_requests is not None
         requests_by_priority: dict[int, list[Mapping[str, float]]] = {}
-        for pod in self._requests.values_under(node):
+        for pod in self._pod_requests.values_under(node):
             requests_by_priority.setdefault(pod.priority, []).append(pod.requests)
         return {priority: total(requests) for priority, requests in requests_by_priority.items()}
 

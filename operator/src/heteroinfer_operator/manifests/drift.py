@@ -79,29 +79,28 @@ def with_creation_fields(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -
 
 
 def _find_metadata_drift(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any], taken_off: frozenset[str]
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], forbidden: frozenset[str]
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's metadata.
 
-    It sets values that are missing or different, and removes the labels in `taken_off`, which disable the
+    It sets values that are missing or different, and removes the labels in `forbidden`, which disable the
     object.
     """
     drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
-    extra = dict.fromkeys(sorted(taken_off & (stored.get("labels") or {}).keys()))
-    return drift | ({"labels": {**wanted["labels"], **extra}} if extra else {})
+    removals = dict.fromkeys(sorted(forbidden & (stored.get("labels") or {}).keys()))
+    return drift | ({"labels": {**wanted["labels"], **removals}} if removals else {})
 
 
 def _find_spec_drift(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any], filled_in: frozenset[str]
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], added_by_server: frozenset[str]
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's spec.
 
-    It sets values that differ, and removes fields that the manifest lacks. Fields in `filled_in` stay: the
-    API server adds them.
+    It sets values that differ, and removes fields that the manifest lacks. Fields in `added_by_server` stay.
     """
     changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
-    extra = {key: None for key in stored if key not in wanted and key not in filled_in}
-    return {key: value for key, value in changed.items() if value is not _SAME} | extra
+    removals = {key: None for key in stored if key not in wanted and key not in added_by_server}
+    return {key: value for key, value in changed.items() if value is not _SAME} | removals
 
 
 _SAME: Final = object()

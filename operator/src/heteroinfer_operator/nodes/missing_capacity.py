@@ -98,7 +98,7 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
         return "there are no nodes"
     by_obstacle: dict[Obstacle, list[str]] = {}
     for free_node in free_nodes:
-        found = find_obstacle(demand, free_node.node) or _find_lack(demand, free_node)
+        found = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
         by_obstacle.setdefault(found, []).append(free_node.node.name)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
     reported = [f"{name_nodes(names)} {found.describe(len(names))}" for found, names in order[:_MAX_REASONS]]
@@ -114,14 +114,14 @@ def name_nodes(names: Sequence[str]) -> str:
     return f"nodes {', '.join(names[:_MAX_NODES])}{more}"
 
 
-def _find_lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
+def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
     """Describes which of a pod's requests exceed the free capacity of a node.
 
     If none does, describes for how many such pods the node has capacity.
     """
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
-        return Obstacle(False, f"capacity for {free_node.max_pods(demand.requests)}")
+        return Obstacle(excludes=False, rest=f"capacity for {free_node.max_pods(demand.requests)}")
     texts = []
     for name in lacking:
         free, whole = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
@@ -130,7 +130,7 @@ def _find_lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
             if whole
             else f"no {_resource_name(name)}"
         )
-    return Obstacle(False, ", ".join(texts))
+    return Obstacle(excludes=False, rest=", ".join(texts))
 
 
 def _format_amounts(requests: Mapping[str, float]) -> str:

@@ -174,21 +174,25 @@ class Obstacle(NamedTuple):
 
 def find_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a node rejects a pod regardless of capacity, or None."""
-    return find_lasting_obstacle(demand, node) if node.schedulable else Obstacle(True, node.problem)
+    return (
+        find_lasting_obstacle(demand, node)
+        if node.schedulable
+        else Obstacle(excludes=True, rest=node.problem)
+    )
 
 
 def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a node rejects a pod even when the node is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
-        return Obstacle(True, f"tainted {taint}")
+        return Obstacle(excludes=True, rest=f"tainted {taint}")
     key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
     if key is not None:
-        return Obstacle(False, f"no label {key}, which the pod's podAffinity names")
+        return Obstacle(excludes=False, rest=f"no label {key}, which the pod's podAffinity names")
     if other_platform := describe_other_platform(demand.node_selector, node.labels):
-        return Obstacle(True, other_platform)
+        return Obstacle(excludes=True, rest=other_platform)
     selected = selects_node(demand, node.name, node.labels)
-    return None if selected else Obstacle(True, "not selected by the pod's node rules")
+    return None if selected else Obstacle(excludes=True, rest="not selected by the pod's node rules")
 
 
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:

@@ -261,7 +261,7 @@ def decide_children(
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
         or (
-            _is_unused(manifest, used_plans)
+            _may_be_deleted(manifest, used_plans)
             and not _must_stay(manifest, children)
             and not (lacks_policy and manifest["kind"] == POLICY_KIND)
         )
@@ -331,7 +331,7 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
     )
 
 
-def _is_unused(manifest: Manifest, used_plans: Collection[str]) -> bool:
+def _may_be_deleted(manifest: Manifest, used_plans: Collection[str]) -> bool:
     """Reports whether an object that is not among the wanted ones may be deleted.
 
     The operator must have made the object, no group may use it as a plan, and its deletion must not have

@@ -219,7 +219,7 @@ def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> No
     for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
         raise build_cpu_error(
             f"{subject} with latents of {size} elements",
-            f"vLLM's CPU kernels support {CPU_LATENT_SIZE}",
+            f"vLLM's CPU kernels support only multiples of {CPU_LATENT_SIZE}",
             _GPU_ATTENTION_REMEDY,
         )
     if engine.dtype != CPU_LATENT_DTYPE:

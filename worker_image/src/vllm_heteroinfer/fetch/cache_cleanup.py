@@ -44,7 +44,7 @@ def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tup
         return ()
     try:
         _delete_renamed(model_folder)
-        for folder in _older_commits(model_folder, commit, cleanup.keep):
+        for folder in _other_complete_commits(model_folder, commit, cleanup.keep):
             if folder.name not in cleanup.in_use and _rename_for_removal(folder, cleanup.listed_s - RECENT_S):
                 removed.append(folder.name)  # noqa: PERF401 - keeps the commits that were removed before an error
         _delete_renamed(model_folder)
@@ -61,7 +61,7 @@ def _delete_renamed(model_folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _older_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
+def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
     """Returns the complete commits that are neither `commit` nor among the newest `keep - 1` others."""
     others = [
         (confirmed_s, folder)

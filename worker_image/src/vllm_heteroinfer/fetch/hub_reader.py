@@ -11,7 +11,8 @@ import reprlib
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import quote, urlsplit
@@ -65,7 +66,7 @@ class HubReader:
         """
         revision = quote(self._hub.revision, safe="")
         url = f"{self._hub.endpoint}/api/models/{quote(self._hub.repository)}/revision/{revision}"
-        text = self._read(f"{url}?blobs=true", _MAX_LISTING_BYTES)
+        text = self._retry(partial(self._read, f"{url}?blobs=true", _MAX_LISTING_BYTES))
         try:
             listing = json.loads(text)
             commit, siblings = str(listing["sha"]), listing["siblings"]
@@ -105,43 +106,49 @@ class HubReader:
         if len(first_part) < size_bytes:
             request_bytes = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
-            first_part = self._read(url, request_bytes, is_first_part=True)
+            first_part = self._retry(partial(self._read_first_bytes, url, request_bytes))
         if size_bytes < len(first_part):
             self._stored_first_bytes[file.path] = first_part  # for the next call, which needs more bytes
         return first_part[:size_bytes]
 
-    def _read(self, url: str, max_bytes: int, *, is_first_part: bool = False) -> bytes:
-        """Reads an answer; repeats the request if the hub is busy.
-
-        Args:
-            max_bytes: limit for the answer; the exact size if `is_first_part`.
-            is_first_part: whether to request a range, the first bytes of a file.
-        """
+    def _retry(self, read: Callable[[], bytes]) -> bytes:
+        """Calls `read`, and repeats it if the hub is busy."""
         if self._offline:
             raise self._hub.offline_error()
         for pause_s in _PAUSES_S:
             try:
-                return self._read_once(url, max_bytes, is_first_part)
+                return read()
             except FetchError as error:
                 if not error.is_temporary:
                     raise
             time.sleep(pause_s)
-        return self._read_once(url, max_bytes, is_first_part)
+        return read()
 
-    def _read_once(self, url: str, max_bytes: int, is_first_part: bool) -> bytes:
-        """Reads an answer once. The arguments are those of `_read`.
+    def _read_first_bytes(self, url: str, size_bytes: int) -> bytes:
+        """Reads exactly the first `size_bytes` bytes of a file.
 
         Raises:
-            FetchError: the hub refuses, does not answer, or sends less than the requested first bytes.
+            FetchError: the hub refuses, does not answer, or sends fewer bytes.
+        """
+        content = self._read(url, size_bytes, {"Range": f"bytes=0-{size_bytes - 1}"})
+        if len(content) < size_bytes:
+            raise self._hub.unavailable_error(
+                f"sent {len(content)} of {size_bytes} bytes of {self._hub.clean(url)}"
+            )
+        return content
+
+    def _read(self, url: str, max_bytes: int, headers: Mapping[str, str] | None = None) -> bytes:
+        """Sends one request. Returns the answer, or its first `max_bytes` bytes if it is longer.
+
+        Raises:
+            FetchError: the hub refuses or does not answer.
         """
         try:
-            request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
-            if is_first_part:
-                request.add_header("Range", f"bytes=0-{max_bytes - 1}")
+            request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer", **(headers or {})})  # noqa: S310 - the hub is the user's choice
             if self._hub.token:
                 request.add_header("Authorization", f"Bearer {self._hub.token}")
             with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
-                content = bytes(answer.read(max_bytes))  # a server without ranges sends more
+                return bytes(answer.read(max_bytes))  # a server without ranges sends the whole file
         except urllib.error.HTTPError as error:
             with error:
                 raise self._hub.refusal_error(error.code, error.headers.get("X-Error-Code", "")) from error
@@ -151,11 +158,6 @@ class HubReader:
             if is_distrusted(error):
                 raise self._hub.untrusted_certificate_error(error) from error
             raise self._hub.no_answer_error(error) from error
-        if is_first_part and len(content) < max_bytes:
-            raise self._hub.unavailable_error(
-                f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}"
-            )
-        return content
 
 
 class TokenForOneHost(urllib.request.HTTPRedirectHandler):

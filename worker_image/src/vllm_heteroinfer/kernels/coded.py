@@ -136,7 +136,10 @@ class Coded:
                 tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
             )
             if found != wanted or not contiguous:
-                raise ValueError(f"{name} of a coded weight must be {wanted}, rows contiguous (got {found}).")
+                raise ValueError(
+                    f"{name} of a weight with codes and scales must be {wanted} with contiguous rows "
+                    f"(got {found})."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,7 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
         raise ValueError(
-            f"coded weight: format and size must have a kernel (got {form} of {columns} x {inputs})."
+            f"weight with codes: format and size must have a kernel (got {form} of {columns} x {inputs})."
         )
     return size
 

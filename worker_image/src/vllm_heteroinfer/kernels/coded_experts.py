@@ -118,10 +118,10 @@ def pack_expert_into(
             f"expert {expert} must be {part.format} of {part.columns} x {part.inputs} "
             f"(got {weight.format} of {weight.columns} x {weight.inputs})."
         )
-    pack(library, alternate_gates_and_ups(weight) if gated else weight, part.packed[expert])
+    pack(library, interleave_gates_and_ups(weight) if gated else weight, part.packed[expert])
 
 
-def alternate_gates_and_ups(weight: Coded) -> Coded:
+def interleave_gates_and_ups(weight: Coded) -> Coded:
     """Returns w13 with alternating blocks of 32 gates and 32 ups, the order that the kernels read.
 
     Raises:
@@ -130,21 +130,21 @@ def alternate_gates_and_ups(weight: Coded) -> Coded:
     if weight.columns % (2 * SHARED_COLUMNS):
         raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
 
-    def alternate(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
+    def interleave(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
         """Interleaves the gates and the ups of a tensor in blocks; None for None."""
-        return None if tensor is None else alternate_halves(tensor, block)
+        return None if tensor is None else interleave_halves(tensor, block)
 
     scale_block = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
     return replace(
         weight,
-        codes=alternate_halves(weight.codes, SHARED_COLUMNS),
-        scales=alternate(weight.scales, scale_block),
-        zeros=alternate(weight.zeros, SHARED_COLUMNS),
-        factors=alternate(weight.factors, SHARED_COLUMNS),
+        codes=interleave_halves(weight.codes, SHARED_COLUMNS),
+        scales=interleave(weight.scales, scale_block),
+        zeros=interleave(weight.zeros, SHARED_COLUMNS),
+        factors=interleave(weight.factors, SHARED_COLUMNS),
     )
 
 
-def alternate_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
+def interleave_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Reorders rows from all gates, then all ups, to alternating blocks of `block` gates and `block` ups."""
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
@@ -189,10 +189,10 @@ class CodedExperts:
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
         if w13_biases is not None:
-            alternated = [
-                alternate_halves(each, SHARED_COLUMNS) if activation.gated else each for each in w13_biases
+            interleaved = [
+                interleave_halves(each, SHARED_COLUMNS) if activation.gated else each for each in w13_biases
             ]
-            w13_biases = torch.stack(alternated).float().contiguous()
+            w13_biases = torch.stack(interleaved).float().contiguous()
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
         self._referenced = (w13, w2, w13_biases, w2_biases)
         self._layer = _NativeCodedExperts(

@@ -58,9 +58,9 @@ class LinearLayers:
         columns = weight.shape[0]
         if remove_weight or _is_head(layer):
             layer.weight = torch.nn.Parameter(linear.pack(weight), requires_grad=False)
-            layer.cpu_linear = _product(columns)
+            layer.cpu_linear = _multiplier(columns)
         else:
-            layer.cpu_linear = _lazy_product(weight)
+            layer.cpu_linear = _lazy_multiplier(weight)
         return True
 
     def _find_problem(self, layer: torch.nn.Module) -> str | None:
@@ -101,17 +101,17 @@ class LinearLayers:
             _logger.log(level, text)
 
 
-def _product(columns: int) -> Product:
+def _multiplier(columns: int) -> Product:
     """Returns a function, with the arguments that vLLM passes, for packed weights of `columns` columns."""
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiplies the input by the packed weight, and adds the bias."""
         return linear.linear(x, weight, bias, columns)
 
-    return product
+    return multiply
 
 
-def _lazy_product(weight: torch.Tensor) -> Product:
+def _lazy_multiplier(weight: torch.Tensor) -> Product:
     """Returns a function that multiplies by an embedding's table, and packs the table at its first call.
 
     vLLM only looks up rows in most embeddings, and a packed copy would waste memory. A model that uses an
@@ -119,12 +119,12 @@ def _lazy_product(weight: torch.Tensor) -> Product:
     """
     packed: list[torch.Tensor] = []
 
-    def product(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not packed:
             packed.append(linear.pack(weight))
         return linear.linear(x, packed[0], bias, weight.shape[0])
 
-    return product
+    return multiply
 
 
 def _is_head(layer: torch.nn.Module) -> bool:

@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--termination-message-path",
             type=Path,
             default=_default_message_path(os.environ),
-            help="second file for the result or the failure; default: "
-            f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
+            help="file to which the result or the failure is written, in addition to the standard output; "
+            f"default: {names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
         )
     arguments, others = parser.parse_known_args(argv)
     ensure_own_account()

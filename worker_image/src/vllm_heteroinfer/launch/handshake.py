@@ -79,7 +79,7 @@ def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
     """
     opening = codec.from_json(Opening, line)
     if not key.verifies(opening.code, "open", str(opening.pod), opening.nonce):
-        raise ContractError("the client does not have this epoch's key")
+        raise ContractError("the process that connected does not have this epoch's key, so it is no follower")
     nonce = os.urandom(_NONCE_BYTES).hex()
     parts = (str(opening.pod), opening.nonce, nonce)
     return OpeningReply(nonce=nonce, code=key.code("reply", *parts)), Seal(key.session(*parts), leads=True)

@@ -46,9 +46,9 @@ def install() -> None:
 class _JoinedTensor:
     """A tensor that is assembled from slices along one dimension."""
 
-    def __init__(self, parts: int, dim: int, empty: Callable[..., torch.Tensor]) -> None:
-        """Prepares a tensor with `parts` equal parts along `dim`; `empty` allocates the tensor."""
-        self._parts, self._dim, self._empty = parts, dim, empty
+    def __init__(self, *, parts: int, dim: int, allocate: Callable[..., torch.Tensor]) -> None:
+        """Prepares a tensor with `parts` equal parts along `dim`; `allocate` is called for its memory."""
+        self._parts, self._dim, self._allocate = parts, dim, allocate
         self._whole: torch.Tensor | None = None
 
     @property
@@ -66,7 +66,7 @@ class _JoinedTensor:
         if self._whole is None:
             shape = list(part.shape)
             shape[self._dim] = size * self._parts // count
-            self._whole = self._empty(shape, dtype=part.dtype)
+            self._whole = self._allocate(shape, dtype=part.dtype)
         self._whole.narrow(self._dim, size * first // count, size).copy_(part)
 
 
@@ -84,7 +84,8 @@ def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[...
                 **{name: _slice_of(tensor, index) for name, tensor in named.items()},
             )
             joined_tensors = joined_tensors or [
-                None if tensor is None else _JoinedTensor(count, 0, weight_memory.empty) for tensor in packed
+                None if tensor is None else _JoinedTensor(parts=count, dim=0, allocate=weight_memory.empty)
+                for tensor in packed
             ]
             for whole, tensor in zip(joined_tensors, packed, strict=True):
                 if whole is not None:
@@ -121,7 +122,8 @@ def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
         inputs, words = tensors[w_q_name].shape
         # Not from `weight_memory`: vLLM drops these tensors when it packs them for the kernel.
         joined_tensors = {
-            name: _JoinedTensor(words, 1 if name == w_q_name else 0, torch.empty) for name in tensors
+            name: _JoinedTensor(parts=words, dim=1 if name == w_q_name else 0, allocate=torch.empty)
+            for name in tensors
         }
         part = SimpleNamespace()
         for first, end in _yield_slices(inputs, words * 32 // size_bits):
@@ -155,7 +157,9 @@ def _packing_in_slices(
         tensors = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
         words, outputs = tensors[self.w_q_name].shape
         replaced = names if replaces_scales else names[:1]
-        joined_tensors = {name: _JoinedTensor(outputs, 0, weight_memory.empty) for name in replaced}
+        joined_tensors = {
+            name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in replaced
+        }
         for first, end in _yield_slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))
             for name, tensor in tensors.items():

@@ -199,9 +199,12 @@ class PodLine:
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
-        """Returns the error for the ended connection to the rank that sends the asks, with the reason."""
+        """Returns the error for the ended connection to the rank that sends requests, with the reason."""
         error = self._link.error
         reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
         if error == pod_link.MALFORMED:
-            reason = "the rank sent a message that is not an ask. Start all pods from one image"
-        return PeerGoneError(self._asking, f"the connection to the rank that asks ended: {reason}")
+            reason = "it sent a message that is not a request for a layer. Start all pods from one image"
+        return PeerGoneError(
+            self._asking,
+            f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",
+        )

@@ -47,7 +47,7 @@ def start() -> None:
     """
     plan, _, rank = read_assignment(os.environ)
     preload("vllm_heteroinfer.rank.entry", rank)
-    problem = imports.load(plan, rank)
+    problem = imports.import_before_fork(plan, rank)
     run_or_fork(lambda: main(problem), imports.adapt_forked_process)
 
 

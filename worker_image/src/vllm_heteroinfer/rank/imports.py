@@ -14,18 +14,18 @@ from pathlib import Path
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
-SHARED = (
+SHARED_MODULES = (
     "vllm_heteroinfer.engine.executor",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.engine.arg_utils",
 )
 """Modules that every process of a pod needs. Ranks need the CLI to parse the API server's arguments."""
 
-FEED_FORWARD = ("vllm_heteroinfer.rank.answering_rank",)
+FEED_FORWARD_MODULES = ("vllm_heteroinfer.rank.answering_rank",)
 """Modules that feed-forward ranks need, without vLLM."""
 
 
-def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
+def import_before_fork(plan: Plan, rank: RankAssignment) -> BaseException | None:
     """Imports torch, vLLM and, on a CPU, the model's class. Returns the error to report, or None.
 
     A feed-forward rank imports torch without vLLM. That is enough, because all processes that are forked from
@@ -36,7 +36,7 @@ def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
     """
     gc.disable()
     try:
-        for module in SHARED if rank.feed_forward is None else FEED_FORWARD:
+        for module in SHARED_MODULES if rank.feed_forward is None else FEED_FORWARD_MODULES:
             importlib.import_module(module)
         if rank.device is Device.CPU and rank.feed_forward is None:
             register_class(plan.engine.model)

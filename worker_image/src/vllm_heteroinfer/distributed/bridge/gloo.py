@@ -142,7 +142,9 @@ class GlooLink:
 
         def arrived(peer: int) -> int:
             """Waits for the message of a peer, and returns the peer."""
-            self._wait_for(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
+            self._wait_for(
+                self._in[peer][slot].works[0], peer, "a part of a collective operation", self.timeout_s
+            )
             return peer
 
         if self._wait_threads is None:  # there is at most one peer, so no order

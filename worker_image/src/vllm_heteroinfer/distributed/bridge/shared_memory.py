@@ -118,14 +118,14 @@ class SharedMemoryLink:
                     return True
             return False
 
-        self._wait_and_report(ready, pending[0], "a collective's part")
+        self._wait_and_report(ready, pending[0], "a part of a collective operation")
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
                 raise PeerLostError(
                     self._process_group.ranks[peer],
                     0.0,
                     "the rank has closed its bridge. See its log",
-                    awaited="a collective's part",
+                    awaited="a part of a collective operation",
                 )
 
     def _wait_and_report(

@@ -97,7 +97,8 @@ class CudaStaging(Staging):
             for buffer in buffers:
                 self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
         except (OSError, RuntimeError) as error:  # slower; the log has the reason
-            self._mapped_bytes, self.description = 0, f"copied, since the device cannot map it: {error}"
+            self._mapped_bytes = 0
+            self.description = f"always copied, because the device cannot map host memory: {error}"
         self._second_stream = torch.cuda.Stream(device)
         self._staged = {
             peer: Buffer(torch.empty(PART_BYTES, dtype=torch.uint8, device=device)) for peer in peers

@@ -246,16 +246,22 @@ void heteroinfer::multiply_coded(const CodedChoice& choice, const Rows& rows, co
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns the size in bytes of the packed w[n][k], or 0 if no kernel supports the format.
+// Returns the size in bytes of the packed w[n][k], or 0 if no kernel supports the format. A group is the inputs of a
+// column that share a scale; 0 means that all inputs of a column share it.
 long heteroinfer_coded_bytes(const Format* format, long n, long k) {
   const long group = format->group;
+  if (n <= 0 || k <= 0) return 0;
   if (format->code < 0 || format->code >= kCodes || format->scale < 0 || format->scale > kColumnE4m3) return 0;
-  if (group < 0 || group % 16 || (format->zeros && (group % kUnit || !group)) || n <= 0 || k <= 0) return 0;
+  if (group < 0 || group % 16) return 0;
+  // A group must be some whole units, or a unit must be some whole groups.
   if (group && group % kUnit && kUnit % group) return 0;
+  // With zero points, a group must be some whole units.
+  if (format->zeros && (group % kUnit || !group)) return 0;
   return Layout(*format, n, k).bytes();
 }
 
-// Packs w[n][k] into `out`, which must be untouched memory. ldw is w's row stride in bytes; two 4-bit codes share a byte,
+// Packs w[n][k] into `out`, which nobody has written before: then each page lies in the NUMA node of the thread that
+// packs into it. ldw is w's row stride in bytes; two 4-bit codes share a byte,
 // the first in its lower half. `scales`: [n][groups] of the format's type, or [blocks][groups] if a block has one scale.
 // `zeros`: [n][groups] int8, or null. `factors`: [n] float32, for scales in e4m3.
 void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w, long ldw, const void* scales,

@@ -1,8 +1,9 @@
 // Weights in the formats of checkpoints, for linear layers and experts: definitions that all parts share.
 //
 // A weight w[n][k] is a code of 16, 8 or 4 bits. Most formats multiply it by a scale. In memory a code has the same width
-// as in the checkpoint. A kernel decodes it in registers to bf16 (for VDPBF16PS and AMX) or float32 (for FMA); both are
-// exact. A scale is multiplied in float32 by the sum of the inputs that share it, so no weight is rounded.
+// as in the checkpoint. A kernel decodes it in registers to bf16 (for VDPBF16PS and AMX) or float32 (for FMA). Both
+// conversions are exact. The products of inputs and codes that share a scale are summed in float32, and the sum is
+// multiplied by the scale, so no weight is rounded.
 //
 // The packed weight is one array of bytes. Each block of 32 columns has a header, followed by its codes in units of 32
 // inputs. The header has the block's scales, [group][32] (or [group] if the 32 columns share them), its zero points and

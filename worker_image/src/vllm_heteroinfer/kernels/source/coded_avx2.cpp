@@ -125,7 +125,8 @@ struct Lanes {
 
 INLINE __m256 of_lower(__m256i halves) { return _mm256_cvtph_ps(_mm256_castsi256_si128(halves)); }
 INLINE __m256 of_upper(__m256i halves) { return _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)); }
-// float32 of the signed integer in the highest `bits` bits of each lane; `bits` is 0 if the others are zeros already.
+// Converts the signed integer in the highest `bits` bits of each lane to float32, and ignores the lower bits. `bits` is
+// 0 if the lower bits are zeros already: then nothing must be masked.
 INLINE __m256 of_top(__m256i a, int bits) {
   return _mm256_cvtepi32_ps(bits ? _mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(~0u << (32 - bits)))) : a);
 }

@@ -1,7 +1,7 @@
 // The loop over rows and blocks of coded weights for all instruction sets. Each set includes this file after its
 // `#pragma GCC target` and its `Lanes`, so that the loop is compiled for that set.
 
-// Scales of 16 columns of a block in one group.
+// The scales of a group for 16 of the 32 columns of a block: the first 16 if `half` is 0, the last 16 if it is 1.
 INLINE Lanes::F scales_of(const uint8_t* block, const Layout& layout, long group, int half) {
   const uint8_t* at = block + layout.scales + group * layout.scale_bytes;
   switch (layout.format.scale) {
@@ -15,7 +15,8 @@ INLINE Lanes::F scales_of(const uint8_t* block, const Layout& layout, long group
     case kColumnBf16: return Lanes::from_bf16(at + half * 32);
     case kColumnF16: return Lanes::from_f16(at + half * 32);
     case kColumnE8m0: return Lanes::from_e8m0(at + half * 16);
-    default: return Lanes::mul(Lanes::from_e4m3(at + half * 16), Lanes::load(block + half * 64));
+    default:  // kColumnE4m3: the header begins with a float32 factor for each column
+      return Lanes::mul(Lanes::from_e4m3(at + half * 16), Lanes::load(block + half * 64));
   }
 }
 

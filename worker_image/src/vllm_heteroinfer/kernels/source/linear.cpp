@@ -132,8 +132,8 @@ void compute_piece(const Call& call, const Piece& piece, const Piece& next, floa
   if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
 }
 
-// Computes a thread's range: a part of a block, whole blocks, a part of a block. Other threads may take the whole
-// blocks. Then takes whole blocks of other threads.
+// Computes a thread's range. The range may begin and end inside a block: the thread computes these two parts itself. The
+// whole blocks between them are tasks, which idle threads may take. At the end, the thread takes such tasks of others.
 void compute_few_rows(const Call& call, Run* runs, float* parts, float* sums, long thread, long threads) {
   const Range range(call, thread, threads);
   const long units = call.units, last = range.end / units * units;
@@ -367,7 +367,9 @@ long heteroinfer_packed_elements(long n, long k) {
 // Prepares memory into which several weights will be packed: a page may have parts of two weights.
 void heteroinfer_ask_for_huge_pages(void* memory, long bytes) { ask_for_huge_pages(memory, bytes); }
 
-// Packs w[n][k] (row stride ldw) into `out`, which must be untouched memory.
+// Packs w[n][k] (row stride ldw) into `out`, which nobody has written before, so that each page lies in the NUMA node of
+// the thread that packs into it. In a unit, two inputs of a column are neighbours (as VDPBF16PS and AMX need them). Then
+// come the same two inputs of the next column.
 void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k) {
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + column * 2 + i % 2; });
 }
