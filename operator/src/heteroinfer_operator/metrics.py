@@ -157,7 +157,7 @@ class _ResourceValues:
 def _values_of_resource(status: HeteroInferenceStatus) -> _ResourceValues:
     """Reads the values for metrics from a status."""
     ranks = {plan.hash: plan.world_size for plan in status.plans}
-    # Only one sample for each condition and group, because Prometheus refuses a page with duplicate series.
+    # Keep one sample for each condition and group: Prometheus refuses a page with duplicate series.
     conditions = {condition.type: condition for condition in status.conditions}
     groups = {group.index: group for group in status.groups}
     return _ResourceValues(

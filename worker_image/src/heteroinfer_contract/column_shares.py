@@ -93,9 +93,8 @@ def _adjacent_spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     """Cuts 0..total into one span per rank, near its share; only the last may end inside a unit."""
     units = total // unit
     ends = [round(units * sum(shares[: index + 1]) / sum(shares)) for index in range(len(shares))]
-    for index in range(
-        len(ends)
-    ):  # each span gets at least one unit: first from the front, then from the back
+    # Each span needs at least one unit: the first loop moves ends up for this, the second moves them down.
+    for index in range(len(ends)):
         ends[index] = max(ends[index], (ends[index - 1] if index else 0) + 1)
     for index in reversed(range(len(ends))):
         ends[index] = min(ends[index], units - (len(ends) - 1 - index))

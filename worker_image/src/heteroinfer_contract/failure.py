@@ -133,7 +133,7 @@ def _cut_middle(text: str, limit_bytes: int) -> str:
 def _cut_one_end(text: str, limit_bytes: int, *, keeps_end: bool) -> str:
     """Cuts the end of `text`, or with `keeps_end` its beginning, until its JSON fits."""
     while (size_bytes := len(json.dumps(text))) > limit_bytes:
-        # In proportion, because an escaped character can take 12 bytes.
+        # Cut in proportion to the bytes, because an escaped character can take 12 bytes.
         kept_chars = len(text) * limit_bytes // (size_bytes + 1)
         text = text[len(text) - kept_chars :] if keeps_end else text[:kept_chars]
     return text

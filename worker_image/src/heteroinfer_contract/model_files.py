@@ -83,7 +83,7 @@ def read_profile(directory: Path) -> ModelProfile:
     """
     try:
         profile = _read_profile(directory)
-        return ModelProfile.from_json(profile.to_json())  # checks the profile as every reader does
+        return ModelProfile.from_json(profile.to_json())  # parsing checks the profile
     except ModelFilesError:
         raise
     except OSError as error:
@@ -286,7 +286,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
             "Use the directory of a model in Hugging Face's format"
         )
     config = _read_object(directory / CONFIG_FILE)
-    # As vllm/transformers_utils/config.py::get_config@v0.32.0 does.
+    # vLLM reads this file in the same case (vllm/transformers_utils/config.py::get_config@v0.32.0).
     if config.get("quantization_config") is None and QUANTIZATION_FILE in entries:
         config["quantization_config"] = _read_object(directory / QUANTIZATION_FILE)
     return config, False

@@ -138,7 +138,7 @@ class Model(BaseModel):
 
     def _repeated_keys(self) -> Iterator[tuple[str, str]]:
         """Yields field and message for each list entry with the same keys as an earlier entry."""
-        # The API server checks the same with x-kubernetes-list-map-keys.
+        # The API server makes the same check because of x-kubernetes-list-map-keys.
         for name, alias, keys in _lists_with_keys(type(self)):
             fields = [to_snake(key) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))

@@ -189,7 +189,8 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     taken = rank.weight_bytes + rank.kv_cache_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
-        # Feed-forward ranks in the GPU's pod have memory of their own; those in other pods have their pod's.
+        # Feed-forward ranks in the GPU's pod have their own memory in the plan. Those in other pods have the
+        # memory of their pod.
         written = _quote_memory(role, rank.device)
         if role.feed_forward is not None and rank.pod == planned.plan.ranks[0].pod:
             written = f" ({role.feed_forward.memory})"

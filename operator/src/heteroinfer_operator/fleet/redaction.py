@@ -72,7 +72,7 @@ def _redact(value: Any) -> Any:
     """Returns a JSON value without secrets, including the values in it."""
     if isinstance(value, Mapping):
         found = {key: _redact_field(str(key), each) for key, each in value.items()}
-        name = found.get("name")  # of an environment variable, beside its value
+        name = found.get("name")  # an environment variable has its name and its value in two fields
         if isinstance(found.get("value"), str) and isinstance(name, str) and not _is_public(name):
             found["value"] = LEFT_OUT
         return found

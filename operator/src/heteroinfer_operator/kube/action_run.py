@@ -166,7 +166,8 @@ class ActionRun:
         """Returns the seconds that this reconcile may still wait for requests."""
         return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
 
-    # Writes to the resource itself. The status comes first, because it depends on no other write.
+    # Writes to the resource itself. The status is the first write of a reconcile: it depends on no other
+    # write.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
         """Writes the status and the finalizers.
@@ -327,7 +328,7 @@ class ActionRun:
         other_epochs = (
             request for request in self._memory.pending_requests.values() if request.epoch not in ("", epoch)
         )
-        if any(action.scopes & request.scopes for request in other_epochs):  # pods of an earlier epoch
+        if any(action.scopes & request.scopes for request in other_epochs):  # creates of an earlier epoch
             self._permits.record_conflict(action)
             return None
         return action if self._permits.may_run(action) else None

@@ -171,11 +171,12 @@ class ClusterState:
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         self._kept = kept
-        # Total requests of all pods, by node. Recomputed after a change of one of the pods.
+        # Total requests of the pods on each node. A change of a pod removes its node's total.
         self._totals: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
-        # Demands of pods that are being created. Below, by uid of stored pods: start of the reservation.
+        # `_promised_pods` has the demands of pods that are being created. `_reserved_since` has, for the uid
+        # of a stored pod, the time at which its reservation began.
         self._promised_pods: dict[NamespacedName, PodDemand] = {}
         self._reserved_since: dict[str, float] = {}
 

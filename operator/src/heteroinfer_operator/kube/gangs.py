@@ -145,7 +145,7 @@ class GangSchedulers:
         try:
             while True:
                 failed, self._failure = self._failure.is_set(), asyncio.Event()
-                with contextlib.suppress(ApiError):  # only a message uses `unknown`
+                with contextlib.suppress(ApiError):  # `unknown` may be out of date: only a message uses it
                     self.unknown = await find_unsupported_versions(self._server)
                 self._update(await detect_gangs(self._server))
                 if failed or self._unanswered:

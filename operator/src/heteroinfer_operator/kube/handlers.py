@@ -33,7 +33,7 @@ def build_settings() -> kopf.OperatorSettings:
     """Builds settings with which kopf only watches, so that it needs no other rights."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
-    settings.scanning.disabled = True  # it would list and watch all CRDs and namespaces
+    settings.scanning.disabled = True  # kopf would list and watch all CRDs and namespaces
     settings.peering.standalone = True
     settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
     # The API server ends a watch after server_timeout. If it does not, the connection is dead.
@@ -126,7 +126,7 @@ async def announce_changes(
         error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
             asyncio.run(operator())
-        except BaseException as caught:  # raised in the main thread
+        except BaseException as caught:  # the main thread raises it
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, error)

@@ -103,7 +103,7 @@ class LeaderLease:
         while True:
             await asyncio.sleep(pause_s)
             left_s = self._seconds_left()
-            if left_s <= 0:  # the process was paused; not even a renewal may be sent
+            if left_s <= 0:  # the process was paused, and the Lease is over: it may not even send a renewal
                 raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s")
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:

@@ -248,7 +248,7 @@ class WatchCache(Generic[T]):
                     await self._relist()
                 await self._watch()
             except ApiError as error:
-                # A silent watch could stay silent from the same version. Only a list is reliable.
+                # After a silent watch, a new watch from the same version could be silent, too. So list again.
                 if error.status == GONE or self._seconds_without_answer() > self._server.watch_silence_s / 2:
                     self._version = ""
                 self._report_error(error)
@@ -304,7 +304,7 @@ class WatchCache(Generic[T]):
         """
         try:
             return self._trim_metadata_only(stored.body)
-        except UnreadableError:  # already reported
+        except UnreadableError:  # the caller has reported that the object is unreadable
             return None
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:

@@ -240,7 +240,7 @@ class LocalCluster:
         """Stores an object, or starts a pod; raises ConflictError if the object exists."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind == "Secret":
-            self._secrets.setdefault(name, manifest)  # an existing Secret serves as well; no one observes it
+            self._secrets.setdefault(name, manifest)  # keeps an existing Secret, which nothing observes
             return
         if (kind, name) in self._objects or (kind == "Pod" and name in self._pods):
             raise ConflictError(f"{kind} {name} exists already")

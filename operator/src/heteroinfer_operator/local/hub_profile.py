@@ -31,7 +31,8 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     """
     command = [sys.executable, "-m", WORKER_MODULE, "inspect", "--model", model.uri]
     command += ["--revision", model.revision] if model.revision else []
-    # The path of a termination message would be a pod's. The result is on standard output.
+    # The variable names a file that the kubelet reads in a pod. Here is no kubelet, and the result is on
+    # standard output. So the worker must not write that file.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     try:
         result = subprocess.run(

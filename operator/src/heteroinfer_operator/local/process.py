@@ -85,7 +85,7 @@ class RunningPod:
         added = {
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
-            # -1, not empty: to vLLM an empty list means a GPU that does not answer.
+            # The value -1 hides all GPUs. vLLM takes an empty list for a GPU that does not answer.
             names.ENV_VISIBLE_GPUS: ",".join(gpus) or "-1",
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }

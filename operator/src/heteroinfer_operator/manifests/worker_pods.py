@@ -200,7 +200,8 @@ class WorkerPods:
         step = self.spec.step_timeout
         step_limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
-        # A literal, not a reference to the ConfigMap, which others may replace before the container starts.
+        # The value is a literal and no reference to the ConfigMap, because others may replace the ConfigMap
+        # before the container starts.
         plan_hash_variable = {names.ENV_PLAN_HASH: self.plan_hash}
         own_variables = [
             plan,

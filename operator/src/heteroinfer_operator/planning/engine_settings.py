@@ -68,8 +68,8 @@ def choose_engine_settings(
         # Auto keeps CUDA graphs and torch.compile unless a stage's forward holds collectives with
         # CPU ranks, which cannot be captured (heteroinfer_contract.plan.eager_reason).
         eager_gpu=spec.engine.eager is When.ALWAYS or has_mixed_stage,
-        # Auto does not compile on CPUs, because that needs a compiler in the image and 38 s once
-        # (2026-11-20).
+        # Auto does not compile on CPUs, because the compilation needs a compiler in the image, and took 38 s
+        # at the first start (2026-11-20).
         eager_cpu=spec.engine.eager is not When.NEVER,
         batches_in_flight=spec.parallelism.batches_in_flight,
         extra_args=_complete_args(spec, profile),
@@ -113,7 +113,8 @@ def _choose_dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: 
     # vLLM's own auto turns float32 into a 16-bit type that depends on the device.
     dtype = profile.dtype if spec.engine.dtype is DType.AUTO else spec.engine.dtype.value
     if spec.engine.dtype is DType.AUTO and has_cpu and profile.scheme.name in FOUR_BITS:
-        # These checkpoints name float16, with which vLLM uses a kernel on CPUs that is ten times slower.
+        # These checkpoints name float16. On CPUs, vLLM's kernel for float16 is ten times slower than that for
+        # bfloat16.
         return "bfloat16"
     if dtype not in ELEMENT_BYTES:
         raise PlanError(

@@ -88,7 +88,8 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
     for index, (stage, count, end) in enumerate(zip(budgets, layers, stage_ends, strict=True)):
         rank = stage.neediest(sizes, end - count, end)
         if not sizes.kv.block_bytes(end - count, end):
-            # vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0 divides by a block.
+            # vLLM divides by the size of a block, which would be 0
+            # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
             raise PlanError(
                 f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
                 f"because vLLM cannot run a stage without one (got layers {end - count} to {end - 1}). "

@@ -161,6 +161,6 @@ def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int)
         able = [i for i, count in enumerate(counts) if (count < limits[i] if step > 0 else count > 1)]
         if not able:
             return None
-        # The rank that is furthest from its part.
+        # Adds a unit to, or takes a unit from, the rank that is furthest from its part.
         counts[max(able, key=lambda i: step * (parts[i] * units - counts[i]))] += step
     return tuple(counts)

@@ -103,7 +103,8 @@ def _commits_in_spec(spec: object, claim: str) -> set[Any]:
     Raises:
         _UnknownUseError: the spec may use any commit of the claim.
     """
-    if _mounts_claim(spec, claim):  # an argument of the engine may name any path in the volume
+    # If pods mount the volume, an argument of the engine may name any path in it, so the use is unknown.
+    if _mounts_claim(spec, claim):
         raise _UnknownUseError
     commits: set[Any] = {_read_path(spec, "model", "revision")}
     uri = _read_path(spec, "model", "uri")

@@ -96,7 +96,7 @@ def find_children(
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
     target = context.revisions.get(context.target.name or "")
-    if target is not None and target.chosen is not None:  # the mode outlives the groups
+    if target is not None and target.chosen is not None:  # keep the chosen mode even without groups
         in_use.setdefault(target.name, set())
     kept_names |= {identity.revision_record(owner, name) for name in in_use}
     wanted += _build_record_children(context, in_use)

@@ -326,8 +326,8 @@ def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
-        # Never before the failure that this check answers, even if the clock was set back. Otherwise the
-        # operator would inspect the model again at every reconcile.
+        # The check must not be older than the failure that caused it, even if the clock was set back.
+        # Otherwise the operator would inspect the model again at every reconcile.
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )

@@ -85,7 +85,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
     bad = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
     bad += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
-    # `lost_label_events` reports lost labels.
+    # `lost_label_events` reports lost labels, so leave them out here.
     new = [c for c in bad if _report_key(after, c) not in reported and c.reason != LOST_LABEL]
     new_by_reason = {c.reason: c for c in new}
     return [

@@ -364,5 +364,5 @@ def _next_check_s(
     if status.gpus_missing_since is not None and context.target.spec is not None:
         after_s = parse_duration_s(context.target.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - status.gpus_missing_since).total_seconds()
-        waits += [left_s + 0.1] if left_s > 0 else []  # a little later, so that the time is surely over
+        waits += [left_s + 0.1] if left_s > 0 else []  # 0.1 s more, so that the time is surely over
     return min((wait for wait in waits if wait is not None), default=None)

@@ -180,7 +180,8 @@ class ActionPermits:
         self.known = {
             _refusal_key((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in unexpired
         }
-        # This decision still used the forgotten refusals; the next one must report that they are over.
+        # The status of this decision still contains the dropped refusals. So another reconcile follows at
+        # once, and reports that they are over.
         self._refusal_is_over = len(unexpired) < len(before)
 
     def may_run(self, action: Write) -> bool:

@@ -84,7 +84,7 @@ class Session:
         self._cluster = LocalCluster(
             document, local, on_change=self._request_reconcile, on_event=self._print_event
         )
-        # This machine gets no further GPUs during the run.
+        # `nodes_may_come` is False, because this machine gets no more GPUs during the run.
         reconcile_options = Options(
             addressing=self._addressing,
             images=_IMAGES,

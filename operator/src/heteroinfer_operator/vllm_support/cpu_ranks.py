@@ -216,7 +216,8 @@ def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> No
         return
     subject = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
-    for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
+    # A layer may have several latents of CPU_LATENT_SIZE elements.
+    for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):
         raise build_cpu_error(
             f"{subject} with latents of {size} elements",
             f"vLLM's CPU kernels support only multiples of {CPU_LATENT_SIZE}",
@@ -349,7 +350,8 @@ def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str
         f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
     )
     for role, features in sorted(cpus.items()):
-        if features is not None and features.isdisjoint({needs, AMX}):  # no CPU has AMX alone
+        # A CPU with AMX also has the older instruction sets.
+        if features is not None and features.isdisjoint({needs, AMX}):
             raise PlanError(
                 f"role {role}: {needs} is needed on CPUs for {part}, but the role's nodes do not have it. "
                 f"{fix}, or use GPU roles only",

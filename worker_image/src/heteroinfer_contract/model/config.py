@@ -112,7 +112,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     nested_fields = {name: value for part in parts for name, value in part.items()}
     text = {**defaults, **whole, **text_part, **nested_fields, **_under_usual_names(text_part)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
-    # In vLLM's order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
+    # vLLM looks for the type in this order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
     text["dtype"] = _first_dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
     text |= _under_usual_names(text)
     text |= _special_fields(text)

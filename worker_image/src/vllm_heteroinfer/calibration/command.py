@@ -193,7 +193,8 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
             what, why = _run_measurement(measurement, left_s, results)
             if why:
                 results.skip(what, why)
-            # If one of several measurements ended the process, run the command again without those begun.
+            # If one of several measurements ended the process, run the command again. It leaves out the
+            # measurements that have begun.
             continues = bool(why) and measurement.runs_several and len(results.begun) > begun_before
             left_s = limit_s - (time.monotonic() - start)
     return results

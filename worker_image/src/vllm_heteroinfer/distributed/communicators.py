@@ -59,7 +59,8 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             if isinstance(self.dist_module, _CPUSHMDistributed):
-                # Every rank has mapped it by now. Without a name, it disappears with the last process.
+                # Every rank has mapped the shared memory by now. Without a name, the kernel frees it with the
+                # last process.
                 name = f"{self.dist_module.group_name}_{self.rank_in_group}"
                 (SHARED_MEMORY / name).unlink(missing_ok=True)
 
@@ -151,7 +152,8 @@ def may_spin(plan: Plan, launch: PodLaunch) -> bool:
     With fewer CPUs than threads, vLLM's spinning collectives slowed a step from 0.04 s to 0.23 s (2 busy
     CPUs of a Xeon at 2.5 GHz, 4 ranks, 8 tiny layers, 2026-11-21).
     """
-    if names.ENV_OMP_PLACES in os.environ:  # the supervisor pins threads if the pod has whole cores
+    # The supervisor sets this variable, and so pins the threads, if the pod has whole cores.
+    if names.ENV_OMP_PLACES in os.environ:
         return True
     ranks = ranks_on_machine(plan, launch)
     return len(os.sched_getaffinity(0)) >= len(ranks) * (omp_thread_count(os.environ) or 1)

@@ -281,7 +281,7 @@ class PipelineTransport:
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
                 work.wait(timedelta(seconds=self._timeout_s))
-        except BaseException as error:  # otherwise the error would appear only with the next hop
+        except BaseException as error:  # without this report, only the next hop would show the error
             self._on_error(error)
             raise
 

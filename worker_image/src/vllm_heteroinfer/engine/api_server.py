@@ -84,7 +84,7 @@ def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])
-    # Last, so that it wraps the user's middleware.
+    # The last middleware is the outermost: it also sees the requests that the user's middleware answers.
     args.middleware = [*args.middleware, "vllm_heteroinfer.engine.draining.DrainMiddleware"]
     return args
 
@@ -216,7 +216,7 @@ async def _call_engine_regularly(client: "EngineClient", reporter: RankReporter)
         try:
             await client.is_sleeping()
         except Exception as error:
-            # vLLM has no narrower exception for a failed call. An error is an answer too.
+            # vLLM has no narrower exception for a failed call. An error also proves that the engine answers.
             _logger.debug("the engine answered with an error: %r", error)
         reporter.set_work(None)
         await asyncio.sleep(_CALL_INTERVAL_S)

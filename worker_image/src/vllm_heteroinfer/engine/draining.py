@@ -107,7 +107,7 @@ class _RunningRequest:
             message = await self._drain.receive_body(self._receive)
         except TimeoutError:
             self._is_complete = True
-            if self._has_begun:  # the answer has begun, so it must be completed
+            if self._has_begun:  # the first part of the answer was sent, so the rest must follow
                 return await self._receive()
             self._is_refused = True
             await _refuse(self._send)

@@ -86,7 +86,7 @@ def _rename_for_removal(folder: Path, before_s: float) -> bool:
         confirmed_s = _confirmed_s(folder)
         if try_lock_file(descriptor) is False or confirmed_s is None or confirmed_s >= before_s:
             return False
-        # One step, so that no fetch or rank ever finds an incomplete folder.
+        # Renaming is one step, so no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))
     finally:
         os.close(descriptor)

@@ -73,7 +73,7 @@ def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
     text = env.get(names.ENV_CACHE_CLEANUP, "")
     try:
         return CacheCleanup.from_json(text) if text else None
-    except ContractError as error:  # of another version of the operator
+    except ContractError as error:  # another version of the operator created the pod
         logger.warning("%s: %s. No commit is removed", names.ENV_CACHE_CLEANUP, error)
         return None
 
@@ -107,7 +107,8 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     Raises:
         FetchError: the model cannot be fetched, or the hub stalls.
     """
-    # PID 1 has no default action for SIGTERM. The cache keeps unfinished downloads.
+    # The kernel does not end PID 1 at a SIGTERM without a handler. The process can end at once, because the
+    # cache keeps unfinished downloads.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(names.exit_code_of_signal(signal.SIGTERM))
     )

@@ -79,7 +79,7 @@ def _write_header_only(hub: HubReader, commit: str, file: FetchedFile, path: Pat
     """Writes a sparse file with the header and the size of a safetensors file, and a hole as its weights."""
     prefix = hub.first_bytes(commit, file, _LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
-    # `read_profile` refuses a file whose header is too long, so its length is enough.
+    # If the header is too long, only its length is fetched: `read_profile` then refuses the file.
     header = hub.first_bytes(commit, file, _LENGTH_BYTES + length) if length <= MAX_HEADER_BYTES else prefix
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as sparse_file:

@@ -44,7 +44,8 @@ class HubModel:
 
         logging.set_verbosity_error()  # otherwise the client logs URLs that contain signatures
         utils.disable_progress_bars()
-        # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
+        # huggingface_hub has no option for this size, and reads the constant at each fetch
+        # (huggingface_hub/file_download.py::http_get@2.4.0).
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
         # Content networks do not send a larger file in one answer, but they send parts.
         self._max_answer_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
@@ -83,7 +84,7 @@ class HubModel:
             raise self._hub.not_a_hub_error("its answer names no commit or no files")
         if not COMMIT.fullmatch(str(found.sha)):
             raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
-        # A model needs no file whose name the cache cannot use.
+        # Files with names that the cache cannot use are left out: no model needs such a file.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 
     def _file(self, sibling: Any) -> FetchedFile:
@@ -135,7 +136,7 @@ class HubModel:
 
         hub = self._hub
         url = hf_hub_url(hub.repository, file.path, revision=commit, endpoint=hub.endpoint)
-        # A range of a compressed answer would not be a range of the file.
+        # The hub must not compress the answer: its bytes would not be the bytes of the file.
         headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
         if end_bytes < file.size_bytes:
             headers["Range"] = f"bytes=0-{end_bytes - 1}"  # the client replaces 0 with the start

@@ -223,7 +223,8 @@ class FetchJob:
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
         """Downloads the files that the folder lacks, several at a time."""
-        # Large files first: if the hub cannot send them in parts, the fetch fails before other downloads.
+        # Start with the large files: if the hub cannot send them in parts, the fetch fails before it has
+        # downloaded the others.
         missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
         fetch_in_parallel(
             missing,

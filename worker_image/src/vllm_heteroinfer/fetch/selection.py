@@ -21,8 +21,8 @@ SINGLE_FILE: Final = "model.safetensors"
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
 """Limits of Linux for a file's name, and for a path that leaves room for the path of the cache."""
 _DESCRIBING: Final = re.compile(
-    r"[^/]+\.(json|txt|model|tiktoken|jinja|py|bpe|vocab)"  # config, tokenizer, code of its own
-    r"|tokenizer\.model\.[^/]+"  # Mistral's
+    r"[^/]+\.(json|txt|model|tiktoken|jinja|py|bpe|vocab)"  # config, tokenizer, the model's own code
+    r"|tokenizer\.model\.[^/]+"  # tokenizers of Mistral
     r"|additional_chat_templates/[^/]+\.jinja"
 )
 _INDEX_OF_OTHER_FORMAT: Final = re.compile(r".+\.(bin|h5|msgpack)\.index\.json")
@@ -31,7 +31,7 @@ _WEIGHTS: Final = re.compile(r"[^/]+\.safetensors")
 
 def can_be_a_file(path: Any) -> bool:
     """Checks whether a hub's path is safe, normalised, and not a name that the cache itself uses."""
-    if not isinstance(path, str) or not path.isprintable():  # logs contain the path
+    if not isinstance(path, str) or not path.isprintable():  # the path appears in logs
         return False
     pure = PurePosixPath(path)
     if path != str(pure) or pure.is_absolute() or ".." in pure.parts:

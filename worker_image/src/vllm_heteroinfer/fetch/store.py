@@ -287,7 +287,7 @@ def digest_of(path: Path, expected: str) -> str:
     """Returns the hash of a file, by the method with which `expected` begins: `sha256:` or `git:` (blob)."""
     kind = expected.partition(":")[0]
     digest = hashlib.sha256()
-    if kind == "git":  # as git hashes a blob
+    if kind == "git":  # git computes the hash of a blob with this prefix
         digest = hashlib.sha1(usedforsecurity=False)
         digest.update(f"blob {path.stat().st_size}\0".encode())
     with path.open("rb") as file:

@@ -70,7 +70,8 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     return {
         **of_files(model.model),
-        "vllm": vllm.__version__.split("+")[0],  # the CPU and the CUDA build of one version agree
+        # The suffix of a build, such as +cpu, is left out: ranks may have different builds of one version.
+        "vllm": vllm.__version__.split("+")[0],
         "revision": model.revision,
         "architecture": ",".join(model.architectures),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -111,7 +111,8 @@ def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ..
             f"{path.name} was not compiled. Run: python -m vllm_heteroinfer.kernels.build"
         )
     try:
-        # RTLD_NOW: if torch's OpenMP is missing in this process, loading fails, not the first call.
+        # RTLD_NOW resolves all symbols: if this process lacks torch's OpenMP, the load fails instead of the
+        # first call.
         calls = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailableError(f"{error}. Import torch before the kernels") from error

@@ -88,7 +88,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
     if torch.compiler.is_compiling():
         product: torch.Tensor = torch.ops.heteroinfer.linear(x, packed, bias, columns)
         return product
-    # The direct call bypasses torch's dispatcher, which takes as long as a small product itself.
+    # The direct call bypasses torch's dispatcher, which would take as long as the product of a small layer.
     return _call_kernel(x, packed, bias, columns)
 
 

@@ -56,7 +56,8 @@ def parse_stat(stat: str) -> ProcessObservation:
     fields = stat[stat.rindex(")") + 2 :].split()
     state, flags, status = fields[0], int(fields[6]), int(fields[49])
     if state in "ZXx" or flags & PF_EXITING:
-        # The status is also 0 if the kernel must not show it. Then the exit code is known after reaping.
+        # The kernel also shows 0 if this process may not read the status. Then the exit code is known only
+        # after the child was reaped.
         return ProcessObservation(
             state=ProcessState.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
         )
@@ -189,7 +190,7 @@ class ChildProcess:
     def observe(self) -> ProcessObservation:
         """Returns the current state of the process. Reaps the process if it has ended."""
         if self._process is None:
-            # It will run soon. If its fork fails, the forking process reports that.
+            # The process will run soon. If the fork fails, the forking process reports that.
             return ProcessObservation(state=ProcessState.RUNNING)
         code = self._process.poll()
         if code is not None:

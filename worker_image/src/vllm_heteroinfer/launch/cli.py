@@ -140,7 +140,8 @@ def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
     """Replaces this process with the measuring process, whose imports a supervisor must not have."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
     command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
-    # Without a handler, PID 1 would lose a SIGTERM. A blocked SIGTERM is delivered after the unblocking.
+    # The kernel drops a SIGTERM for PID 1 while there is no handler. So block the signal until the new
+    # program has set its handler and unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
@@ -189,7 +190,7 @@ def _check_profile_length(profile: str) -> None:
 
 def _read_profile(model: str, revision: str) -> "ModelProfile":
     """Reads the profile of a model in a directory, or on a hub for `hf://ORG/MODEL`."""
-    # Imported only for this command, since a supervisor must start fast.
+    # A supervisor must start fast, so only this command imports these modules.
     from heteroinfer_contract.model_fetch import HUB_SCHEME
     from heteroinfer_contract.model_files import read_profile
 

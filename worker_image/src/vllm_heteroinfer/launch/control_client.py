@@ -167,7 +167,8 @@ class ControlClient:
             else:
                 log.info("reconnected to the leader after %.1f s", lost_link.silent_for_s())
                 self._link = link
-                for message in self._resent_after_reconnect:  # may have been lost with the old connection
+                # The old connection may have lost these messages.
+                for message in self._resent_after_reconnect:
                     link.send(message)
                 return True
         return False

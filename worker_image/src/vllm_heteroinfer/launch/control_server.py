@@ -255,7 +255,8 @@ class ControlServer:
         If its health port refuses connections, its process has ended, so the wait ends too.
         """
         refusals, address = 0, self._launch.addresses[pod]
-        # Use the address it listens on: its connection may come from the address of a gateway.
+        # Use the address on which the pod listens: its connection to this pod may come from a gateway's
+        # address.
         lookup = start_task(
             look_up(bind_host(address.host) or address.host, address.health_port),
             name="address of a pod",

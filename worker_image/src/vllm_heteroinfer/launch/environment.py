@@ -201,7 +201,8 @@ def _device_settings(plan: Plan, device: Device, host: Host) -> dict[str, str]:
         # The model is on disk. vLLM must not download it if the path looks like a repository of a hub.
         names.ENV_HUB_OFFLINE: "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # The default depends on the device, and the two runners exchange different tensors.
+        # vLLM's default is version 1 or 2 of its model runner, by device. The two exchange different tensors
+        # between stages, so all ranks use version 1.
         names.ENV_V2_MODEL_RUNNER: "0",
         names.ENV_OWN_ADDRESS: host.address,
         names.ENV_GLOO_INTERFACE: host.interface,

@@ -137,7 +137,8 @@ class Supervisor:
         except ContractError as error:
             verdict = self._failure_of_this_pod(FailureReason.BAD_SETTINGS, str(error))
         except Exception as error:
-            # The only broad except: after a bug in the supervisor, the group must still end with a message.
+            # This is the only broad except: even after a bug in the supervisor, the group must end with a
+            # message.
             log.exception("the supervisor failed")
             verdict = self._failure_of_this_pod(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
         finally:
@@ -186,7 +187,7 @@ class Supervisor:
             return
         self._own_address.set_result(address)
         host = observe_host(self._launch, address)
-        # Listen now, since commands may take long to load.
+        # Listen before the commands are loaded, because loading may take long.
         listening = start_task(self._listen_to_leader(), name="leader", failed=self._task_failed)
         try:
             await self._processes.start(self._settings.commands, self._settings.base_env, host)
@@ -356,7 +357,8 @@ class Supervisor:
         # After a drain, processes end because the group was asked to stop, so their ends are not failures.
         if self._outcome.done() or self._drained:
             return
-        if self._misses_a_stopping_pod():  # the ranks of a pod that has left make other ranks fail
+        # A stopping pod that has left makes ranks of other pods fail. So wait until it is back or lost.
+        if self._misses_a_stopping_pod():
             self._call_later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()

@@ -126,8 +126,8 @@ class SupervisorLink:
 
     def _record_error(self, error: OSError) -> None:
         """Stores how the network ended the connection."""
-        # These errors (TCP_USER_TIMEOUT) mean that the kernel of the peer's machine does not answer either. A
-        # kernel answers without any process.
+        # With these errors (TCP_USER_TIMEOUT), even the kernel of the peer's machine does not answer, so the
+        # machine or the network is gone. A kernel answers regardless of the state of a process.
         self.network_failed = True
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
         how = "is no longer reachable" if self._unacknowledged else "lost its connection"

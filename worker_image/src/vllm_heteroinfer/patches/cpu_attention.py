@@ -122,7 +122,8 @@ def _needs_only_two_operations(layer: Any, impl: Any) -> bool:
 def _cut_into_halves(cache: torch.Tensor) -> _CacheHalves:
     """Cuts a cache [blocks, KV heads, block size, 2 * head size] into halves and stores them on the cache."""
     blocks, heads, block_size, _ = cache.size()
-    # The cache holds these views. A view of `cache` itself would be a reference cycle and keep it alive.
+    # The views become an attribute of the cache. Without `detach`, they would refer back to the cache, and
+    # this cycle would keep its memory.
     keys, values = cache.detach().view((blocks, heads, block_size * 2, -1)).chunk(2, dim=2)
     halves = _CacheHalves(address=cache.data_ptr(), keys=keys, values=values)
     setattr(cache, _HALVES, halves)

@@ -49,7 +49,7 @@ def install() -> None:
     try:
         library = coded.register()
     except KernelsUnavailableError:
-        return  # the linear layers log why
+        return  # the code of linear layers logs the reason
     lists: tuple[tuple[dict[PlatformEnum, list[Any]], type], ...] = (
         (_POSSIBLE_FP8_KERNELS, CodedFp8Kernel),
         (_POSSIBLE_FP8_BLOCK_KERNELS, CodedFp8BlockKernel),
@@ -167,7 +167,8 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
             codes=codes.view(torch.uint8),
             scales=scales.contiguous(),
         )
-        # Latent attention reads the weight of one of its layers itself.
+        # Latent attention reads the weight of one of its linear layers directly, so this layer keeps its
+        # weight.
         keep = getattr(layer, "_cpu_skip_gemm_dispatch", False)
         self._coded = CodedLayer(layer, params.WEIGHT, weight, keep=keep)
 

@@ -181,7 +181,7 @@ class _CodedMethod:
         del shared_experts, shared_experts_input  # the runner computes them
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
-            x = (x * weights).to(x.dtype)  # one expert a row
+            x = (x * weights).to(x.dtype)  # a row has one expert, so it has one weight
             weights = torch.ones_like(weights)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         ids = topk_ids.to(torch.int32).contiguous()

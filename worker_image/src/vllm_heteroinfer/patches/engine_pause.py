@@ -34,7 +34,7 @@ def _counting_answers(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
             outputs, executed = step()
             return outputs, executed or bool(outputs)
 
-        # Set on the instance, only for this call: the engine reads the attribute in each call.
+        # The engine reads this attribute in each call, so it can be replaced for this call on this instance.
         self.step_fn = step_that_counts_answers
         try:
             return original(self)

@@ -320,7 +320,8 @@ class RankReporter:
                     if select.select([self._socket], [], [], left_s)[0]:
                         self._listen(lines)
         except Exception as error:
-            # The boundary of this thread: without this handler the process would go on without a channel.
+            # Without this handler, the thread would end silently, and the process would go on without a
+            # channel.
             if not self._closed.is_set():
                 if not isinstance(error, ConnectionError):
                     traceback.print_exception(error)

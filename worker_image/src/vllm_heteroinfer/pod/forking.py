@@ -154,7 +154,7 @@ class ForkServer:
                 self._socket.close()
                 return None
             request = ForkRequest(**json.loads(message))
-            # Otherwise both processes would write the buffered output.
+            # Buffered output would be written by both processes after the fork.
             sys.stdout.flush()
             sys.stderr.flush()
             pid = _fork_orphan(self._supervisor)
@@ -217,14 +217,14 @@ def _exit_with_result(write_fd: int, text: str) -> NoReturn:
     """Passes `text` to the first process, and ends the intermediate process."""
     try:
         os.write(write_fd, text.encode())
-    finally:  # also if the first process has ended: the intermediate process has nothing else to do
+    finally:  # exit even if the write fails because the first process has ended
         os._exit(0)
 
 
 def _take_over(request: ForkRequest, output_fd: int, channel_fd: int) -> None:
     """Turns this fork into the process that `request` describes, in a new session."""
     os.setsid()
-    os.close(int(os.environ[names.ENV_RANK_CHANNEL_FD]))  # the first process's own
+    os.close(int(os.environ[names.ENV_RANK_CHANNEL_FD]))  # this channel belongs to the first process
     for standard in (1, 2):
         os.dup2(output_fd, standard)
     os.close(output_fd)

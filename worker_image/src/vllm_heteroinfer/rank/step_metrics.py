@@ -196,7 +196,7 @@ class RankMetrics(Meter):
             """Ends the step's work on the device."""
             with self._lock:
                 now = time.perf_counter()
-                if step.between_calls:  # else leave() adds the time of the call
+                if step.between_calls:  # within a call, leave() adds its time
                     step.step_s += now - entered
                 step.transfer_s["send"] += copy_s
                 self._mark_done_on_device(step, now)

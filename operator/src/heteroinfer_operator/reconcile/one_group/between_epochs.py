@@ -173,7 +173,7 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     # An epoch begins when the operator first asks the API server for one of its pods. The operator does so
     # only after the objects that pods need exist.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
-    # Pods that the operator never saw may have been created and may have run.
+    # After the epoch began, pods that the operator never saw may have run. So a new epoch needs a new number.
     next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
     first_pod = EpochRef(owner=context.owner, index=status.index, epoch=next_number).pod_name(0)

@@ -166,7 +166,7 @@ class Bridge:
         form = form_of(x.dtype, x.shape)
         self._exchange.copy_out(x, form)
         self._count += 1
-        # The header is filled while the copy runs.
+        # The copy to the host runs while this thread fills the header.
         header = _all_reduce_template(form).fill(self._step, self._count, self._history)
         parts = self._exchange.publish_and_collect(header, x, form)
         if len(parts) == 2:

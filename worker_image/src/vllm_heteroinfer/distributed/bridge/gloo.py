@@ -113,7 +113,7 @@ class GlooLink:
         self._published += 1
         slot = self._published % _PARTS
         message = self._out[slot]
-        message.works.clear()  # done: the receivers have published since then
+        message.works.clear()  # these sends are done, because their receivers have published since then
         message.header = header
         for peer in self._process_group.peers:
             incoming = self._in[peer][slot]

@@ -140,7 +140,7 @@ class SharedMemoryLink:
         start = time.perf_counter()
         arrived = wait_until(ready, SPIN_S)
         reported = not arrived
-        if reported:  # the report costs as much time as a short wait
+        if reported:  # a short wait is not reported, because the report would take as long
             self._meter.waiting_for(rank)
             arrived = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start

@@ -96,7 +96,7 @@ class CudaStaging(Staging):
         try:
             for buffer in buffers:
                 self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
-        except (OSError, RuntimeError) as error:  # slower; the log has the reason
+        except (OSError, RuntimeError) as error:  # copies are slower; the log has the reason
             self._mapped_bytes = 0
             self.description = f"always copied, because the device cannot map host memory: {error}"
         self._second_stream = torch.cuda.Stream(device)

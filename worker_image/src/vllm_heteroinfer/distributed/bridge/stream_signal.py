@@ -73,7 +73,7 @@ def find_signal(
     """
     try:
         signal = StreamSignal(words, address, device, proof_word=proof_word)
-    except OSError as error:  # a few us slower; the log has the reason
+    except OSError as error:  # the host takes a few us longer; the log has the reason
         return None, f"by the host, because the device cannot write to host memory: {error}"
     return signal, "by the device for small parts, by the host for others"
 

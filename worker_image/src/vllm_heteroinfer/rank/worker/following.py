@@ -76,7 +76,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
     finally:
         if compute_logits is not None:
             del model.compute_logits
-    # Not after an error: the group ends with it.
+    # After an error there is no announcement, because the error ends the group.
     announce(_MESSAGE.pack(Event.END, count))
     _logger.info("%s: announced %d forward passes and computations of logits", phase, count)
 

@@ -111,8 +111,8 @@ class PeakOfRun:
 
     def __init__(self, process: Path = Path("/proc/self")) -> None:
         self._process = process
-        # If the kernel cannot reset the peak, the peak of loading counts. It exceeds the batch's peak, so the
-        # measured headroom is too small, never too large.
+        # If the kernel cannot reset the peak, it reports the peak of loading. That exceeds the batch's peak,
+        # so the measured headroom is too small, never too large.
         with contextlib.suppress(OSError), (process / "clear_refs").open("w") as file:
             file.write(_RESET_PEAK)
 

@@ -60,7 +60,8 @@ class TensorGroup(RankMode):
             meter=context.metrics,
         )
         context.metrics.record_path("ranks", bridge.path)
-        # Tracing must not enter the bridge. vLLM's custom op is opaque, and the default on GPUs.
+        # torch.compile must not trace into the bridge. It does not trace into vLLM's custom op, which GPU
+        # ranks use anyway.
         # Source: vllm/distributed/parallel_state.py::GroupCoordinator.all_reduce@v0.32.0.
         group.use_custom_op_call = group.use_custom_op_call or compiles
         group.device_communicator.connect(bridge, in_place=not group.use_custom_op_call)

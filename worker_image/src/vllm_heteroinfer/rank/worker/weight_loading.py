@@ -53,7 +53,7 @@ def _build_counting_loader(
 ) -> type[DefaultModelLoader]:
     """Returns a subclass of vLLM's loader that reports its progress and applies the mode's changes."""
 
-    class CountingLoader(loader):  # the user chooses its base
+    class CountingLoader(loader):  # its base is the loader that the user has chosen
         done_bytes = 0
         total_bytes = 0
 
