@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kernels.instructions import SETS, emulated_library, of_this_cpu
+from tests.integration.kernels.instructions import emulated_library, of_this_cpu
 from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
@@ -32,8 +32,8 @@ def emulation(emulated: Path, request: pytest.FixtureRequest) -> Iterator[Asking
 
 @pytest.fixture(scope="module")
 def kernels(usable: list[str], request: pytest.FixtureRequest) -> Iterator[Asking]:
-    """Asks the module's PROBE on this CPU's own instructions, if it has any of ours."""
-    has_own = of_this_cpu(getattr(request.module, "CODED_SETS", SETS))
+    """Asks the module's PROBE on this CPU's own instructions, if it has any of PROBE_SETS."""
+    has_own = of_this_cpu(request.module.PROBE_SETS)
     with asking(request.module.PROBE, *([] if has_own else usable)) as ask:
         yield ask
 
@@ -41,6 +41,6 @@ def kernels(usable: list[str], request: pytest.FixtureRequest) -> Iterator[Askin
 @pytest.fixture
 def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
     """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
-    own = path in of_this_cpu(getattr(request.module, "CODED_SETS", SETS))
+    own = path in of_this_cpu(request.module.PROBE_SETS)
     asks: Asking = request.getfixturevalue("kernels" if own else "emulation")
     return asks

@@ -29,10 +29,18 @@ from tests.integration.kernels.norms_probe import patched_norms
 from tests.integration.kernels.packing_probe import kernels_of_4_bits, packed_bytes
 from tests.integration.kernels.reverting import revert
 from tests.shapes.kernels import cpu_with
+from vllm_heteroinfer.feed_forward import loaded_experts
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_rope, cpu_router, replacing
+from vllm_heteroinfer.patches import (
+    cpu_coded_experts,
+    cpu_experts,
+    cpu_linear,
+    cpu_rope,
+    cpu_router,
+    replacing,
+)
 from vllm_heteroinfer.patches.registry import CPU_LINEAR, PatchError
 
 ROWS, INPUTS = 5, 64
@@ -229,8 +237,9 @@ def experts() -> Any:
         ]
 
     original, said = targets(), Said()
-    cpu_experts.install()
-    cpu_experts.install()
+    for _ in range(2):
+        cpu_experts.install()
+        cpu_coded_experts.install(loaded_experts.pack_loaded_experts)
     ours, gaps, stored = {}, {}, {}
     for name, activation, inner, held, bias in (
         ("bf16", "silu", 64, "bfloat16", False),
@@ -257,6 +266,7 @@ def experts() -> Any:
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
     limited = refused_limit(part, x, ids, weights)
     revert("cpu_experts")
+    revert("cpu_coded_experts")
     return {
         "ours": ours,
         "gaps": gaps,

@@ -12,6 +12,7 @@ from tests.integration.kernels.probe_answers import Asking, asking
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.coded_probe"
+PROBE_SETS = CODED_SETS
 LAYERS = "tests.integration.kernels.coded_layers_probe"
 FORMATS = (
     *("bf16", "float16", "fp8 block", "fp8 channel", "int8 channel", "int8 128", "int4 32", "int4 64"),

@@ -12,6 +12,7 @@ from tests.integration.kernels.test_coded import FORMATS
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.coded_experts_probe"
+PROBE_SETS = CODED_SETS
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "relu2")
 
 

@@ -13,6 +13,7 @@ from tests.integration.kernels.probe_answers import Asking, ask_forked
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.experts_probe"
+PROBE_SETS = SETS
 LAYERS = "tests.integration.kernels.layers_probe"
 PATHS = tuple(SETS)
 WEIGHTS = ("bf16", "fp8")

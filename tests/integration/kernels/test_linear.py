@@ -19,6 +19,7 @@ from vllm_heteroinfer.kernels import build
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.probe"
+PROBE_SETS = SETS
 PATHS = tuple(SETS)
 SIZES = (1, 2, 31, 32, 33, 64, 100, 257, 1000)
 """Of columns and inputs: around a block, and with a rest."""

@@ -149,7 +149,7 @@ def test_a_column_that_a_step_leaves_out_reads_as_zeros(tmp_path: Path) -> None:
 def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> None:
     ended = run_script(WORKER_PYTHON, REPLIES)
     failed, done = ended.answer()
-    assert failed == "rank 0 failed in load: no such file 0"
+    assert failed == "rank 0 failed in load: no such file 0. Read the log of rank 0"
     assert done == ["done 0", "done 1", "done 2"]
 
 

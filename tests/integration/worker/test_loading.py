@@ -15,10 +15,10 @@ import json, sys
 from types import SimpleNamespace as Values
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
-from vllm_heteroinfer.rank.worker.weight_loading import counted
+from vllm_heteroinfer.rank.worker.weight_loading import counting_progress
 config, said, read = LoadConfig(load_format=sys.argv[2]), [], 0
 runner = Values(load_config=config, vllm_config=Values(load_config=config))
-with counted(runner, lambda done, total: said.append((done, total))):
+with counting_progress(runner, lambda done, total: said.append((done, total))):
     loader = get_model_loader(runner.load_config)
     if hasattr(loader, "get_all_weights"):
         for _, tensor in loader.get_all_weights(Values(model=sys.argv[1], revision=None), Values()):

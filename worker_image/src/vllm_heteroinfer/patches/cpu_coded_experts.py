@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_heteroinfer.kernels import coded, linear
-from vllm_heteroinfer.kernels.experts import BLOCK
+from vllm_heteroinfer.kernels.experts import SCALED
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.patches.registry import CPU_CODED_EXPERTS_CHOICE, CPU_CODED_EXPERTS_METHOD
@@ -124,7 +124,7 @@ def _uses_cpu_experts(method: Any, config: Any) -> bool:
     return (
         linear.find() is not None
         and blocks is not None
-        and list(blocks) == [BLOCK, BLOCK]
+        and list(blocks) == [SCALED, SCALED]
         and config.in_dtype == torch.bfloat16
         and config.activation == MoEActivation.SILU
         and not config.swiglu_limit
