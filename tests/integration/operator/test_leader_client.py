@@ -357,6 +357,22 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
         await client.close()
 
 
+async def test_refused_connections_are_as_far_apart_as_those_that_time_out(leader: Leader) -> None:
+    """Three refusals within a millisecond prove no more than one."""
+    client, changed = LeaderClient(), asyncio.Queue[ResourceKey]()
+    known = pod(leader.port)
+    try:
+        assert await client.observe([known]) == {3: SAID}
+        await leader.stop()
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(client.test_connections(changed.put_nowait))
+            assert await asyncio.wait_for(changed.get(), 5) == known.key
+            assert client.silences([known])[3, 1] >= MIN_SILENT_S
+            watch.cancel()
+    finally:
+        await client.close()
+
+
 async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_leader(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,15 +198,17 @@ async def serving(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, sites: Sequence[Site], **settings: str
 ) -> AsyncIterator[tuple[ApiProxy, OperatorProcess]]:
     """Runs an operator behind a proxy, with a serving resource in each site."""
-    async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
-        async with operator(proxy.kubeconfig, tmp_path / "operator.log", **settings) as process:
-            await process.working()
-            await make_namespaces(control_plane, server, tmp_path, [site.namespace for site in sites])
-            await gather_few([lambda site=site: bring_up(server, site) for site in sites])  # type: ignore[misc]
-            yield proxy, process
-        proxy.heal()
-    for site in sites:
-        control_plane.kubectl("delete", "namespace", site.namespace, "--wait=false", "--ignore-not-found")
+    try:
+        async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
+            async with operator(proxy.kubeconfig, tmp_path / "operator.log", **settings) as process:
+                await process.working()
+                await make_namespaces(control_plane, server, tmp_path, [site.namespace for site in sites])
+                await gather_few([lambda site=site: bring_up(server, site) for site in sites])  # type: ignore[misc]
+                yield proxy, process
+            proxy.heal()
+    finally:  # the pods that are left would count as waiting for a node in later tests
+        for site in sites:
+            control_plane.kubectl("delete", "namespace", site.namespace, "--wait=false", "--ignore-not-found")
 
 
 async def latencies(found: Watcher, sites: Sequence[Site]) -> dict[str, float]:

@@ -177,6 +177,13 @@ async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_h
     server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
 ) -> None:
     """The claim of the model is missing, so no pod of a group is scheduled."""
+
+    async def are_gone() -> bool:
+        query = {"labelSelector": names.LABEL_RESOURCE, "fieldSelector": "spec.nodeName="}
+        listed = await server.get(POD.path(), query)
+        return not listed["items"]
+
+    await until("no pod of an earlier test waits for a node", are_gone, timeout_s=60)
     await add_node(server, "roomy")
     try:
         async with operator(install().kubeconfig, tmp_path / "log") as process:

@@ -163,15 +163,18 @@ class LeaderClient:
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
         """Tests whether a leader accepts connections, and reports a change of its reachability.
 
-        It opens up to TRIES_UNTIL_SILENT connections.
+        It opens up to TRIES_UNTIL_SILENT connections. If a connection is refused at once, it still waits
+        until TRY_S is over. Otherwise it would report a silence shorter than MIN_SILENT_S.
         """
-        uid, started_s = pod.view.uid, self._clock()
+        uid, started_s, loop = pod.view.uid, self._clock(), asyncio.get_running_loop()
         for _ in range(TRIES_UNTIL_SILENT):
+            ends_s = loop.time() + TRY_S
             if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
                 if self._silences.pop(uid, None) is not None:
                     self._answers.pop(uid, None)
                     changed(pod.key)
                 return
+            await asyncio.sleep(ends_s - loop.time())
         silence = self._silences.get(uid, _Silence(started_s, 0))
         if uid in self._watched and silence.tries < TRIES_UNTIL_SILENT:
             self._silences[uid] = _Silence(silence.since_s, TRIES_UNTIL_SILENT)
