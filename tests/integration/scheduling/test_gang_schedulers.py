@@ -4,6 +4,7 @@ The nodes are kwok's: a pod that is placed runs, one that is deleted ends, and g
 `make gangs` runs these; it builds the schedulers first.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -130,17 +131,25 @@ async def running(plane: Cluster, tmp_path: Path) -> AsyncIterator[OperatorProce
 
 
 class Resource:
-    """A resource of one group of two pods, each of which takes more than half a node."""
+    """A resource of one group of two pods, each of which takes more than half a node by default."""
 
-    name = "pair"
-
-    def __init__(self, site: Site, server: ApiServer, namespace: str, process: OperatorProcess) -> None:
+    def __init__(
+        self,
+        site: Site,
+        server: ApiServer,
+        namespace: str,
+        process: OperatorProcess,
+        *,
+        name: str = "pair",
+        cpu: str = "10",
+    ) -> None:
         self.site, self.server, self.namespace, self.process = site, server, namespace, process
+        self.name, self.cpu = name, cpu
 
     async def create(self) -> None:
         assert await served_gangs(self.server) == {self.site.gang}
         queue = {"queueName": KUEUE_QUEUE} if self.site.gang is Gang.KUEUE else {}
-        resources = {"requests": {"cpu": "10", "memory": "8Gi"}}
+        resources = {"requests": {"cpu": self.cpu, "memory": "8Gi"}}
         roles = [{"name": name, "device": "CPU", "resources": resources} for name in ("first", "second")]
         body = {
             "apiVersion": HETERO_INFERENCE.api_version,
@@ -173,6 +182,10 @@ class Resource:
         epochs = [int(pod["metadata"]["labels"][names.LABEL_EPOCH]) for pod in found]
         _EPOCHS[f"{self.namespace}/{self.name}"].update(epochs)
         return found
+
+    async def uids(self) -> set[str]:
+        """Returns the UIDs of its stored pods."""
+        return {pod["metadata"]["uid"] for pod in await self.pods()}
 
     def nth_epoch(self, ordinal: int) -> int:
         """Returns the number of an epoch, counted from 1; 0 before `pods` has seen a pod of it."""
@@ -219,10 +232,13 @@ class Resource:
 
         await until(f"epoch {epoch}, Ready", is_ready, timeout_s=PLACED_S, said=self.everything)
 
-    async def remove(self) -> None:
-        """Deletes it; returns once nothing of it or of its scheduler's objects is left."""
+    async def delete(self) -> None:
         path = HETERO_INFERENCE.path(self.namespace, self.name)
         await self.server.delete(path, {"propagationPolicy": "Foreground"})
+
+    async def remove(self) -> None:
+        """Deletes it; returns once its namespace has no resource, no pod and no object of a gang."""
+        await self.delete()
         await until("the end of it all", self._gone, timeout_s=GONE_S, said=self.everything)
 
     async def _gone(self) -> bool:
@@ -263,7 +279,7 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
     await resource.server.delete(POD.path(resource.namespace, first), {})
 
     async def replaced() -> bool:
-        return uid not in {pod["metadata"]["uid"] for pod in await resource.pods()}
+        return uid not in await resource.uids()
 
     await until("the end of the deleted pod", replaced, timeout_s=GONE_S, said=resource.everything)
     site.open_quota(both=True)
@@ -330,33 +346,51 @@ def delete_gang_objects(plane: Cluster, kind: str) -> None:
     assert not plane.kubectl("get", kind, "--all-namespaces", "-o", "name")
 
 
+async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
+    """Waits until an operator works and has found the API of a gang scheduler."""
+    await process.working()
+    await until("discovery", lambda: f"gang scheduler: {gang.value}" in process.said, PLACED_S)
+
+
 @pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)
 async def test_a_cluster_upgraded_under_a_group_loses_nothing(
     site: Site, resource: Resource, tmp_path: Path
 ) -> None:
-    """Kubernetes of the next version, on the same etcd. The last test: the site is another one then.
+    """Kubernetes of each later version in turn, on the same etcd.
+
+    After each upgrade a rank of one group dies, and the next epoch is a gang of the new version. The pods of
+    another group stay the same to the end. The last test: the site is another one then.
 
     An API server cannot read stored objects of an alpha version that it no longer has, and is never ready. So
     the administrator deletes them first, while no operator runs, as docs/user/operate/capacity.md says.
     """
+    server, namespace = resource.server, resource.namespace
+    untouched = Resource(site, server, namespace, resource.process, name="untouched", cpu="2")
     site.open_quota(both=True)
-    await resource.create()
-    await resource.ready(epoch=1)
-    before = {pod["metadata"]["uid"] for pod in await resource.pods()}
-    await resource.process.stop()
-    delete_gang_objects(site.plane, GANG_OBJECTS[site.gang])
-    upgrade_control_plane(site.plane.state, KUBERNETES[NEXT[site.gang]])
-    site.gang = NEXT[site.gang]
-    log = tmp_path / "log of the next"
-    async with operator(site.plane.kubeconfig, log, allow_host_paths="true") as process:
-        resource.process = process
-        await process.working()
-        await until("discovery", lambda: f"gang scheduler: {site.gang.value}" in process.said, PLACED_S)
-        await resource.ready(epoch=1)
-        assert {pod["metadata"]["uid"] for pod in await resource.pods()} == before
-        (first, _) = sorted(pod["metadata"]["name"] for pod in await resource.pods())
-        await end_rank(resource.server, resource.namespace, first, index=0)
-        await resource.ready(epoch=2)
-        gangs = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in await resource.pods()}
-        assert gangs == {site.gang.value}
+    for each in (untouched, resource):
+        await each.create()
+        await each.ready(epoch=1)
+    lasting, epoch = await untouched.uids(), 1
+    async with contextlib.AsyncExitStack() as operators:
+        while site.gang in NEXT:
+            before = await resource.uids()
+            await resource.process.stop()
+            delete_gang_objects(site.plane, GANG_OBJECTS[site.gang])
+            site.gang = NEXT[site.gang]
+            upgrade_control_plane(site.plane.state, KUBERNETES[site.gang])
+            log = tmp_path / f"log under {site.gang.value}"
+            started = operator(site.plane.kubeconfig, log, allow_host_paths="true")
+            process = resource.process = untouched.process = await operators.enter_async_context(started)
+            await finds_gangs(process, site.gang)
+            await resource.ready(epoch)
+            assert await resource.uids() == before
+            (first, _) = sorted(pod["metadata"]["name"] for pod in await resource.pods())
+            await end_rank(server, namespace, first, index=0)
+            epoch += 1
+            await resource.ready(epoch)
+            gangs = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in await resource.pods()}
+            assert gangs == {site.gang.value}
+            await untouched.ready(epoch=1)
+            assert await untouched.uids() == lasting
+        await untouched.delete()
         await resource.remove()
