@@ -231,7 +231,7 @@ class Calibration(codec.JsonValue):
         Args:
             combine: combines the rates of several nodes; by default the slowest node counts.
         """
-        nodes = sorted({each.node for each in self.readings if each.node != ALL_NODES})
+        nodes = sorted({reading.node for reading in self.readings if reading.node != ALL_NODES})
         fits = threads <= self.hardware.cores / max(self.hardware.numa_nodes, 1)
         curves = [self._curve(node) for node in nodes] if nodes and fits else []
         curve = self._curve(ALL_NODES)

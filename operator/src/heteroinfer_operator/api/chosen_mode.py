@@ -125,7 +125,7 @@ def _find_amount(role: RoleSpec, name: str) -> str | None:
     """Returns the request of a role for a resource, otherwise its limit, or None."""
     resources = role.resources
     amounts = (resources.requests, resources.limits) if resources else ()
-    return next((each[name] for each in amounts if each and name in each), None)
+    return next((amount[name] for amount in amounts if amount and name in amount), None)
 
 
 def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> ChosenMode | None:
@@ -135,7 +135,7 @@ def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> C
         roles: roles of the plan's ranks.
         mode: mode of the plan.
     """
-    for each in candidate_modes(spec)[0]:
-        if each.mode is mode and {role.name for role in each.apply_to(spec).roles} == set(roles):
-            return each
+    for candidate in candidate_modes(spec)[0]:
+        if candidate.mode is mode and {role.name for role in candidate.apply_to(spec).roles} == set(roles):
+            return candidate
     return None

@@ -56,7 +56,7 @@ class EngineFile(Model):
 
 def _missing_file(engine: "EngineSpec") -> str:
     """Returns the first argument that names a file in the folder of `files` that `files` lacks, or ""."""
-    files = tuple(f"{_FOLDER}{each.name}" for each in engine.files)
+    files = tuple(f"{_FOLDER}{file.name}" for file in engine.files)
     return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(files)), "")
 
 

@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the API server does not answer.
     """
     results = asyncio.run(_run_checks(arguments))
-    failed = [each for each in results if each.state is CheckState.FAILED]
+    failed = [result for result in results if result.state is CheckState.FAILED]
     if arguments.output == "text":
         _print_table(results)
     else:
-        write_value({"ok": not failed, "checks": [each.dump() for each in results]}, arguments.output)
+        write_value({"ok": not failed, "checks": [result.dump() for result in results]}, arguments.output)
     return EXIT_FAILED if failed else 0
 
 
@@ -58,17 +58,17 @@ async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
                 if left_s <= 0:
                     raise
             else:
-                if left_s <= 0 or all(each.state is not CheckState.FAILED for each in results):
+                if left_s <= 0 or all(result.state is not CheckState.FAILED for result in results):
                     return results
             await asyncio.sleep(min(POLL_S, max(left_s, 0.0)))
 
 
 def _print_table(results: Sequence[CheckResult]) -> None:
-    width = max(len(each.name) for each in results)
-    for each in results:
-        state = each.state.value.upper() if each.state is CheckState.FAILED else each.state.value
-        sys.stdout.write(printable(f"{state:<8} {each.name:<{width}}  {each.message}") + "\n")
-    if any(each.state is CheckState.FAILED for each in results):
+    width = max(len(result.name) for result in results)
+    for result in results:
+        state = result.state.value.upper() if result.state is CheckState.FAILED else result.state.value
+        sys.stdout.write(printable(f"{state:<8} {result.name:<{width}}  {result.message}") + "\n")
+    if any(result.state is CheckState.FAILED for result in results):
         sys.stdout.write("not ready. Solve each problem in a line with FAILED\n")
 
 

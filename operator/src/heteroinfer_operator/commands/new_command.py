@@ -183,7 +183,9 @@ def _print_shortage(
     lines = [f"error: {name} does not fit {hardware}: {error.message}"]
     if changes:
         lines.append("The model fits with any one of these changes:")
-        lines += [f"{INDENT}{line}" for line in align_rows([(each.option, each.change) for each in changes])]
+        lines += [
+            f"{INDENT}{line}" for line in align_rows([(change.option, change.change) for change in changes])
+        ]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
 
 

@@ -99,7 +99,9 @@ def roles_of_unknown_memory(planned: Planned) -> tuple[str, ...]:
     unbounded = (stage for stage in planned.budgets if not stage.is_known)
     sets = () if planned.remote is None else planned.remote.sets
     roles = [rank.role for stage in unbounded for rank in stage.ranks]
-    return tuple(dict.fromkeys([*roles, *(each.role.name for each in sets if each.memory_bytes is None)]))
+    return tuple(
+        dict.fromkeys([*roles, *(rank_set.role.name for rank_set in sets if rank_set.memory_bytes is None)])
+    )
 
 
 def memory_limit(planned: Planned) -> str:

@@ -70,7 +70,10 @@ async def _show(arguments: argparse.Namespace) -> None:
                 cluster.server, namespace, arguments.name, selector=arguments.selector
             )
             live = await leaders.read(resources)
-            return [build_line(each.key, each.status, live.get(each.key, {})) for each in resources]
+            return [
+                build_line(resource.key, resource.status, live.get(resource.key, {}))
+                for resource in resources
+            ]
 
         if arguments.output != "table":
             value = {"resources": [line.dump() for line in await read_lines()], "note": leaders.problem}

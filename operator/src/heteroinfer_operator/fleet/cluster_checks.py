@@ -202,7 +202,7 @@ class _ClusterChecks:
         found = {plugin for group, plugin in _POLICY_GROUPS.items() if group in served}
         if not found:
             daemons = await self._server.get(_DAEMON_SET.path("kube-system"))
-            running = [str(each["metadata"]["name"]) for each in daemons["items"]]
+            running = [str(daemon["metadata"]["name"]) for daemon in daemons["items"]]
             found = {name for name in running if name.startswith(_POLICY_DAEMONS)}
         if found:
             return CheckState.OK, ", ".join(sorted(found))
@@ -264,29 +264,30 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     if not operators:
         return CheckState.FAILED, "no operator is installed. Install HeteroInfer's chart"
     stopped = [
-        f"{each.name} has 0 replicas. Set the chart's value replicas to 1 or more"
-        for each in operators
-        if not each.replicas
+        f"{operator.name} has 0 replicas. Set the chart's value replicas to 1 or more"
+        for operator in operators
+        if not operator.replicas
     ]
     if stopped:
         return CheckState.FAILED, "; ".join(stopped)
     down = [
-        f"{each.name} has 0 of {each.replicas} pods ready. Run `kubectl describe pods -n "
-        f"{each.name.namespace} -l app.kubernetes.io/name={names.MANAGER}`"
-        for each in operators
-        if not each.ready
+        f"{operator.name} has 0 of {operator.replicas} pods ready. Run `kubectl describe pods -n "
+        f"{operator.name.namespace} -l app.kubernetes.io/name={names.MANAGER}`"
+        for operator in operators
+        if not operator.ready
     ]
     if down:
         return CheckState.FAILED, "; ".join(down)
     differing = [
-        describe_crd_skew(each, crd_version)
-        for each in operators
-        if UNKNOWN_VERSION not in {crd_version, each.version} and each.version != crd_version
+        describe_crd_skew(operator, crd_version)
+        for operator in operators
+        if UNKNOWN_VERSION not in {crd_version, operator.version} and operator.version != crd_version
     ]
     if differing:
         return CheckState.WARNING, "; ".join(differing)
     found = ", ".join(
-        f"{each.name} {each.version}, {each.ready} of {each.replicas} ready" for each in operators
+        f"{operator.name} {operator.version}, {operator.ready} of {operator.replicas} ready"
+        for operator in operators
     )
     return CheckState.OK, found
 
@@ -352,9 +353,9 @@ def judge_shared_storage(
         if "ReadWriteMany" in volume["spec"].get("accessModes", ())
     }
     likely = {
-        str(each["metadata"]["name"])
-        for each in classes
-        if any(part in str(each["provisioner"]) for part in _SHARED_PROVISIONERS)
+        str(class_["metadata"]["name"])
+        for class_ in classes
+        if any(part in str(class_["provisioner"]) for part in _SHARED_PROVISIONERS)
     }
     if proven:
         return CheckState.OK, f"{', '.join(sorted(proven))} (has volumes with ReadWriteMany)"

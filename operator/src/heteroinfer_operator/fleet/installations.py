@@ -114,18 +114,18 @@ def skew_warnings(
 ) -> tuple[str, ...]:
     """Returns a warning for each difference between the versions of client, operators and CRD."""
     warnings = [
-        f"operator {each.name} has version {each.version}, but this client has version {client_version}. "
-        f"Use a client of version {each.version}"
-        for each in operators
-        if each.version != client_version
+        f"operator {operator.name} has version {operator.version}, but this client has version "
+        f"{client_version}. Use a client of version {operator.version}"
+        for operator in operators
+        if operator.version != client_version
     ]
     if crd is None:
         warnings.append("the CRD is not installed. Install the chart with crds.install=true")
     elif crd.version != UNKNOWN_VERSION:
         warnings += [
-            f"operator {describe_crd_skew(each, crd.version)}"
-            for each in operators
-            if each.version != crd.version
+            f"operator {describe_crd_skew(operator, crd.version)}"
+            for operator in operators
+            if operator.version != crd.version
         ]
     elif not crd.same_schema:
         warnings.append(

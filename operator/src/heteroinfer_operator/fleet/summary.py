@@ -57,7 +57,7 @@ class ResourceSummary:
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
         """The conditions that differ from those of a resource that serves, or that wants no group."""
-        return tuple(each for each in self.status.conditions if not self._is_expected(each))
+        return tuple(condition for condition in self.status.conditions if not self._is_expected(condition))
 
     @property
     def next_steps(self) -> tuple[str, ...]:
@@ -77,8 +77,8 @@ class ResourceSummary:
             "observedGeneration": self.status.observed_generation,
             "endpoint": self.status.endpoint,
             "model": {"uri": _uri(self._spec), **(self.status.model.dump() if self.status.model else {})},
-            "conditions": [each.dump() for each in self.status.conditions],
-            "unexpectedConditions": [each.type for each in self.unexpected_conditions],
+            "conditions": [condition.dump() for condition in self.status.conditions],
+            "unexpectedConditions": [condition.type for condition in self.unexpected_conditions],
             "nextSteps": list(self.next_steps),
         }
 
@@ -92,7 +92,7 @@ class ResourceSummary:
         conditions = self.status.conditions if verbose else self.unexpected_conditions
         if conditions:
             title = "Conditions" if verbose else "Conditions that need attention"
-            found += ["", title, *_aligned(_condition_row(each, now) for each in conditions)]
+            found += ["", title, *_aligned(_condition_row(condition, now) for condition in conditions)]
         if self.line.lines:
             found += ["", "Groups", *_aligned(_group_rows(self.line.lines))]
             found += [f"  {line}" for line in self._failures(verbose=verbose)]

@@ -407,14 +407,16 @@ class ClusterState:
             if record.key == key:
                 continue
             uid = self.resources.uid(record.key)
-            child_texts = [each.text for each in self.children(record.key, uid)]
+            child_texts = [child.text for child in self.children(record.key, uid)]
             if (
                 uid in mounting
                 or identity.is_model_claim_of(record.key, claim)
                 or any(claim in text for text in (record.text, *child_texts))
             ):
                 objects = map(json.loads, child_texts)
-                config_maps = tuple(each for each in objects if each["kind"] == CONFIG_MAP.name)
+                config_maps = tuple(
+                    stored_object for stored_object in objects if stored_object["kind"] == CONFIG_MAP.name
+                )
                 neighbours.append(Neighbour(resource=record.view, objects=config_maps))
             mounting.discard(uid)
         return None if mounting else tuple(neighbours)

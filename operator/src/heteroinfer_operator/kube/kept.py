@@ -86,7 +86,7 @@ class StatusAttempts:
 
     def wait_s(self) -> float:
         """Returns the seconds until the next attempt may start."""
-        self._attempts = [each for each in self._attempts if not each[1].done()]
+        self._attempts = [attempt for attempt in self._attempts if not attempt[1].done()]
         if not self._attempts:
             return 0.0
         return max(0.0, self._attempts[-1][0] + STATUS_RETRY_S - asyncio.get_running_loop().time())

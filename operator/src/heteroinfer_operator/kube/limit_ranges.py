@@ -28,7 +28,9 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
         return ""
     spec = as_object(stored.get("spec"), "spec")
     containers = as_objects(spec.get("containers"), "containers")
-    worker = next((each for each in containers if each.get("name") == names.CONTAINER_WORKER), {})
+    worker = next(
+        (container for container in containers if container.get("name") == names.CONTAINER_WORKER), {}
+    )
     resources = as_object(worker.get("resources"), "resources")
     texts = []
     for kind in ("requests", "limits"):

@@ -227,7 +227,7 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
     # The kubelet's summary contains no cause and may be newer than the event with the cause.
-    causes = [each for each in failures if _SUMMARY not in as_text(each.get("note"), "note")]
+    causes = [failure for failure in failures if _SUMMARY not in as_text(failure.get("note"), "note")]
     newest = (causes or failures)[0]
     if (missing_object := _MISSING_OBJECT.search(as_text(newest.get("note"), "note"))) is not None:
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"

@@ -181,7 +181,9 @@ def resource_view(stored: Manifest) -> ResourceView:
 def _status_managers(metadata: Manifest) -> frozenset[str]:
     """Returns the field managers that wrote an object's status."""
     entries = as_objects(metadata.get("managedFields"), "managedFields")
-    return frozenset(str(each.get("manager", "")) for each in entries if each.get("subresource") == "status")
+    return frozenset(
+        str(entry.get("manager", "")) for entry in entries if entry.get("subresource") == "status"
+    )
 
 
 def _finalizer_managers(metadata: Manifest) -> frozenset[str]:
@@ -264,7 +266,7 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
 def _claim_names(stored: Manifest) -> tuple[str, ...]:
     """Returns the names of the PersistentVolumeClaims that a pod mounts."""
     volumes = as_objects(_spec(stored).get("volumes"), "volumes")
-    claims = (as_object(each.get("persistentVolumeClaim"), "persistentVolumeClaim") for each in volumes)
+    claims = (as_object(volume.get("persistentVolumeClaim"), "persistentVolumeClaim") for volume in volumes)
     return tuple(as_text(claim.get("claimName"), "claimName") for claim in claims if claim)
 
 
@@ -429,7 +431,7 @@ def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
 def _restarting_sidecars(stored: Manifest) -> frozenset[str]:
     """Returns the names of sidecars that the kubelet always restarts, such as those of service meshes."""
     containers = as_objects(_spec(stored).get("initContainers"), "initContainers")
-    always = [each for each in containers if each.get("restartPolicy") == "Always"]
+    always = [container for container in containers if container.get("restartPolicy") == "Always"]
     return frozenset(as_text(each.get("name"), "initContainers.name") for each in always)
 
 
@@ -467,7 +469,10 @@ def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
 
     Skips sidecars that are init containers: the kubelet ends those itself.
     """
-    by_name = {as_text(each.get("name"), "containerStatuses.name"): _state(each) for each in containers}
+    by_name = {
+        as_text(container.get("name"), "containerStatuses.name"): _state(container)
+        for container in containers
+    }
     if "terminated" not in by_name.get(names.CONTAINER_WORKER, {}):
         return ()
     return tuple(sorted(name for name, state in by_name.items() if "running" in state))

@@ -58,7 +58,7 @@ class Isolation:
         """Returns the isolated pods, from the installation's setting and the policies' selectors."""
         if egress is not Egress.AUTO:
             return cls(selectors=({},) if egress is Egress.ALWAYS else ())
-        by_text = {json.dumps(each, sort_keys=True): each for each in selectors}
+        by_text = {json.dumps(selector, sort_keys=True): selector for selector in selectors}
         return cls(
             selectors=tuple(_merge_by_label(_drop_narrower([each for _, each in sorted(by_text.items())])))
         )
@@ -72,11 +72,11 @@ def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Is
     name = identity.group_service(group.owner, group.index)
     return [
         _build_egress_policy(
-            identity.group_metadata(group, f"{name}-egress-{_hash(each)}"),
-            _narrow_selector(ours, each),
+            identity.group_metadata(group, f"{name}-egress-{_hash(selector)}"),
+            _narrow_selector(ours, selector),
             rules,
         )
-        for each in _find_matching_selectors(isolation, pods)
+        for selector in _find_matching_selectors(isolation, pods)
     ]
 
 
@@ -104,11 +104,11 @@ def build_fetch_policies(
         },
         *(
             _build_egress_policy(
-                identity.metadata(owner, f"{name}-egress-{_hash(each)}", {}),
-                _narrow_selector(ours, each),
+                identity.metadata(owner, f"{name}-egress-{_hash(selector)}", {}),
+                _narrow_selector(ours, selector),
                 rules,
             )
-            for each in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
+            for selector in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
         ),
     ]
 
@@ -161,13 +161,13 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
     Selectors that certainly match come first.
     """
-    found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
+    found = [selector for selector in isolation.selectors if any(_may_select(selector, own) for own in pods)]
     return sorted(found, key=lambda each: any(_has_unknown_label(each, own) for own in pods))[:_MAX_SELECTORS]
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Returns the selectors without those that select only pods of another, wider selector."""
-    terms = [{json.dumps(term) for term in _terms_of(each)} for each in selectors]
+    terms = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms:
         return [{}]
     single_terms = {term for own in terms if len(own) == 1 for term in own}
@@ -180,13 +180,13 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Merges selectors that each require one value of the same label into one that accepts all values."""
     values: dict[str, list[str]] = {}
     others = []
-    for each in selectors:
-        labels = each.get("matchLabels") or {}
-        if len(labels) == 1 and not each.get("matchExpressions"):
+    for selector in selectors:
+        labels = selector.get("matchLabels") or {}
+        if len(labels) == 1 and not selector.get("matchExpressions"):
             [(key, value)] = labels.items()
             values.setdefault(key, []).append(value)
         else:
-            others.append(each)
+            others.append(selector)
     for key, listed in values.items():
         one_of = [{"key": key, "operator": "In", "values": sorted(listed)}]
         others.append({"matchLabels": {key: listed[0]}} if len(listed) == 1 else {"matchExpressions": one_of})

@@ -57,11 +57,11 @@ def engine_files(spec: HeteroInferenceSpec) -> MountedFiles:
     sources = [
         {
             "configMap": {
-                "name": each.config_map_key_ref.name,
-                "items": [{"key": each.config_map_key_ref.key, "path": each.name}],
+                "name": file.config_map_key_ref.name,
+                "items": [{"key": file.config_map_key_ref.key, "path": file.name}],
             }
         }
-        for each in spec.engine.files
+        for file in spec.engine.files
     ]
     return MountedFiles(
         volumes=({"name": _FILES, "projected": {"sources": sources}},),
@@ -74,6 +74,6 @@ def template_volumes(template: PodTemplate | None) -> MountedFiles:
     if template is None:
         return MountedFiles()
     return MountedFiles(
-        volumes=tuple(each.dump() for each in template.volumes),
-        mounts=tuple(each.dump() for each in template.volume_mounts),
+        volumes=tuple(volume.dump() for volume in template.volumes),
+        mounts=tuple(volume_mount.dump() for volume_mount in template.volume_mounts),
     )

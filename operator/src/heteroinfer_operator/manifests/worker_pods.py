@@ -227,8 +227,10 @@ def _spread_and_claim_fields(template: PodTemplate | None) -> dict[str, Any]:
     if template is None:
         return {}
     given = {
-        "topologySpreadConstraints": [each.dump() for each in template.topology_spread_constraints],
-        "resourceClaims": [each.dump() for each in template.resource_claims],
+        "topologySpreadConstraints": [
+            constraint.dump() for constraint in template.topology_spread_constraints
+        ],
+        "resourceClaims": [claim.dump() for claim in template.resource_claims],
     }
     return {field: entries for field, entries in given.items() if entries}
 
@@ -236,7 +238,7 @@ def _spread_and_claim_fields(template: PodTemplate | None) -> dict[str, Any]:
 def _container_claims(template: PodTemplate | None) -> dict[str, Any]:
     """Returns the claims of the container, which are all claims of the pod."""
     claims = template.resource_claims if template is not None else ()
-    return {"claims": [{"name": each.name} for each in claims]} if claims else {}
+    return {"claims": [{"name": claim.name} for claim in claims]} if claims else {}
 
 
 def termination_grace_s(spec: HeteroInferenceSpec) -> int:

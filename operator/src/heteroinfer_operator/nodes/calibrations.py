@@ -121,8 +121,8 @@ class Calibrations:
         if self.this_machine is not None:
             return (self.this_machine,)
         by_kind: dict[str, Calibration] = {}
-        for each in labels:
-            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.includes_node(each)}
+        for label in labels:
+            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.includes_node(label)}
             if not of_node:
                 return ()
             by_kind |= of_node

@@ -177,7 +177,9 @@ def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     expressions = selector.get("matchExpressions") or ()
     known = {
         "matchLabels": {key: value for key, value in exact.items() if key == _NAMESPACE_NAME},
-        "matchExpressions": [each for each in expressions if each["key"] == _NAMESPACE_NAME],
+        "matchExpressions": [
+            expression for expression in expressions if expression["key"] == _NAMESPACE_NAME
+        ],
     }
     return selects_pod(known, {_NAMESPACE_NAME: namespace})
 

@@ -52,11 +52,13 @@ def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | 
     if classes is None:
         return None
     if class_name:
-        found = next((each for each in classes if each.name == class_name), None)
+        found = next((class_ for class_ in classes if class_.name == class_name), None)
         return found.value if found is not None and found.preempts else None
     # If several classes are the default, the API server uses the lowest
     # (plugin/pkg/admission/priority/admission.go@v1.35.4).
-    default = min((each for each in classes if each.is_default), key=lambda each: each.value, default=None)
+    default = min(
+        (class_ for class_ in classes if class_.is_default), key=lambda each: each.value, default=None
+    )
     if default is None:
         return _NO_CLASS
     return default.value if default.preempts else None

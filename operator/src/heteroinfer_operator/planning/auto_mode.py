@@ -44,7 +44,7 @@ class _TriedMode:
             return False
         sets = () if self.planned.remote is None else self.planned.remote.sets
         return all(rank.budget is not None for stage in self.planned.budgets for rank in stage.ranks) and all(
-            each.memory_bytes is not None for each in sets
+            rank_set.memory_bytes is not None for rank_set in sets
         )
 
 
@@ -65,11 +65,11 @@ def plan_any_mode(request: GroupRequest, plan: PlanMode) -> Planned:
     load = chosen_load(request.spec)
     modes, no_feed_forward = candidate_modes(request.spec)
     tried_modes = [_try_mode(request, chosen, plan, load) for chosen in modes]
-    fitting_modes = [each for each in tried_modes if each.planned is not None]
+    fitting_modes = [tried for tried in tried_modes if tried.planned is not None]
     if not fitting_modes:
         raise _build_error(tried_modes)
     best, is_certain = _choose_best(fitting_modes, request.spec)
-    options = [_build_option(each) for each in (best, *(each for each in tried_modes if each is not best))]
+    options = [_build_option(each) for each in (best, *(tried for tried in tried_modes if tried is not best))]
     if no_feed_forward:
         options.append(ModeOption(title=Mode.FEED_FORWARD.value, reason=no_feed_forward))
     if not is_certain:
@@ -134,9 +134,11 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
 
     Modes that need no waiting for capacity come first. If no mode's memory is known, the roles decide.
     """
-    with_known_memory = [each for each in fitting_modes if each.knows_all_memory]
+    with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
-    placed = [each for each in candidates if each.planned and not each.planned.missing] or candidates
+    placed = [
+        candidate for candidate in candidates if candidate.planned and not candidate.planned.missing
+    ] or candidates
     if with_known_memory:
         return min(placed, key=lambda each: each.figures.total_s if each.figures else 0.0), True
     has_feed_forward_role = any(role.feed_forward is not None for role in spec.roles)

@@ -67,7 +67,9 @@ class Capacity:
         """Returns a copy, from which a plan can take capacity without an effect on this one."""
         if self.free_nodes is None:
             return self
-        return replace(self, free_nodes=[replace(each, free=dict(each.free)) for each in self.free_nodes])
+        return replace(
+            self, free_nodes=[replace(free_node, free=dict(free_node.free)) for free_node in self.free_nodes]
+        )
 
     def _has_preemptible_pods(self) -> bool:
         """Reports whether the scheduler may preempt any pod for this group."""
@@ -82,8 +84,10 @@ class Capacity:
         if priority is None:
             return free_nodes
         return [
-            each.without_lower_priority(priority) if each.has_lower_priority(priority) else each
-            for each in free_nodes
+            free_node.without_lower_priority(priority)
+            if free_node.has_lower_priority(priority)
+            else free_node
+            for free_node in free_nodes
         ]
 
 

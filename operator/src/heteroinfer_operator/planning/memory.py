@@ -171,7 +171,9 @@ class Sizes:
             grown_bytes=tuple(
                 ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
             ),
-            packing_bytes=tuple(max(ceil(each) - PACKED_IN_OVERHEAD_BYTES, 0) for each in packing_copies),
+            packing_bytes=tuple(
+                max(ceil(packing_copy) - PACKED_IN_OVERHEAD_BYTES, 0) for packing_copy in packing_copies
+            ),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
             gpu_floor=GpuFloor.for_settings(profile, engine, tensor),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),

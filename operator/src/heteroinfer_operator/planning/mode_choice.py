@@ -73,11 +73,11 @@ class ModeChoice:
         parts = [f"{chosen.title} chosen by prediction for {describe_load(self.load)}: {chosen.figures}"]
         if chosen.reason:
             parts = [f"{chosen.title} chosen: {chosen.short_reason}"]
-        for each in others:
-            if each.figures is None:
-                parts.append(f"{each.title} does not fit: {each.short_reason}")
+        for other in others:
+            if other.figures is None:
+                parts.append(f"{other.title} does not fit: {other.short_reason}")
             else:
-                parts.append(f"{each.title}: {each.figures}")
+                parts.append(f"{other.title}: {other.figures}")
         return "; ".join([*parts, *self.gains])
 
 

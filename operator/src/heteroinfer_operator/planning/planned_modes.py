@@ -99,8 +99,8 @@ class PlannedMode:
             return advise(topology, plan, self.profile, self.inventory)
         notes = [self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :])]
         placed_role = topology.stages[0][0].placed
-        roles_with_ranks = [placed_role.role, *(each.role for each in remote.sets if each.pods)]
-        has_other_pods = any(each.pods for each in remote.sets)
+        roles_with_ranks = [placed_role.role, *(rank_set.role for rank_set in remote.sets if rank_set.pods)]
+        has_other_pods = any(rank_set.pods for rank_set in remote.sets)
         relay = ", and the thread that exchanges rows with other pods," if has_other_pods else ""
         notes += [
             f"the pods of role {role.name} have a CPU limit: feed-forward ranks{relay} sleep between layers, "
@@ -147,7 +147,7 @@ class PlannedMode:
         gpu_reads = count_reads(
             sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
         )
-        pipeline_s = 1 / sum(1 / cpu_reads.seconds(each) for each in feed_forward_rates) + gpu_reads.seconds(
+        pipeline_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates) + gpu_reads.seconds(
             stage_rates
         )
         stage_sizes = Sizes.for_settings(remote.remaining, engine, 1, batches=1)

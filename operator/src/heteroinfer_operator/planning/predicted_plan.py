@@ -140,7 +140,7 @@ def _find_feed_forward_part(
     asking_role = next(role for role in spec.roles if role.name == plan.ranks[0].role)
     plan_roles = {rank.role for rank in plan.ranks}
     sets = rank_sets(asking_role, [role for role in spec.roles if role.name in plan_roles], Inventory())
-    roles_now = [each.role.name for each in sets for _ in range(each.count)]
+    roles_now = [rank_set.role.name for rank_set in sets for _ in range(rank_set.count)]
     if roles_now != [rank.role for rank in feed_forward_ranks]:
         return None
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]

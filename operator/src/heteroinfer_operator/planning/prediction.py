@@ -334,7 +334,7 @@ def _feed_forward_error(plan: Plan, rates: Sequence[Rates]) -> ErrorRange:
     """Returns the widest range of the feed-forward ranks' times; any range if there are no such ranks."""
     errors = [rates[rank.rank].error for rank in plan.ranks if rank.feed_forward is not None]
     errors = errors or [rates[-1].error]
-    return ErrorRange(least=min(each.least for each in errors), most=max(each.most for each in errors))
+    return ErrorRange(least=min(error.least for error in errors), most=max(error.most for error in errors))
 
 
 def _predict_stages(

@@ -253,7 +253,7 @@ def _digest(status: Manifest) -> bytes:
     """Returns a hash of a status that ignores the transition times of its conditions."""
     conditions = status.get("conditions")
     if isinstance(conditions, list | tuple):
-        conditions_found = [each for each in conditions if isinstance(each, Mapping)]
+        conditions_found = [condition for condition in conditions if isinstance(condition, Mapping)]
         without_times = [
             {key: value for key, value in each.items() if key != "lastTransitionTime"}
             for each in conditions_found

@@ -46,12 +46,15 @@ def find_cleanup(
     if num_kept is None or observation.neighbours is None:
         return None
     claim = _cache_claim(observation.resource, spec)
-    if any(_may_use_unnamed_commit(each.resource, spec.model.uri, claim) for each in observation.neighbours):
+    if any(
+        _may_use_unnamed_commit(neighbour.resource, spec.model.uri, claim)
+        for neighbour in observation.neighbours
+    ):
         return None
     try:
         in_use = _find_commits(observation.resource, observation.objects, claim)
-        for each in observation.neighbours:
-            in_use |= _find_commits(each.resource, each.objects, claim)
+        for neighbour in observation.neighbours:
+            in_use |= _find_commits(neighbour.resource, neighbour.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
     return CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())

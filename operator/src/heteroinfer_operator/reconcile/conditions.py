@@ -121,7 +121,7 @@ def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False with the refusal if a group waits for a refused object; otherwise returns None."""
     if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
-    refused = next((each for each in facts.refusals if each.scopes - {CLIENTS_SCOPE}), None)
+    refused = next((refusal for refusal in facts.refusals if refusal.scopes - {CLIENTS_SCOPE}), None)
     return (
         ConditionAnswer(False, refused.reason, refused.message)
         if refused is not None and refused.blocks

@@ -176,7 +176,9 @@ class GroupPlanner:
             calibration = slowest(self.observation.calibrations.of_nodes(labels), by_gpu=by_gpu)
             if calibration is not None:
                 measured[role.name] = calibration
-            products[role.name] = next((each.get(f"{role.gpu_resource}.product", "") for each in labels), "")
+            products[role.name] = next(
+                (label.get(f"{role.gpu_resource}.product", "") for label in labels), ""
+            )
         inventory = Inventory(calibration=measured, gpu_product=products)
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 

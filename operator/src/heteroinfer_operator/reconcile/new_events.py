@@ -75,7 +75,9 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     that means missing capacity is reported once for all revisions.
     """
     reported = {
-        _report_key(before, each) for each in before.conditions if each.status is not ConditionStatus.UNKNOWN
+        _report_key(before, condition)
+        for condition in before.conditions
+        if condition.status is not ConditionStatus.UNKNOWN
     }
     bad_if_false = {
         ConditionType.PLANNED.value,

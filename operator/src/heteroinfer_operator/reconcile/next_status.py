@@ -134,7 +134,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
     """Returns the ports at which the clients' Service currently forwards to the leaders."""
     name = identity.client_service(context.owner)
-    found = (each for each in observation.objects if each["kind"] == "Service")
+    found = (stored_object for stored_object in observation.objects if stored_object["kind"] == "Service")
     stored = next((each for each in found if each["metadata"]["name"] == name), None)
     return frozenset() if stored is None else client_ports(stored, context.owner)
 

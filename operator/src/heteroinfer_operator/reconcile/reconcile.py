@@ -172,7 +172,7 @@ def _is_fetch_pod_wanted(observation: ResourceObservation, model: ModelDecision)
     """Reports whether a pod fetches the model, or is about to."""
     components = [pod.labels.get(names.LABEL_COMPONENT) for pod in observation.pods if not pod.ended]
     components_to_create = [
-        each.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for each in model.creates
+        creation.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for creation in model.creates
     ]
     return names.COMPONENT_FETCH in (*components, *components_to_create)
 
@@ -285,12 +285,15 @@ def _decide_groups(
         for pods in [by_group.get(decision.status.index, ())]
     ]
     wanted_groups = [
-        with_silence(each, observation.silences.get((each.status.index, each.status.epoch)))
-        for each in wanted_groups
+        with_silence(
+            wanted_group, observation.silences.get((wanted_group.status.index, wanted_group.status.epoch))
+        )
+        for wanted_group in wanted_groups
     ]
     if observation.pods_unwatched:
         wanted_groups = [
-            with_report_alone(each, observation.groups.get(each.status.index)) for each in wanted_groups
+            with_report_alone(wanted_group, observation.groups.get(wanted_group.status.index))
+            for wanted_group in wanted_groups
         ]
     decisions = [*wanted_groups, *unwanted_groups]
     key_creates = [key for decision in wanted_groups for key in decision.key_creates]

@@ -156,7 +156,7 @@ class Context:
     @property
     def clients_refusal(self) -> Refusal | None:
         """Refusal of an object through which clients reach the groups, or None."""
-        return next((each for each in self.refusals if CLIENTS_SCOPE in each.scopes), None)
+        return next((refusal for refusal in self.refusals if CLIENTS_SCOPE in refusal.scopes), None)
 
     def _refusals_of(self, group: int) -> list[Refusal]:
         """Returns the refusals that block objects of this group.

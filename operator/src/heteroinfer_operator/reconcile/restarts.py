@@ -77,7 +77,7 @@ def _count_recent_uncounted(failures: Sequence[FailureStatus], restart: RestartS
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))
     same_cause = [
-        each for each in failures if (each.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)
+        failure for failure in failures if (failure.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)
     ]
     return sum(not each.counted and each.time >= since for each in same_cause)
 

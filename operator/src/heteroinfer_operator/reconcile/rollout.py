@@ -71,7 +71,11 @@ def find_eviction_block(
     if not serving & outdated or context.life.rollout.max_unavailable <= context.replicas - len(serving):
         return EvictionBlock()
     name, pods = identity.shared_budget(context.owner), sum(len(by_group.get(i, ())) for i in serving)
-    stored = [each for each in context.planner.observation.objects if each["metadata"]["name"] == name]
+    stored = [
+        stored_object
+        for stored_object in context.planner.observation.objects
+        if stored_object["metadata"]["name"] == name
+    ]
     refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
     is_closed = any(each["kind"] == BUDGET_KIND and _min_available(each) >= pods for each in stored)
     return EvictionBlock(wanted=True, done=is_closed or refused)

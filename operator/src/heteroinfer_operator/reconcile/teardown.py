@@ -64,7 +64,9 @@ def _build_status(
         for kind, holds in status_by_condition.items()
     ]
     known = {kind.value for kind in ConditionType} - {kind.value for kind in status_by_condition}
-    other_conditions = {each.type: each for each in status.conditions if each.type in known}
+    other_conditions = {
+        condition.type: condition for condition in status.conditions if condition.type in known
+    }
     return status.changed(
         observed_generation=generation,
         ready_replicas=0,

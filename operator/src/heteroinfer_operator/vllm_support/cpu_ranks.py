@@ -261,7 +261,9 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
     """Raises PlanError if CPU attention does not support the type of the KV cache."""
     cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if cache_dtype.startswith("fp8"):
-        for size in sorted(each for each in _head_sizes(profile) if each % CPU_FP8_HEAD_MULTIPLE):
+        for size in sorted(
+            head_size for head_size in _head_sizes(profile) if head_size % CPU_FP8_HEAD_MULTIPLE
+        ):
             raise build_cpu_error(
                 f"engine.args --kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
                 f"a KV cache in FP8 requires a multiple of {CPU_FP8_HEAD_MULTIPLE} elements on CPUs",

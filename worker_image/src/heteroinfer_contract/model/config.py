@@ -172,7 +172,7 @@ def _special_fields(text: Mapping[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = 1
     heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
     if any(heads):
-        found["num_key_value_heads"] = next(each for each in heads if each)
+        found["num_key_value_heads"] = next(head for head in heads if head)
     return found
 
 

@@ -26,11 +26,13 @@ def stored_expert_scheme(tensors: Sequence[Tensor], hidden: int) -> Scheme | Non
     Args:
         hidden: width of the residual stream.
     """
-    packed = next((each for each in tensors if is_expert_input(each) and each.dtype in _PACKED_TYPES), None)
+    packed = next(
+        (tensor for tensor in tensors if is_expert_input(tensor) and tensor.dtype in _PACKED_TYPES), None
+    )
     if packed is None or packed.shape[-1] * 2 != hidden:
         return None
     expert = packed.name.rpartition(".")[0]
-    scales = {each.dtype for each in tensors if each.name.startswith(expert) and "scale" in each.name}
+    scales = {tensor.dtype for tensor in tensors if tensor.name.startswith(expert) and "scale" in tensor.name}
     if "F8_E4M3" in scales:
         return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
     return Scheme(name=SchemeName.MXFP4, bits=4, group=32)
@@ -61,7 +63,7 @@ def _layer_type_faults(text: Mapping[str, Any]) -> Iterator[str]:
 
 def _size_faults(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
     """Yields a sentence for each size of the embedding that differs from the config."""
-    embedding = next((each for each in tensors if is_embedding(each)), None)
+    embedding = next((tensor for tensor in tensors if is_embedding(tensor)), None)
     if embedding is None:
         return
     for name, size in zip(("vocab_size", "hidden_size"), embedding.shape, strict=True):
@@ -76,6 +78,8 @@ def _format_faults(
     if experts is not None and scheme.name not in _FP4 and str(text.get(_EXPERT_TYPE_FIELD)) != "fp4":
         named = "no quantization" if scheme == Scheme() else str(scheme)
         yield f"config.json has {named}, and the experts are in {experts} in the files"
-    stored = next((each.name for each in tensors if each.dtype in _FP8 and each.name.endswith(".weight")), "")
+    stored = next(
+        (tensor.name for tensor in tensors if tensor.dtype in _FP8 and tensor.name.endswith(".weight")), ""
+    )
     if stored and scheme == Scheme():
         yield f"config.json has no quantization_config, and {stored} is in FP8 in the files"

@@ -349,7 +349,7 @@ def fit_text(calibration: Calibration) -> str:
     ]
     kernels = calibration.kernels
     for count in range(len(kernels) - 1, -1, -1):
-        fewer = tuple(replace(each, more_rows=()) for each in kernels[count:])
+        fewer = tuple(replace(kernel, more_rows=()) for kernel in kernels[count:])
         shorter.append(replace(shorter[-1], kernels=(*kernels[:count], *fewer)))
     texts = (each.to_json() for each in shorter)
     fitting = (text for text in texts if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES)

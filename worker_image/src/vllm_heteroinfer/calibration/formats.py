@@ -61,10 +61,10 @@ class WeightFormat:
         """Returns a layer's experts in this format, without values."""
         parameters = {}
         for part, columns, inputs in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-            for each in self.experts:
-                shape = each.shape(columns, inputs)
-                parameters[f"{part}_{each.name}"] = ExpertParameter(
-                    shape=(experts, *(shape[::-1] if self.transposed else shape)), dtype=each.dtype
+            for expert in self.experts:
+                shape = expert.shape(columns, inputs)
+                parameters[f"{part}_{expert.name}"] = ExpertParameter(
+                    shape=(experts, *(shape[::-1] if self.transposed else shape)), dtype=expert.dtype
                 )
         return LayerRecipe(
             experts=experts,

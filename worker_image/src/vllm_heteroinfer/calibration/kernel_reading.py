@@ -364,7 +364,7 @@ def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call
         return run
 
     calls: list[Call] = []
-    for copy in (own_weights, *([each.clone() for each in own_weights] for _ in range(count - 1))):
+    for copy in (own_weights, *([weight.clone() for weight in own_weights] for _ in range(count - 1))):
         install_weights(copy)
         calls += [with_weights(copy, call) for call in build()]
     return calls

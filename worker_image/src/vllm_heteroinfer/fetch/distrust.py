@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 def is_distrusted(error: BaseException) -> bool:
     """Checks whether an untrusted certificate caused an error, directly or through other errors."""
-    return any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error))
+    return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -85,7 +85,9 @@ class HubModel:
         if not COMMIT.fullmatch(str(found.sha)):
             raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
         # Files with names that the cache cannot use are left out: no model needs such a file.
-        return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
+        return str(found.sha), [
+            self._file(sibling) for sibling in found.siblings if can_be_a_file(sibling.rfilename)
+        ]
 
     def _file(self, sibling: Any) -> FetchedFile:
         """Returns the listed file; raises FetchError if the listing lacks its size or hash."""

@@ -71,9 +71,9 @@ class HubReader:
             listing = json.loads(text)
             commit, siblings = str(listing["sha"]), listing["siblings"]
             files = [
-                FetchedFile(path=each["rfilename"], size_bytes=_size_bytes_of(each), digest="")
-                for each in siblings
-                if can_be_a_file(each["rfilename"])
+                FetchedFile(path=sibling["rfilename"], size_bytes=_size_bytes_of(sibling), digest="")
+                for sibling in siblings
+                if can_be_a_file(sibling["rfilename"])
             ]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._hub.not_a_hub_error(f"its listing cannot be read ({type(error).__name__})") from error

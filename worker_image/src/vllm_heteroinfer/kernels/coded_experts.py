@@ -190,7 +190,7 @@ class CodedExperts:
         w13_biases, w2_biases = biases
         if w13_biases is not None:
             interleaved = [
-                interleave_halves(each, SHARED_COLUMNS) if activation.gated else each for each in w13_biases
+                interleave_halves(bias, SHARED_COLUMNS) if activation.gated else bias for bias in w13_biases
             ]
             w13_biases = torch.stack(interleaved).float().contiguous()
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()

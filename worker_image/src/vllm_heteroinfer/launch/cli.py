@@ -126,7 +126,9 @@ def _fetch(arguments: argparse.Namespace) -> int:
     from vllm_heteroinfer.fetch.job import FetchOptions
 
     options_given = {
-        each.name: getattr(arguments, each.name) for each in fields(FetchOptions) if each.name != "cleanup"
+        field.name: getattr(arguments, field.name)
+        for field in fields(FetchOptions)
+        if field.name != "cleanup"
     }
     options = FetchOptions(**options_given, cleanup=read_cleanup(os.environ))
     try:

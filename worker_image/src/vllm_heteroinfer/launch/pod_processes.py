@@ -127,15 +127,15 @@ class PodProcesses:
         forks = commands.forks and ranks[0].device is Device.CPU
         # The API server computes nothing. So it can be forked from a rank with other thread settings.
         to_fork = [
-            each
-            for each in others
-            if forks and (each.assignment is None or can_be_forked(each.env, first.env))
+            other
+            for other in others
+            if forks and (other.assignment is None or can_be_forked(other.env, first.env))
         ]
         self._starting = True
         await self._start_first(first, to_fork, sorted(cpu.id for cpu in host.cpus))
-        for each in others:
-            if each not in to_fork:
-                await self._start_one(each)
+        for other in others:
+            if other not in to_fork:
+                await self._start_one(other)
         self._starting = False
 
     async def _start_first(

@@ -30,8 +30,8 @@ async def listen(
     )
     # asyncio uses its backlog both as the length of the queue and as the number of connections to accept in
     # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11).
-    for each in server.sockets:
-        with each.dup() as duplicate:
+    for socket in server.sockets:
+        with socket.dup() as duplicate:
             duplicate.listen(MAX_WAITING_CONNECTIONS)
     return server
 
