@@ -172,7 +172,7 @@ def own_cost(plan: Plan) -> Cost:
     seconds = {}
     for counts in (True, False):
         ours, theirs = RankChannel.open_pair()
-        reporter = RankReporter(theirs, 0, gone=lambda: None)
+        reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
         try:
             metrics = RankMetrics(plan.ranks[-1], LAUNCH, reporter, counts=counts)
             seconds[counts] = fastest(partial(one_step, metrics), STEPS)

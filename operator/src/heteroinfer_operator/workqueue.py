@@ -223,12 +223,12 @@ class WorkQueue:
             self._ready.put_nowait(key)
             self._metrics.queue_length.set(self._ready.qsize())
 
-    def _start_timer(self, key: ResourceKey, state: _KeyState, due: float) -> None:
+    def _start_timer(self, key: ResourceKey, state: _KeyState, due_s: float) -> None:
         """Schedules a reconcile, unless an earlier one is scheduled."""
-        if state.waiting or (state.timer is not None and state.timer.when() <= due):
+        if state.waiting or (state.timer is not None and state.timer.when() <= due_s):
             return
         self._cancel_timer(state)
-        state.timer = asyncio.get_running_loop().call_at(due, self._on_timer, key, state)
+        state.timer = asyncio.get_running_loop().call_at(due_s, self._on_timer, key, state)
 
     def _on_timer(self, key: ResourceKey, state: _KeyState) -> None:
         """Queues a resource whose timer has run out, or marks it as changed if its reconcile runs."""

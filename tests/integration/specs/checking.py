@@ -190,7 +190,7 @@ async def _refusal(server: ApiServer, path: str, body: Any) -> str:
             await server.create(path, body, query)
         except ApiError as error:
             if error.is_refusal:
-                return error.said
+                return error.answer_message
             if error.status or not left:
                 raise
             await asyncio.sleep(1)  # no answer: a server that is short of CPU says nothing of the object

@@ -38,7 +38,7 @@ def ends() -> Iterator[tuple[RankChannel, RankReporter]]:
     channel, theirs = RankChannel.open_pair()
     env = {names.ENV_RANK_CHANNEL_FD: str(os.dup(theirs.fileno())), names.ENV_RANK: "3"}
     theirs.close()
-    reporter = RankReporter.from_env(env, gone=lambda: None)
+    reporter = RankReporter.from_env(env, on_supervisor_lost=lambda: None)
     yield channel, reporter
     reporter.close()
     channel.close()

@@ -43,10 +43,10 @@ def test_no_window_exceeds_its_bound_and_each_wait_ends(asked: list[tuple[int, i
     window, now, done = Window(MINUTE), NOW, []
     for later_s, count in asked:
         now += timedelta(seconds=later_s)
-        wait = window.wait(count, most, now)
+        wait = window.time_until_space(count, most, now)
         assert timedelta() <= wait <= MINUTE
         now += wait
-        assert not window.wait(count, most, now), "the wait was long enough"
+        assert not window.time_until_space(count, most, now), "the wait was long enough"
         for _ in range(count):
             window.add(now)
             done.append(now)
@@ -57,7 +57,7 @@ def test_no_window_exceeds_its_bound_and_each_wait_ends(asked: list[tuple[int, i
 def test_setting_the_clock_back_prolongs_no_wait() -> None:
     window = Window(MINUTE)
     window.add(NOW)
-    assert window.wait(1, 1, NOW - timedelta(days=1)) == MINUTE
+    assert window.time_until_space(1, 1, NOW - timedelta(days=1)) == MINUTE
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_kept_decisions_hold_neither_the_resource_nor_the_actions() -> None:
     assert long not in repr(permits)
     permits.record_success(status)
     permits.record_refused(pod, "ObjectRefused", "exceeded quota")
-    assert not budget.pods.wait(1, 1, NOW), "a refused pod costs nothing"
+    assert not budget.pods.time_until_space(1, 1, NOW), "a refused pod costs nothing"

@@ -90,7 +90,7 @@ async def test_a_result_applies_to_one_uid_and_expires() -> None:
 
 
 async def test_a_refusal_is_reported_once_and_requested_again() -> None:
-    server = Server(ApiError("POST /pods", status=422, said="no such field"))
+    server = Server(ApiError("POST /pods", status=422, answer_message="no such field"))
     server.may.set()
     runs = DryRuns(server.dry_run_create)
     with pytest.raises(ChildError, match="refuses Pod demo-0: no such field"):
@@ -113,7 +113,7 @@ async def test_a_missing_answer_is_not_a_result_and_is_requested_again(status: i
 
 @pytest.mark.parametrize("status", [409, 500])
 async def test_an_existing_name_or_a_failing_webhook_does_not_refuse_a_revision(status: int) -> None:
-    server = Server(ApiError("POST /pods", status=status, said="failed calling webhook"))
+    server = Server(ApiError("POST /pods", status=status, answer_message="failed calling webhook"))
     server.may.set()
     runs = DryRuns(server.dry_run_create)
     await runs.await_admission(resource(), asks(), patience_s=5)

@@ -118,7 +118,7 @@ def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: PromiseCaches
     def free() -> dict[str, float]:
         nodes = caches.state.nodes() or ()
         return {
-            each.node.name: each.left("cpu")
+            each.node.name: each.free_amount("cpu")
             for each in build_free_nodes(nodes, caches.state.reserved_demands())
         }
 

@@ -34,7 +34,7 @@ UNSIGNED = "its team has exceeded quota of unsigned images"
 )
 def test_errors_about_an_objects_content_are_refusals(status: int, said: str) -> None:
     """403 once did not count: a missing class, Pod Security, a LimitRange and most webhooks ended a group."""
-    error = ApiError("POST /pods", status=status, said=said)
+    error = ApiError("POST /pods", status=status, answer_message=said)
     assert error.blames_object
     assert error.is_refusal
 
@@ -55,14 +55,14 @@ def test_errors_about_an_objects_content_are_refusals(status: int, said: str) ->
 def test_refusals_that_may_pass_once_old_pods_are_gone_do_not_blame_the_object(
     status: int, said: str, causes: tuple[str, ...]
 ) -> None:
-    error = ApiError("POST /pods", status=status, said=said, causes=frozenset(causes))
+    error = ApiError("POST /pods", status=status, answer_message=said, causes=frozenset(causes))
     assert not error.blames_object
     assert error.is_refusal
 
 
 @pytest.mark.parametrize("status", [0, 401, 409, 429, 500, 502, 503, 504])
 def test_an_unavailable_api_server_refuses_nothing(status: int) -> None:
-    error = ApiError("POST /pods", status=status, said="try again")
+    error = ApiError("POST /pods", status=status, answer_message="try again")
     assert not error.blames_object
     assert not error.is_refusal
 

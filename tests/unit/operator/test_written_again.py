@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from heteroinfer_operator.kube.kept import CONSECUTIVE_WITHIN, MAX_RESTORATIONS, WrittenAgain
+from heteroinfer_operator.kube.kept import CONSECUTIVE_WITHIN, MAX_RESTORATIONS, RepeatedWrites
 
 NOW = datetime(2026, 5, 5, tzinfo=UTC)
 
@@ -13,11 +13,11 @@ def policy(rule: int = 0, name: str = "demo-0-ranks") -> dict[str, Any]:
 
 
 def notes(manifests: list[dict[str, Any]], every: timedelta) -> list[bool]:
-    written = WrittenAgain()
+    written = RepeatedWrites()
     return [note(written, manifest, NOW + i * every) for i, manifest in enumerate(manifests)]
 
 
-def note(written: WrittenAgain, manifest: dict[str, Any], now: datetime) -> bool:
+def note(written: RepeatedWrites, manifest: dict[str, Any], now: datetime) -> bool:
     return written.counts_as_undone(manifest["kind"], manifest["metadata"]["name"], manifest, now)
 
 
@@ -41,7 +41,7 @@ def test_each_object_is_counted_separately() -> None:
 
 
 def test_setting_the_clock_back_restarts_the_count() -> None:
-    written = WrittenAgain()
+    written = RepeatedWrites()
     for _ in range(MAX_RESTORATIONS):
         said = note(written, policy(), NOW)
     assert said
@@ -49,7 +49,7 @@ def test_setting_the_clock_back_restarts_the_count() -> None:
 
 
 def test_repeated_deletions_count_as_undone_by_others() -> None:
-    written = WrittenAgain()
+    written = RepeatedWrites()
     times = [
         written.counts_as_undone("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)
     ]

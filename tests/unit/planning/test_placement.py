@@ -438,7 +438,7 @@ def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str,
         hinted = [free_node for free_node in free_nodes if free_node.node.name == demand.node]
         for free_node in (*hinted, *free_nodes):
             if not find_obstacle(demand, free_node.node) and free_node.has(demand.requests):
-                free_node.take(demand.requests)
+                free_node.reserve(demand.requests)
                 break
     return [free_node.free for free_node in free_nodes]
 

@@ -32,7 +32,7 @@ from heteroinfer_operator.cluster import (
     Waiting,
     Write,
 )
-from heteroinfer_operator.kube.kept import WrittenAgain
+from heteroinfer_operator.kube.kept import RepeatedWrites
 from heteroinfer_operator.kube.trim import find_key_secret
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.drift import find_drift
@@ -200,7 +200,7 @@ class World:
     held_back: list[str] = field(default_factory=list)
     caused: dict[str, list[datetime]] = field(default_factory=dict)
     meddler: Callable[[Objects], None] = lambda objects: None
-    written: tuple[int, WrittenAgain] = field(default_factory=lambda: (0, WrittenAgain()))
+    written: tuple[int, RepeatedWrites] = field(default_factory=lambda: (0, RepeatedWrites()))
     refusals: tuple[Refusal, ...] = ()
     admitted: frozenset[str] = frozenset()
     tried: list[str] = field(default_factory=list)
@@ -402,7 +402,7 @@ class World:
 
     def _is_written_again(self, action: Write) -> bool:
         if self.written[0] != self.generation:
-            self.written = self.generation, WrittenAgain()
+            self.written = self.generation, RepeatedWrites()
         if isinstance(action, RemoveFinalizer):
             return self.written[1].counts_as_undone(names.KIND, names.FINALIZER, None, self.now)
         if isinstance(action, DeleteObject) and action.kind != "Pod":
@@ -538,7 +538,7 @@ class World:
 
     def restart_operator(self) -> None:
         """Clears the operator's memory."""
-        self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
+        self.refusals, self.admitted, self.written = (), frozenset(), (0, RepeatedWrites())
         self.budget, self.caused = Budget(), {}
         self.connecting = SeenTime()
         self.never_created, self.never_placed = set(), set()

@@ -78,7 +78,7 @@ def test_host_headroom_is_the_smallest_limit() -> None:
         available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB
     )
     assert measured_headroom.size_bytes == 220 * MIB
-    assert measured_headroom.words == (
+    assert measured_headroom.explanation == (
         "0.98 GiB available to all ranks, 25% to this rank, minus 30.0 MiB for the largest batch"
     )
 
@@ -92,14 +92,14 @@ def test_gpu_headroom_is_the_free_part_of_its_limit() -> None:
         graphs_bytes=1000 * MIB,
     )
     assert measured_headroom.size_bytes == 3500 * MIB
-    assert "0.49 GiB for the largest batch and 0.98 GiB for CUDA graphs" in measured_headroom.words
+    assert "0.49 GiB for the largest batch and 0.98 GiB for CUDA graphs" in measured_headroom.explanation
 
 
 @pytest.mark.parametrize(
     ("measured", "granted", "warned"), [(64, 64, False), (65, 64, False), (63, 63, True), (1, 1, True)]
 )
 def test_a_rank_gets_the_planned_memory_or_the_free_memory(measured: int, granted: int, warned: bool) -> None:
-    measured_headroom = headroom.KvHeadroom(size_bytes=measured * MIB, words="as measured")
+    measured_headroom = headroom.KvHeadroom(size_bytes=measured * MIB, explanation="as measured")
     size, warning = headroom.grant(PLAN.ranks[1], 64 * MIB, measured_headroom)
     assert size == granted * MIB
     assert bool(warning) is warned
@@ -124,14 +124,16 @@ def test_activations_use_memory_that_torch_already_holds(cached: int, headroom_m
 
 
 def test_a_rank_without_a_cache_needs_no_headroom() -> None:
-    assert headroom.grant(PLAN.ranks[1], 0, headroom.KvHeadroom(size_bytes=-MIB, words="")) == (0, "")
+    assert headroom.grant(PLAN.ranks[1], 0, headroom.KvHeadroom(size_bytes=-MIB, explanation="")) == (0, "")
 
 
 def test_no_headroom_at_all_is_an_error_in_words() -> None:
     with pytest.raises(
         MemoryError, match=r"rank 2 \(role gpu, GPU\): memory for the KV cache is -1.0 MiB.*deviceMemory"
     ):
-        headroom.grant(PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, words="as measured"))
+        headroom.grant(
+            PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, explanation="as measured")
+        )
 
 
 def test_measures_the_peak_of_a_run(tmp_path: Path) -> None:

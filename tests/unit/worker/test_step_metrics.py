@@ -27,7 +27,7 @@ LAUNCH = PodLaunch(
 
 def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0, gone=lambda: None)
+    reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
@@ -70,7 +70,7 @@ def test_a_step_has_no_more_transfer_than_time() -> None:
 def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
     """The GPU's last copy may be done before the worker's call returns, or long after."""
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0, gone=lambda: None)
+    reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
@@ -102,7 +102,7 @@ def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
 def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
     """So that a device which hangs is named, and its engine is not taken for hung meanwhile."""
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0, gone=lambda: None)
+    reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
 
     def busy() -> str | None:
         """Returns what the rank says now: the line after the next, which may have been on its way."""
@@ -139,7 +139,7 @@ def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
 def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
     """A supervisor looks now and then: two steps of one name would be one that takes too long."""
     ours, theirs = RankChannel.open_pair()
-    reporter = RankReporter(theirs, 0, gone=lambda: None)
+    reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
     try:
         metrics = RankMetrics(build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0], LAUNCH, reporter)
         names_of_steps = []

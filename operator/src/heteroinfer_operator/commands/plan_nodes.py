@@ -13,7 +13,7 @@ import yaml
 
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
-from heteroinfer_operator.nodes.demand import total
+from heteroinfer_operator.nodes.demand import sum_requests
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import PriorityClassView
 from heteroinfer_operator.planning import build_free_nodes
@@ -74,11 +74,11 @@ def load_nodes(file: str) -> GivenNodes:
         if pod is not None:
             requests[pod.node][pod.priority].append(pod.requests)
     requested = {
-        name: {priority: total(each) for priority, each in by_priority.items()}
+        name: {priority: sum_requests(each) for priority, each in by_priority.items()}
         for name, by_priority in requests.items()
     }
     placed = [
-        replace(node, requested=total(by_priority.values()), by_priority=by_priority)
+        replace(node, requested=sum_requests(by_priority.values()), by_priority=by_priority)
         for node in nodes
         for by_priority in [requested.get(node.name, {})]
     ]

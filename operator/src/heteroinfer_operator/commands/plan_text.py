@@ -41,7 +41,7 @@ class ShownParts:
 
 
 def describe_plan(
-    planned: Planned, name: str, shown: ShownParts, *, not_measured: str = "", refusals: int = 0
+    planned: Planned, name: str, shown_parts: ShownParts, *, not_measured: str = "", refusals: int = 0
 ) -> str:
     """Returns a plan as text: verdict and figures first, then a line for each rank.
 
@@ -49,14 +49,14 @@ def describe_plan(
         not_measured: why the plan uses default rates, or "".
         refusals: number of settings that the installation refuses.
     """
-    lines = describe_summary(planned, name, shown, not_measured=not_measured, refusals=refusals)
-    if shown.explain:
+    lines = describe_summary(planned, name, shown_parts, not_measured=not_measured, refusals=refusals)
+    if shown_parts.explain:
         lines += describe_details(planned, Figures.of(planned), not_measured)
-    if shown.choices:
+    if shown_parts.choices:
         lines += section("CHOICES", describe_choices(planned) or ("none of the choices gains 3 % or more",))
     options = {
-        "--explain (bytes, rates, KV cache)": shown.explain,
-        "--choices (cheaper, faster, more concurrency)": shown.choices,
+        "--explain (bytes, rates, KV cache)": shown_parts.explain,
+        "--choices (cheaper, faster, more concurrency)": shown_parts.choices,
     }
     if hidden := [option for option, given in options.items() if not given]:
         lines += ["", f"More: {', '.join(hidden)}, -o yaml"]
@@ -66,7 +66,7 @@ def describe_plan(
 def describe_summary(
     planned: Planned,
     name: str,
-    shown: ShownParts = ShownParts(),
+    shown_parts: ShownParts = ShownParts(),
     *,
     not_measured: str = "",
     refusals: int = 0,
@@ -77,9 +77,9 @@ def describe_summary(
         describe_verdict(planned, name, refusals),
         *(f"{INDENT}{line}" for line in align_rows(figures)),
         "",
-        *_rank_table(planned, with_nodes=shown.nodes),
+        *_rank_table(planned, with_nodes=shown_parts.nodes),
         *describe_modes(planned.choice),
-        *_notes(planned, shown),
+        *_notes(planned, shown_parts),
     ]
 
 

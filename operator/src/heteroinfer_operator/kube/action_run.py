@@ -231,7 +231,7 @@ class ActionRun:
                     self._report_unwritten_status(_STATUS_RETRY_PAUSE_S)
                     return
                 self._context.callbacks.status_written(self._resource.key, False)
-                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
+                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._current_permits().record_success(action)
                 self._memory.status_attempts.cancel(kept_task=asyncio.current_task())
@@ -257,7 +257,7 @@ class ActionRun:
         body = self._build_body({"metadata": {"finalizers": list(remaining)}}, self._version)
         await self._send_resource_write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = remaining
-        if self._memory.written.counts_as_undone(
+        if self._memory.repeated_writes.counts_as_undone(
             names.KIND, names.FINALIZER, None, self._current_permits().now
         ):
             raise finalizer_set_each_time(self._resource)
@@ -424,7 +424,7 @@ class ActionRun:
             self._record_refusal(action, error.reason, error.message)
         except ApiError as error:
             if error.is_refusal:
-                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
+                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._record_no_answer(action, error)
         except HeteroInferError as error:

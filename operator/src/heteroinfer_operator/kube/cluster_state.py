@@ -34,7 +34,7 @@ from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, P
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.nodes.calibrations import Calibrations
-from heteroinfer_operator.nodes.demand import PodDemand, total
+from heteroinfer_operator.nodes.demand import PodDemand, sum_requests
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_priority
@@ -502,7 +502,7 @@ class ClusterState:
         assert self._pod_requests is not None
         totals = self._totals.get(node)
         if totals is None:
-            totals = total(pod.requests for pod in self._pod_requests.values_under(node))
+            totals = sum_requests(pod.requests for pod in self._pod_requests.values_under(node))
             self._totals[node] = totals
         return totals
 
@@ -512,7 +512,7 @@ class ClusterState:
         requests_by_priority: dict[int, list[Mapping[str, float]]] = {}
         for pod in self._pod_requests.values_under(node):
             requests_by_priority.setdefault(pod.priority, []).append(pod.requests)
-        return {priority: total(requests) for priority, requests in requests_by_priority.items()}
+        return {priority: sum_requests(requests) for priority, requests in requests_by_priority.items()}
 
     def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
         """Updates totals and reservations after a change of a pod's requests."""

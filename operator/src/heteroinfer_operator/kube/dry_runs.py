@@ -115,7 +115,7 @@ class DryRuns:
             await self._try_create(manifest)
         except ApiError as error:
             if error.blames_object:
-                words = refusal_message(CreateObject(manifest=manifest), error.said)
+                words = refusal_message(CreateObject(manifest=manifest), error.answer_message)
                 raise ChildError(words, reason=OBJECT_REFUSED) from error
             # The plan's ConfigMap may exist already, because another revision has the same plan.
             if not error.is_refusal and error.status != CONFLICT:

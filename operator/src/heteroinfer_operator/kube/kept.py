@@ -41,14 +41,14 @@ class PendingRequest:
 
 
 @dataclass(slots=True)
-class WrittenAgain:
+class RepeatedWrites:
     """Counts how often each child was written, or deleted, with the same content in a row.
 
     If another controller wants other content, it answers each of our writes with its own. Without a bound the
     two write 25 to 40 times a second.
     """
 
-    _written: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
+    _last_writes: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
     """By kind, name and whether it is a deletion: hash of the last write, its time, and the count."""
 
     def counts_as_undone(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
@@ -58,13 +58,13 @@ class WrittenAgain:
             manifest: None for a deletion.
         """
         content_hash = hash(json.dumps(manifest, sort_keys=True))
-        self._written = {
-            key: entry for key, entry in self._written.items() if abs(now - entry[1]) < CONSECUTIVE_WITHIN
+        self._last_writes = {
+            key: entry for key, entry in self._last_writes.items() if abs(now - entry[1]) < CONSECUTIVE_WITHIN
         }
         key = kind, name, manifest is None
-        last_hash, _, count = self._written.get(key, (None, now, 0))
+        last_hash, _, count = self._last_writes.get(key, (None, now, 0))
         count = count + 1 if last_hash == content_hash else 1
-        self._written[key] = content_hash, now, count
+        self._last_writes[key] = content_hash, now, count
         return count >= MAX_RESTORATIONS
 
 
@@ -119,7 +119,7 @@ class ResourceMemory:
     uid: str
     generation: int
     permits: ActionPermits
-    written: WrittenAgain = field(default_factory=WrittenAgain)
+    repeated_writes: RepeatedWrites = field(default_factory=RepeatedWrites)
     budget: Budget = field(default_factory=Budget)
     never_created: NeverCreatedPods = field(default_factory=NeverCreatedPods)
     pending_requests: dict[KindAndName, PendingRequest] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class ResourceMemory:
             The permits, which decide for each action whether it may run now.
         """
         if resource.generation != self.generation:
-            self.written = WrittenAgain()
+            self.repeated_writes = RepeatedWrites()
         self.generation = resource.generation
         now = datetime.now(UTC)
         spending = Spending(self.budget, resource, actions, now)

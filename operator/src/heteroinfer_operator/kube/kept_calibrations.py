@@ -95,7 +95,7 @@ async def write_calibration(server: ApiServer, name: NamespacedName, kind: Measu
         if error.status not in (NOT_FOUND, FORBIDDEN):
             raise
         raise CalibrationError(
-            f"ConfigMap {name}: the API server refuses the write: {error.said}. Run `helm upgrade` with "
-            "calibration.nodeKinds, which grants the right to write it. With rbac.create=false, grant the "
-            "verbs create and patch yourself"
+            f"ConfigMap {name}: the API server refuses the write: {error.answer_message}. Run `helm upgrade` "
+            "with calibration.nodeKinds, which grants the right to write it. With rbac.create=false, grant "
+            "the verbs create and patch yourself"
         ) from error

@@ -66,7 +66,7 @@ class ObjectWrites:
         if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
             return
         self._cluster_state.store_written(kind, stored)
-        if memory.written.counts_as_undone(kind.name, name.name, action.manifest, memory.permits.now):
+        if memory.repeated_writes.counts_as_undone(kind.name, name.name, action.manifest, memory.permits.now):
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
@@ -149,7 +149,7 @@ class ObjectWrites:
         self._cluster_state.store_written(kind, stored)
         if final_drift := find_drift(stored, manifest):
             raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
-        if not memory.written.counts_as_undone(kind.name, name.name, manifest, memory.permits.now):
+        if not memory.repeated_writes.counts_as_undone(kind.name, name.name, manifest, memory.permits.now):
             return
         if not uid:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
@@ -205,7 +205,7 @@ class ObjectWrites:
             self._cluster_state.remove_gone(kind, name, action.uid)
             return
         self._update_cache_after_delete(kind, name, action.uid, stored)
-        if kind is not POD and memory.written.counts_as_undone(
+        if kind is not POD and memory.repeated_writes.counts_as_undone(
             kind.name, action.name, None, memory.permits.now
         ):
             raise child_errors.created_each_time(f"{kind.name} {action.name}")

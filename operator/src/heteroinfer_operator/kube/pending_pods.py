@@ -186,7 +186,7 @@ class PendingPods:
         try:
             reported = _quote_newest(await self._list_events(namespace, (CLAIM.name, name)))
         except ApiError as error:
-            reported = f"its events cannot be read ({error.said[:100]})"
+            reported = f"its events cannot be read ({error.answer_message[:100]})"
         return _describe_unbound_claim(claim, name, reported)
 
     async def _list_events(self, namespace: str, kind_and_name: _PodOrClaim) -> Sequence[Mapping[str, Any]]:

@@ -115,7 +115,7 @@ class ApiError(HeteroInferError):
     Attributes:
         status: HTTP status; 0 without an answer.
         api_reason: the server's reason, for example `AlreadyExists`.
-        said: the server's message, without the request; "" without an answer.
+        answer_message: the server's message, without the request; "" without an answer.
         causes: the server's causes of the refusal, for example `NamespaceTerminating`.
     """
 
@@ -127,13 +127,13 @@ class ApiError(HeteroInferError):
         *,
         status: int = 0,
         api_reason: str = "",
-        said: str = "",
+        answer_message: str = "",
         causes: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.api_reason = api_reason
-        self.said = said
+        self.answer_message = answer_message
         self.causes = causes
 
     @property
@@ -143,10 +143,10 @@ class ApiError(HeteroInferError):
         A full quota does not count: it may be used up by pods that will be deleted.
         """
         if self.status == BAD_REQUEST:
-            return "does not support dry run" not in self.said
+            return "does not support dry run" not in self.answer_message
         if self.status == FORBIDDEN:
-            return _QUOTA_IS_FULL.match(self.said) is None and NAMESPACE_ENDS not in self.causes
-        return self.status in _OBJECT_STATUSES or _WEBHOOK_DENIES in self.said
+            return _QUOTA_IS_FULL.match(self.answer_message) is None and NAMESPACE_ENDS not in self.causes
+        return self.status in _OBJECT_STATUSES or _WEBHOOK_DENIES in self.answer_message
 
     @property
     def is_refusal(self) -> bool:
@@ -154,10 +154,10 @@ class ApiError(HeteroInferError):
 
         All other errors mean that the API server cannot answer any request now.
         """
-        if _WEBHOOK_DENIES in self.said:  # a webhook chooses its status, even 429 or 503
+        if _WEBHOOK_DENIES in self.answer_message:  # a webhook chooses its status, even 429 or 503
             return self.status >= 400
         if self.status == INTERNAL_ERROR:  # without a webhook, etcd lost its leader or timed out
-            return "webhook" in self.said
+            return "webhook" in self.answer_message
         return self.status >= 400 and self.status not in _UNAVAILABLE_STATUSES
 
 
@@ -488,5 +488,9 @@ def _build_refusal(request: str, status: int, text: str) -> ApiError:
     except (ValueError, AttributeError, TypeError):
         message, api_reason, causes = text[:300], "", frozenset()
     return ApiError(
-        f"{request}: {status} {message}", status=status, api_reason=api_reason, said=message, causes=causes
+        f"{request}: {status} {message}",
+        status=status,
+        api_reason=api_reason,
+        answer_message=message,
+        causes=causes,
     )

@@ -77,7 +77,7 @@ class UnlabelledPods:
         self._known: dict[ResourceKey, _ResourcePods] = {}
 
     async def find(
-        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Sequence[PodRecord]
+        self, resource: ResourceView, status: HeteroInferenceStatus, watched_pods: Sequence[PodRecord]
     ) -> list[PodRecord]:
         """Returns the pods of a resource that exist although no watch shows them.
 
@@ -85,9 +85,9 @@ class UnlabelledPods:
         before each time, until it is gone. A pod is `unknown` while the API server does not answer.
 
         Args:
-            shown: pods that the watches show.
+            watched_pods: pods that the watches show.
         """
-        key, shown_names = resource.key, {pod.view.name for pod in shown}
+        key, watched_names = resource.key, {pod.view.name for pod in watched_pods}
         own_pods = self._known.get(key)
         if own_pods is None or own_pods.uid != resource.uid:
             self.forget(key)
@@ -100,15 +100,15 @@ class UnlabelledPods:
             for rank in group.members
             if parse_worker_name(owner, rank.pod) is not None
         }
-        existing = own_pods.existing - shown_names
-        own_pods.uids |= {pod.view.name: pod.view.uid for pod in shown}
+        existing = own_pods.existing - watched_names
+        own_pods.uids |= {pod.view.name: pod.view.uid for pod in watched_pods}
         own_pods.uids = {
             name: uid
             for name, uid in own_pods.uids.items()
-            if name in ranks_in_status or name in shown_names | existing
+            if name in ranks_in_status or name in watched_names | existing
         }
-        gone = (own_pods.gone & ranks_in_status.keys()) - shown_names - existing
-        requested = sorted((ranks_in_status.keys() - shown_names - gone) | existing)
+        gone = (own_pods.gone & ranks_in_status.keys()) - watched_names - existing
+        requested = sorted((ranks_in_status.keys() - watched_names - gone) | existing)
         own_pods.cancel_requests(kept_names=requested)
         await self._request_pods(resource, own_pods, requested)
         answers = (_take_answer(resource, own_pods, name, ranks_in_status.get(name)) for name in requested)

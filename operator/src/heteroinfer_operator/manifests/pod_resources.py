@@ -64,15 +64,15 @@ class PodResources:
         return role.changed(resources=Resources(requests=found.get("requests"), limits=found.get("limits")))
 
 
-def add_defaults(own: Resources | None, defaults: Resources) -> dict[str, Any]:
+def add_defaults(given: Resources | None, defaults: Resources) -> dict[str, Any]:
     """Returns resources with defaults for missing amounts.
 
-    A default limit is raised to the resource's own request, and a default request is lowered to its own
-    limit, because the API server refuses a request above its limit.
+    A default limit is raised to the given request, and a default request is lowered to the given limit,
+    because the API server refuses a request above its limit.
     """
-    own = own or Resources()
-    limits = _with_defaults(own.limits, defaults.limits, own.requests, max)
-    requests = _with_defaults(own.requests, defaults.requests, own.limits, min)
+    given = given or Resources()
+    limits = _with_defaults(given.limits, defaults.limits, given.requests, max)
+    requests = _with_defaults(given.requests, defaults.requests, given.limits, min)
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
@@ -82,24 +82,26 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
     return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
 
 
-def _with_defaults(own: Amounts | None, defaults: Amounts | None, bound: Amounts | None, choose: Any) -> Any:
+def _with_defaults(
+    given: Amounts | None, defaults: Amounts | None, bounds: Amounts | None, choose: Any
+) -> Any:
     """Returns amounts with defaults for missing ones; a default does not cross its bound.
 
     Args:
-        bound: amounts that bound the defaults: requests for limits, limits for requests.
-        choose: max for a lower bound, min for an upper bound.
+        bounds: the bound of each default: the given requests for limits, the given limits for requests.
+        choose: `max` if the bounds are lower bounds, `min` if they are upper bounds.
     """
 
     def amount(text: str) -> Fraction:
         return parse_quantity(text)
 
-    bounds, own_amounts = bound or {}, own or {}
-    missing = {name: value for name, value in (defaults or {}).items() if name not in own_amounts}
+    bounds, given = bounds or {}, given or {}
+    missing = {name: value for name, value in (defaults or {}).items() if name not in given}
     bounded_defaults = {
         name: choose(value, bounds[name], key=amount) if name in bounds else value
         for name, value in missing.items()
     }
-    return {**bounded_defaults, **own_amounts}
+    return {**bounded_defaults, **given}
 
 
 def _parse_part(name: str, part: object) -> Resources:

@@ -257,15 +257,15 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     for container in as_objects(spec.get("initContainers"), "initContainers"):
         amounts = _requests_of_holder(container)
         if container.get("restartPolicy") == "Always":
-            running = total((running, amounts))
+            running = sum_requests((running, amounts))
             amounts = running
         else:
-            amounts = total((running, amounts))
+            amounts = sum_requests((running, amounts))
         largest_init = _larger_amounts(largest_init, amounts)
     for container in as_objects(spec.get("containers"), "containers"):
-        running = total((running, _requests_of_holder(container)))
+        running = sum_requests((running, _requests_of_holder(container)))
     of_pod = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
-    return total((of_pod, as_amounts(spec.get("overhead"), "overhead")))
+    return sum_requests((of_pod, as_amounts(spec.get("overhead"), "overhead")))
 
 
 def _requests_of_holder(holder: Manifest) -> dict[str, float]:
@@ -281,15 +281,18 @@ def requests_of(resources: Manifest) -> dict[str, float]:
     }
 
 
-def _larger_amounts(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+def _larger_amounts(amounts: Mapping[str, float], other_amounts: Mapping[str, float]) -> dict[str, float]:
     """Returns the larger of two amounts for each resource."""
-    return {name: max(left.get(name, 0.0), right.get(name, 0.0)) for name in {**left, **right}}
+    return {
+        name: max(amounts.get(name, 0.0), other_amounts.get(name, 0.0))
+        for name in {**amounts, **other_amounts}
+    }
 
 
-def total(requests: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_requests(requests: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the sum of requests for each resource."""
-    added: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for amounts in requests:
         for name, amount in amounts.items():
-            added[name] = added.get(name, 0.0) + amount
-    return added
+            totals[name] = totals.get(name, 0.0) + amount
+    return totals

@@ -124,7 +124,7 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
         return Obstacle(excludes=False, rest=f"capacity for {free_node.max_pods(demand.requests)}")
     texts = []
     for name in lacking:
-        free, whole = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
+        free, whole = max(free_node.free_amount(name), 0.0), free_node.node.allocatable.get(name, 0.0)
         texts.append(
             f"{_format_amount(name, free)} free of {_format_amount(name, whole)} {_resource_name(name)}"
             if whole

@@ -12,7 +12,7 @@ from itertools import islice, product
 from math import prod
 from typing import Final, NamedTuple
 
-from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates, total
+from heteroinfer_operator.nodes.demand import PodDemand, selects_node, sum_requests, tolerates
 from heteroinfer_operator.nodes.node_platform import describe_other_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
@@ -35,7 +35,7 @@ class FreeNode:
     """A node and its free resources. Equal to itself only.
 
     Attributes:
-        free: free amount by resource name. `take` reduces it.
+        free: free amount by resource name. `reserve` reduces it.
         by_priority: used resources by the priority of the pods.
     """
 
@@ -60,18 +60,18 @@ class FreeNode:
 
     def without_lower_priority(self, priority: int) -> "FreeNode":
         """Returns the node as if the scheduler had preempted all pods of lower priority."""
-        freed = total(taken for other, taken in self.by_priority.items() if other < priority)
+        freed = sum_requests(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
         return FreeNode(node=self.node, free=free, promised=self.promised)
 
     def has(self, requests: Mapping[str, float]) -> bool:
         """Reports whether the requests fit into the free resources."""
         for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
-            if self.left(name) + _TOLERANCE < asked:
+            if self.free_amount(name) + _TOLERANCE < asked:
                 return False
         return True
 
-    def left(self, resource: str) -> float:
+    def free_amount(self, resource: str) -> float:
         """Returns the free amount of a resource.
 
         A device that the node does not list counts as missing. Resources that every node has (cpu, memory,
@@ -85,7 +85,7 @@ class FreeNode:
         """Whether more is used than the node has. The scheduler then preempts pods of lower priority."""
         return any(left < -_TOLERANCE for left in self.free.values())
 
-    def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
+    def reserve(self, requests: Mapping[str, float], *, times: int = 1) -> None:
         """Subtracts requests from the free resources; `times` = -1 adds them back."""
         for name, asked in requests.items():
             if name in self.free:
@@ -94,9 +94,9 @@ class FreeNode:
     def max_pods(self, requests: Mapping[str, float]) -> int:
         """Returns the number of pods with these requests that fit."""
         counts = [
-            int((self.left(name) + _TOLERANCE) // asked)
+            int((self.free_amount(name) + _TOLERANCE) // asked)
             for name, asked in requests.items()
-            if asked > 0 and self.left(name) != float("inf")
+            if asked > 0 and self.free_amount(name) != float("inf")
         ]
         return max(min(counts, default=2**31), 0)
 
@@ -125,11 +125,11 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
                 chosen = free_nodes[full]
             elif chosen is None or not _can_place_by_preemption(demand, chosen):
                 continue
-        chosen.take(demand.requests)
+        chosen.reserve(demand.requests)
         chosen.promised.append(demand.name)
         if demand.priority is not None:
             taken = chosen.by_priority.get(demand.priority, {})
-            chosen.by_priority[demand.priority] = total((taken, demand.requests))
+            chosen.by_priority[demand.priority] = sum_requests((taken, demand.requests))
     return free_nodes
 
 
@@ -322,9 +322,14 @@ def preference(
     devices = [name for name in demand.requests if "/" in name]
     if devices:
         memory = sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
-        return (-memory, nearness, sum(free_node.left(name) for name in devices), free_node.left("memory"))
+        return (
+            -memory,
+            nearness,
+            sum(free_node.free_amount(name) for name in devices),
+            free_node.free_amount("memory"),
+        )
     spare = sum(left for name, left in free_node.free.items() if "/" in name)
-    return (float(spare > 0), nearness, free_node.left("memory"))
+    return (float(spare > 0), nearness, free_node.free_amount("memory"))
 
 
 def device_memory_mib(node: NodeView, resource: str) -> int | None:
@@ -433,12 +438,12 @@ class _Search:
             del self.chosen[pod]
             return False
         self.before.setdefault(free_node, dict(free_node.free))
-        free_node.take(self.demands[pod].requests)
+        free_node.reserve(self.demands[pod].requests)
         return True
 
     def _undo(self, pod: int) -> None:
         """Takes back the placement of a pod."""
-        self.chosen.pop(pod).take(self.demands[pod].requests, times=-1)
+        self.chosen.pop(pod).reserve(self.demands[pod].requests, times=-1)
 
     def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
         """Reports whether the affinity terms between the pods placed so far hold."""

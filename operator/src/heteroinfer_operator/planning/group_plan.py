@@ -275,7 +275,7 @@ def _take_capacity(
         return missing
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     for demand, node in zip(demands, placement.nodes, strict=True):
-        by_name[node].take(demand.requests)
+        by_name[node].reserve(demand.requests)
     overfull_nodes = [node for node in dict.fromkeys(placement.nodes) if by_name[node].is_overfull]
     return (
         f"waiting until the scheduler preempts pods of lower priority on {name_nodes(overfull_nodes)}"

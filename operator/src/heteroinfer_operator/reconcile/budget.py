@@ -67,7 +67,7 @@ class Window:
     within: timedelta
     _moments: list[datetime] = field(default_factory=list)
 
-    def wait(self, count: int, limit: int, now: datetime) -> timedelta:
+    def time_until_space(self, count: int, limit: int, now: datetime) -> timedelta:
         """Returns the time that `count` more actions must wait.
 
         The wait ends when the window has space: it has at most `limit` actions. If `count` alone is larger
@@ -133,7 +133,7 @@ class Budget:
 
         While another writer undoes each write, the wait before the same status doubles each time.
         """
-        wait = self.status_writes.wait(1, STATUS_WRITES, now)
+        wait = self.status_writes.time_until_space(1, STATUS_WRITES, now)
         if self.undone < UNDONE_BY_OTHERS:
             return wait
         last, sent = self._sent[-1]
@@ -187,7 +187,7 @@ class Spending:
             self._reserved = max(self._reserved - 1, 0)
             return timedelta()
         most, count = max_pods_per_minute(wanted_pods(self.resource)), max(self._pods[scopes], 1)
-        wait = self.budget.pods.wait(count + self._reserved, most, self.now)
+        wait = self.budget.pods.time_until_space(count + self._reserved, most, self.now)
         if not wait:
             self._granted.add(scopes)
             self._reserved += count - 1

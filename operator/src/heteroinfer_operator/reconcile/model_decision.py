@@ -164,18 +164,18 @@ def _is_status_of_model(status: ModelStatus, key: str) -> bool:
     return status.key == key and (status.commit is None or is_commit(status.commit))
 
 
-def _read_stored_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:
+def _read_stored_profile(context: ModelContext, stored: ModelStatus) -> ModelProfile | None:
     """Returns the stored profile, or None if there is none or it is outdated.
 
     It is outdated if a group could not read the model after the last check.
     """
     since = context.unreadable_since
-    if kept.profile is None or (
-        since is not None and (kept.checked_time is None or kept.checked_time < since)
+    if stored.profile is None or (
+        since is not None and (stored.checked_time is None or stored.checked_time < since)
     ):
         return None
     try:
-        return _parse_profile(kept.profile)
+        return _parse_profile(stored.profile)
     except ContractError:  # another version wrote it: inspect the model again
         return None
 
@@ -185,10 +185,10 @@ def _parse_profile(text: str) -> ModelProfile:
     return ModelProfile.from_json(text)
 
 
-def _create_model_pod(context: ModelContext, kept: ModelStatus) -> ModelDecision:
+def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecision:
     """Returns the decision that creates the pod that fetches or inspects the model."""
     # The first inspection resolved the revision to a commit; later inspections use the same commit.
-    source = context.source.with_revision(kept.commit)
+    source = context.source.with_revision(stored.commit)
     manifest = build_model_pod(
         context.spec,
         context.owner,
@@ -198,32 +198,32 @@ def _create_model_pod(context: ModelContext, kept: ModelStatus) -> ModelDecision
         context.cleanup,
         security=context.pod_security,
     )
-    return replace(_decide_in_progress(context, kept, ""), creates=(CreateObject(manifest=manifest),))
+    return replace(_decide_in_progress(context, stored, ""), creates=(CreateObject(manifest=manifest),))
 
 
-def _check_model_pod(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
     """Returns the decision about the model from the state of its pod."""
     if pod.termination is not None and not pod.deleting:
-        return _decide_ended(context, kept, pod)
+        return _decide_ended(context, stored, pod)
     look_again_s = context.node_loss.next_check_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        deleting = _decide_in_progress(context, kept, f"pod {pod.name} is being deleted")
+        deleting = _decide_in_progress(context, stored, f"pod {pod.name} is being deleted")
         return replace(
             deleting, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
         )
     if pod.ended:
         cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
         return _decide_failed(
-            context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {cause or pod.phase}"
+            context, stored, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {cause or pod.phase}"
         )
     if pod.waiting is not None and is_container_blocked(pod):
-        return _decide_blocked(context, kept, pod, pod.waiting)
+        return _decide_blocked(context, stored, pod, pod.waiting)
     wait_message = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
     lost_label = find_lost(context.owner, [pod])
     damaged_pod, loss_message = lost_label or (None, "")
-    kept = kept.changed(damaged_pod=damaged_pod)
+    stored = stored.changed(damaged_pod=damaged_pod)
     decision = replace(
-        _decide_in_progress(context, kept, "; ".join(filter(None, (wait_message, loss_message)))),
+        _decide_in_progress(context, stored, "; ".join(filter(None, (wait_message, loss_message)))),
         lost_labels=loss_message,
     )
     if context.fetches and pod.started:
@@ -231,15 +231,15 @@ def _check_model_pod(context: ModelContext, kept: ModelStatus, pod: PodView) -> 
     return replace(decision, look_again_s=look_again_s)
 
 
-def _decide_in_progress(context: ModelContext, kept: ModelStatus, wait_message: str) -> ModelDecision:
+def _decide_in_progress(context: ModelContext, stored: ModelStatus, wait_message: str) -> ModelDecision:
     """Returns the decision while a pod works.
 
     An earlier failure stays reported until the pod makes progress.
     """
-    status, progress = _with_running_phase(context, kept), context.progress
+    status, progress = _with_running_phase(context, stored), context.progress
     if progress is not None and progress.total_bytes:
         done_bytes = _round_to_steps(progress)
-        if done_bytes > (kept.bytes_done or 0):
+        if done_bytes > (stored.bytes_done or 0):
             status = status.changed(failures=None, reason=None, message=None)
         status = status.changed(bytes_done=done_bytes, bytes_total=progress.total_bytes)
     if status.reason is not None:
@@ -251,9 +251,9 @@ def _decide_in_progress(context: ModelContext, kept: ModelStatus, wait_message: 
     return ModelDecision(status=status, holds=None, reason=reason, message=message)
 
 
-def _with_running_phase(context: ModelContext, kept: ModelStatus) -> ModelStatus:
+def _with_running_phase(context: ModelContext, stored: ModelStatus) -> ModelStatus:
     """Returns the status of a model that a pod fetches or inspects again."""
-    return kept.changed(phase=context.phase, profile=None, checked_time=None)
+    return stored.changed(phase=context.phase, profile=None, checked_time=None)
 
 
 def _round_to_steps(progress: FetchProgress) -> int:
@@ -273,7 +273,7 @@ def _describe_progress(status: ModelStatus) -> str:
 
 
 def _decide_blocked(
-    context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting
+    context: ModelContext, stored: ModelStatus, pod: PodView, waiting: Waiting
 ) -> ModelDecision:
     """Returns the decision while the pod's container cannot be created; the kubelet retries."""
     reason, message = waiting
@@ -283,33 +283,33 @@ def _decide_blocked(
     elif not is_reason(reason):
         reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
-        status=_with_running_phase(context, kept),
+        status=_with_running_phase(context, stored),
         holds=False,
         reason=reason,
         message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
     )
 
 
-def _decide_ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _decide_ended(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
     """Returns the decision after the container of the model pod has ended."""
     ended = pod.termination
     assert ended is not None
     if ended.exit_code == 0:
         try:
-            return _decide_known(context, kept, pod, ended.message)
+            return _decide_known(context, stored, pod, ended.message)
         except ContractError as error:
             reason = FailureReason.MODEL_NOT_READABLE.value
             return _decide_failed(
-                context, kept, pod, reason, f"pod {pod.name} returned no valid result: {error}"
+                context, stored, pod, reason, f"pod {pod.name} returned no valid result: {error}"
             )
     failure = Failure.from_json(ended.message)
     if failure is not None:
-        return _decide_failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
+        return _decide_failed(context, stored, pod, failure.reason.value, f"{context.uri}: {failure.message}")
     reason = ended.reason if ended.reason == OOM_KILLED else _MODEL_POD_ENDED
-    return _decide_failed(context, kept, pod, reason, describe_exit(pod.name, ended))
+    return _decide_failed(context, stored, pod, reason, describe_exit(pod.name, ended))
 
 
-def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
+def _decide_known(context: ModelContext, stored: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
     """Returns the decision with the profile that the model pod returned."""
     fetched = FetchedModel.from_json(answer) if context.fetches else None
     profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
@@ -322,7 +322,7 @@ def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer
         )
     status = ModelStatus(
         phase=ModelPhase.READY,
-        key=kept.key,
+        key=stored.key,
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
@@ -331,7 +331,7 @@ def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )
-    reported = fetched is not None and fetched.commit != kept.commit
+    reported = fetched is not None and fetched.commit != stored.commit
     event = RecordEvent(
         reason="ModelFetched",
         message=f"{context.uri}: commit {status.commit} ({format_bytes(size_bytes or 0)}) is in the cache",
@@ -348,18 +348,18 @@ def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer
 
 
 def _decide_failed(
-    context: ModelContext, kept: ModelStatus, pod: PodView, reason: str, message: str
+    context: ModelContext, stored: ModelStatus, pod: PodView, reason: str, message: str
 ) -> ModelDecision:
     """Returns the decision after a failed attempt.
 
     The pod stays, with its log, until the next attempt is due.
     """
-    failures = kept.failures or 0
+    failures = stored.failures or 0
     retry_after_s = min(_FIRST_RETRY_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
     wait_s = retry_after_s - (context.now - pod.created).total_seconds()
     is_retry_due = wait_s <= 0
     return ModelDecision(
-        status=kept.changed(
+        status=stored.changed(
             phase=ModelPhase.FAILED,
             profile=None,
             checked_time=None,

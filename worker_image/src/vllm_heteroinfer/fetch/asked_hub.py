@@ -38,15 +38,15 @@ class AskedHub:
         """The model as users write it: hf://ORG/MODEL."""
         return f"{HUB_SCHEME}{self.repository}"
 
-    def refusal_error(self, status: int, code: str, said: str = "") -> FetchError:
+    def refusal_error(self, status: int, code: str, answer_message: str = "") -> FetchError:
         """Builds the error for an answer with an HTTP error status.
 
         Args:
             status: the HTTP status.
             code: the hub's header X-Error-Code, or "".
-            said: the answer's message for people, or "".
+            answer_message: the answer's message for people, or "".
         """
-        problem = f"answers {status} for {self.model}{said and ': '}{said}"
+        problem = f"answers {status} for {self.model}{answer_message and ': '}{answer_message}"
         if status in _BUSY:
             return self.unavailable_error(problem)
         reason, message = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {problem}"

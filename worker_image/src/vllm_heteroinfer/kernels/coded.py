@@ -272,7 +272,7 @@ def _fake_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
-    numbers: list[int],
+    format_numbers: list[int],
     columns: int,
     inputs: int,
 ) -> torch.Tensor:

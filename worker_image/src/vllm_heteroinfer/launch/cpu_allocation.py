@@ -80,19 +80,19 @@ def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int
     }
 
 
-def _distribute(free: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
+def _distribute(free_cpus: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
     """Returns a CPU set for each rank, on one node each if that costs few threads.
 
     Args:
-        free: free CPUs by node.
+        free_cpus: free CPUs by node.
         threads: threads of each rank if ranks use several nodes.
     """
-    on_one_node = _most_on_one_node([len(cpus) for cpus in free.values()], ranks)
+    on_one_node = _most_on_one_node([len(cpus) for cpus in free_cpus.values()], ranks)
     if on_one_node >= WORTH_ONE_NODE * threads:
         threads = on_one_node
-        taken_cpus = (_take_from_one_node(free, threads) for _ in range(ranks))
+        taken_cpus = (_take_from_one_node(free_cpus, threads) for _ in range(ranks))
     else:
-        taken_cpus = (_take_evenly(free, threads) for _ in range(ranks))
+        taken_cpus = (_take_evenly(free_cpus, threads) for _ in range(ranks))
     return tuple(
         CpuSet(
             cpus=tuple(sorted(cpu.id for cpu in taken)),
@@ -110,17 +110,17 @@ def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
     )
 
 
-def _take_from_one_node(free: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
+def _take_from_one_node(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
     """Takes the CPUs of a rank from the first node that has enough."""
-    node = next(node for node, cpus in free.items() if len(cpus) >= threads)
-    taken, free[node] = free[node][:threads], free[node][threads:]
+    node = next(node for node, cpus in free_cpus.items() if len(cpus) >= threads)
+    taken, free_cpus[node] = free_cpus[node][:threads], free_cpus[node][threads:]
     return taken
 
 
-def _take_evenly(free: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
+def _take_evenly(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
     """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at once."""
-    turns = [cpu for row in zip_longest(*free.values()) for cpu in row if cpu is not None]
+    turns = [cpu for row in zip_longest(*free_cpus.values()) for cpu in row if cpu is not None]
     taken = turns[:threads]
-    for node, cpus in free.items():
-        free[node] = [cpu for cpu in cpus if cpu not in taken]
+    for node, cpus in free_cpus.items():
+        free_cpus[node] = [cpu for cpu in cpus if cpu not in taken]
     return taken

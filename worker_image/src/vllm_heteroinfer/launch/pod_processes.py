@@ -361,11 +361,13 @@ class PodProcesses:
             if all_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
                 self._report_failure(process, seen, now_s)
 
-    def _report_failure(self, process: SupervisedProcess, seen: ProcessObservation, now_s: float) -> None:
+    def _report_failure(
+        self, process: SupervisedProcess, observation: ProcessObservation, now_s: float
+    ) -> None:
         """Passes on the failure of a process as evidence, once."""
         process.failure_sent = True
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
-        failure = build_failure(process, self._plan, self._launch.pod_index, seen)
+        failure = build_failure(process, self._plan, self._launch.pod_index, observation)
         accused = failure.rank not in (None, process.rank)
         evidence = Evidence(failure=failure, age_s=now_s - since_s, lost=process.lost, accused=accused)
         self._on_evidence(evidence)

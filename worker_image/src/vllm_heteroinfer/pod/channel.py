@@ -163,18 +163,21 @@ class RankReporter:
     """The rank's end. A thread sends the report 5 times a second; every method is thread-safe.
 
     Args:
-        gone: called on any thread once the supervisor is gone or sends a message of another version.
+        on_supervisor_lost: called on any thread once the supervisor is gone or sends a message of another
+            version.
 
     Attributes:
         rank: global rank of this process; None in the API server.
     """
 
-    def __init__(self, channel: socket.socket, rank: int | None, gone: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: socket.socket, rank: int | None, on_supervisor_lost: Callable[[], None]
+    ) -> None:
         self.rank = rank
         self._socket = channel
         self._socket.setblocking(False)
         self._sender = LineSender(channel)
-        self._gone = gone
+        self._on_supervisor_lost = on_supervisor_lost
         self._state_lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._report = RankReport()
@@ -186,11 +189,13 @@ class RankReporter:
         self._thread.start()
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str], gone: Callable[[], None] = _end_process) -> "RankReporter":
+    def from_env(
+        cls, env: Mapping[str, str], on_supervisor_lost: Callable[[], None] = _end_process
+    ) -> "RankReporter":
         """Creates the reporter of this process, which owns the descriptor in the environment.
 
         Args:
-            gone: as in the class; ends this process by default.
+            on_supervisor_lost: as in the class; ends this process by default.
 
         Raises:
             ContractError: no supervisor started this process.
@@ -205,7 +210,7 @@ class RankReporter:
         except (ValueError, OSError) as error:
             variables = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
             raise no_channel_error(variables, error) from error
-        return cls(channel, number, gone)
+        return cls(channel, number, on_supervisor_lost)
 
     def set_phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
         """Sets the phase of this rank, with the bytes of weights that are loaded and the total."""
@@ -326,7 +331,7 @@ class RankReporter:
                 if not isinstance(error, ConnectionError):
                     traceback.print_exception(error)
                 self._closed.set()
-                self._gone()
+                self._on_supervisor_lost()
 
     def _listen(self, lines: "LineBuffer") -> None:
         """Reads messages of the supervisor; raises ConnectionError once the supervisor is gone."""

@@ -73,9 +73,9 @@ def serve(context: RankContext) -> NoReturn:
 class Lane:
     """The answering side of a slab. A lane is a feed-forward rank as the slab numbers it."""
 
-    def __init__(self, context: RankContext, shape: Shape, held: LoadedParts) -> None:
+    def __init__(self, context: RankContext, shape: Shape, loaded_parts: LoadedParts) -> None:
         """Warms up, opens the line to the asking rank, and reports this rank as ready."""
-        self._context, self._held = context, held
+        self._context, self._loaded_parts = context, loaded_parts
         ask_s, row_s = self._warm_up(shape)
         self._line = open_line(context, shape)
         slab = self._line.slab
@@ -83,12 +83,12 @@ class Lane:
         ids = slab.ids if shape.topk else torch.zeros_like(slab.ids)
         weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
         views = AskViews(slab.x, ids, weights, slab.y[self._line.lane])
-        asks = self._own_asks(views, shape.max_rows)
+        asks = self._build_request_views(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
-        self._compute_by_layer = build_compute_functions(held, asks)
-        self._meter = LaneMeter(context, slab, self._line.lane, held)
+        self._compute_by_layer = build_compute_functions(loaded_parts, asks)
+        self._meter = LaneMeter(context, slab, self._line.lane, loaded_parts)
         self._line.report_ready(ask_s, row_s)
-        context.reporter.set_phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
+        context.reporter.set_phase(RankPhase.READY, loaded_parts.stored_bytes, loaded_parts.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
         """Runs all layers with one row, and one layer with the largest batch.
@@ -97,8 +97,8 @@ class Lane:
             Seconds of the slowest layer with one row, and seconds per row of the largest batch.
         """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
-        experts = max(part.count for part in self._held.parts.values())
-        own = self._held.own_experts
+        experts = max(part.count for part in self._loaded_parts.parts.values())
+        own = self._loaded_parts.own_experts
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = AskViews(
             torch.randn((rows, shape.hidden)).to(dtype),
@@ -106,7 +106,7 @@ class Lane:
             torch.full((rows, topk), 1 / topk),
             torch.empty((rows, shape.hidden), dtype=dtype),
         )
-        all_computes = build_compute_functions(self._held, self._own_asks(views, rows))
+        all_computes = build_compute_functions(self._loaded_parts, self._build_request_views(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
@@ -114,9 +114,9 @@ class Lane:
             row_s = _time_of(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
 
-    def _own_asks(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
+    def _build_request_views(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
         """Returns these asks, limited to this rank's experts if it has whole experts."""
-        own = self._held.own_experts
+        own = self._loaded_parts.own_experts
         return views if own is None else OwnExpertAsks(views, own, rows)
 
     def run(self) -> NoReturn:

@@ -18,18 +18,18 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread and reports them to the supervisor and Prometheus."""
 
-    def __init__(self, context: RankContext, slab: Slab, lane: int, held: LoadedParts) -> None:
+    def __init__(self, context: RankContext, slab: Slab, lane: int, loaded_parts: LoadedParts) -> None:
         """Creates the metrics of the lane; `start` begins to report."""
         self._context, self._slab, self._lane = context, slab, lane
-        self._expert_bytes = held.stored_bytes // max(1, held.experts)
+        self._expert_bytes = loaded_parts.stored_bytes // max(1, loaded_parts.experts)
         self._last = slab.read_lane(self._lane)
         self._steps = slab.steps
         self._total_steps = 0
         self._ended = threading.Event()
 
         def counter(name: str, text: str) -> Counter:
-            made = Counter(name, text, metric_names.RANK_LABELS, registry=context.metrics.registry)
-            return made.labels(*context.metrics.labels)
+            labelled = Counter(name, text, metric_names.RANK_LABELS, registry=context.metrics.registry)
+            return labelled.labels(*context.metrics.labels)
 
         self._counters = {
             "busy_ns": counter(metric_names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),

@@ -24,11 +24,11 @@ class KvHeadroom:
 
     Attributes:
         size_bytes: may be negative.
-        words: explanation of the size, for messages.
+        explanation: explanation of the size, for messages.
     """
 
     size_bytes: int
-    words: str
+    explanation: str
 
 
 def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tuple[int, str]:
@@ -42,7 +42,7 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     problem = (
         f"rank {rank.rank} (role {rank.role}, {rank.device}): memory for the KV cache is "
         f"{format_bytes(headroom.size_bytes)}, but the plan needs {format_bytes(planned_bytes)}: "
-        f"{headroom.words}. {_fix(rank.device)}"
+        f"{headroom.explanation}. {_fix(rank.device)}"
     )
     if headroom.size_bytes <= 0:
         raise MemoryError(problem)
@@ -73,8 +73,8 @@ def gpu_headroom(
     activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(
         size_bytes=free_bytes - activations - graphs_bytes,
-        words=f"{format_bytes(free_bytes)} free, minus {format_bytes(activations)} for the largest batch "
-        f"and {format_bytes(graphs_bytes)} for CUDA graphs",
+        explanation=f"{format_bytes(free_bytes)} free, minus {format_bytes(activations)} for the largest "
+        f"batch and {format_bytes(graphs_bytes)} for CUDA graphs",
     )
 
 
@@ -89,8 +89,8 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
     others = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
     return KvHeadroom(
         size_bytes=int(available_bytes * share) - activations_bytes,
-        words=f"{format_bytes(available_bytes)} available{others}, minus {format_bytes(activations_bytes)} "
-        "for the largest batch",
+        explanation=f"{format_bytes(available_bytes)} available{others}, minus "
+        f"{format_bytes(activations_bytes)} for the largest batch",
     )
 
 
