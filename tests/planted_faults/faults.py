@@ -81,8 +81,8 @@ FAULTS: Final = (
     PlantedFault(
         name="ranks with other weights go on",
         path=f"{_WORKER}/group/fingerprint.py",
-        right="of_model(Path(model.model)) if Path(model.model).is_dir() else model.model",
-        wrong="str(model.model)",
+        right="of_model(Path(model)) if Path(model).is_dir() else model",
+        wrong="model",
         tests=(f"{_GROUPS}/test_agreement.py", "-k", "other_model"),
     ),
     PlantedFault(
