@@ -126,6 +126,7 @@ def as_amounts(value: object, field: str) -> dict[str, float]:
 
 
 def _as_amount(value: object, field: str) -> float:
+    """Reads a quantity as a number; raises UnreadableError for another type."""
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         try:
             return float(parse_quantity(value))

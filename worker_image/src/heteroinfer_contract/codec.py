@@ -208,7 +208,10 @@ def at_least(least: float, where: str, **values: float) -> None:
 
 
 def at_most(most: float, where: str, **values: float) -> None:
-    """Checks that numbers of a decoded value are at most `most`, like `at_least`."""
+    """Checks that numbers of a decoded value are at most `most`.
+
+    The other arguments and the error are those of `at_least`.
+    """
     for name, value in values.items():
         if value > most:
             raise ContractError(f"{where}.{name}: must be at most {most} (got {value})")

@@ -75,7 +75,7 @@ def given_options(args: Sequence[str]) -> tuple[GivenOption, ...]:
 
 @lru_cache(maxsize=256)
 def _find_options(args: tuple[str, ...]) -> tuple[GivenOption, ...]:
-    """Finds the options among arguments, like `given_options`; caches its results."""
+    """Finds the options among vLLM's arguments; caches its results."""
     pairs = zip(args, (*args[1:], None), strict=False)
     return tuple(_parse_option(arg, following) for arg, following in pairs if _is_option(arg))
 

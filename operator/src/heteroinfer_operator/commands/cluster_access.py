@@ -22,7 +22,7 @@ class ClusterAccess:
     """An open connection to the API server that the options name.
 
     Attributes:
-        namespace: namespace of `-n`, or else of the kubeconfig's context, or else `default`.
+        namespace: the namespace of `-n`; without `-n`, that of the kubeconfig's context; otherwise `default`.
     """
 
     server: ApiServer

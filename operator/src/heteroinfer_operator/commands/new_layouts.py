@@ -148,6 +148,7 @@ class Draft:
 
 
 def _build_roles(layout: GroupLayout) -> list[dict[str, Any]]:
+    """Builds spec.roles for a layout: a CPU role first, then a GPU role."""
     hardware, roles = layout.hardware, []
     if layout.has_cpu_role:
         resources = _build_resources(hardware.cpus, hardware.cpu_memory)
@@ -243,7 +244,7 @@ class FittingChange:
 def find_fitting_changes(
     draft: Draft, hardware: GivenHardware, mode: Mode | None
 ) -> tuple[FittingChange, ...]:
-    """Returns, for each option, the smallest change that alone makes the model fit."""
+    """Returns, for each option, the smallest change that makes the model fit without another change."""
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
         try:

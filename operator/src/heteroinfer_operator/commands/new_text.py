@@ -67,6 +67,7 @@ _NEXT: Final = (
 
 
 def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) -> list[str]:
+    """Returns the comment at the top of the file: model, hardware, and unused CPUs."""
     profile = draft.profile
     scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
     size = format_bytes(profile.total_bytes + profile.encoder_bytes)
@@ -124,6 +125,7 @@ def _model_lines(draft: Draft, layout: GroupLayout) -> list[str]:
 
 
 def _explain_mode(layout: GroupLayout, planned: Planned) -> str:
+    """Describes which device has which part of the model."""
     if layout.mode is Mode.FEED_FORWARD:
         moved = len(planned.remote.layers) if planned.remote is not None else 0
         layers = planned.request.profile.num_layers

@@ -264,6 +264,7 @@ def _dump_errors(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
 
 
 def _dump_plan(planned: Planned) -> dict[str, Any]:
+    """Returns a plan with its predictions and notes as JSON values."""
     return {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),

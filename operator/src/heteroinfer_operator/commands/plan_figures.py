@@ -72,7 +72,7 @@ class Figures:
 
 
 def typical_context(max_model_len: int) -> int:
-    """Returns the tokens of a typical prompt: 1,024, or half of a length that has no more."""
+    """Returns the number of tokens of a typical request: 1,024, or half of a shorter maximum length."""
     return _SHORT if max_model_len > _SHORT else max(max_model_len // 2, 1)
 
 

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _write_report(arguments: argparse.Namespace) -> None:
+    """Gathers objects and logs of a resource, and writes them to an archive."""
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         bundle = SupportBundle(cluster.server, resource)

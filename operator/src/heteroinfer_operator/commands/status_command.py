@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _print_status(arguments: argparse.Namespace) -> None:
+    """Prints the status of a resource, with live values of its ranks if leaders answer."""
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         leaders = LeaderReader(cluster.server)

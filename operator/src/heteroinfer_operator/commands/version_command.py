@@ -51,6 +51,7 @@ class _Installation:
 
 
 async def _print_versions(arguments: argparse.Namespace) -> None:
+    """Prints the versions of client, operators and CRD, and a warning for each difference."""
     client = own_version()
     as_text = arguments.output == "text"
     if as_text:

@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _wake_groups(arguments: argparse.Namespace) -> None:
+    """Wakes the sleeping groups by a request to each leader's API server."""
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         name = f"{names.SINGULAR}/{resource.key.name}"

@@ -135,6 +135,7 @@ class _ClusterChecks:
         return judge_kubernetes(str(found["major"]), str(found["minor"]), str(found.get("gitVersion", "")))
 
     async def check_crd(self) -> CheckAnswer:
+        """Checks that the API server serves HeteroInference; reports the version of the CRD."""
         problem = await resource_problem(self._server)
         if problem:
             return CheckState.FAILED, problem
@@ -155,6 +156,7 @@ class _ClusterChecks:
         return judge_operators(self._operators, crd.version if crd else UNKNOWN_VERSION)
 
     async def check_rights(self) -> CheckAnswer:
+        """Checks that each operator's service account has all rights that it needs."""
         if not self._operators:
             return (
                 CheckState.UNKNOWN,
@@ -183,6 +185,7 @@ class _ClusterChecks:
         return judge_cpu_labels(await self._read_nodes())
 
     async def check_gang_scheduler(self) -> CheckAnswer:
+        """Reports the gang schedulers of the cluster. Groups also run without any."""
         found = [gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True]
         if found:
             return CheckState.OK, ", ".join(found)
@@ -197,6 +200,10 @@ class _ClusterChecks:
         return judge_shared_storage(volumes["items"], classes["items"])
 
     async def check_network_policies(self) -> CheckAnswer:
+        """Checks that the cluster has a network plugin that enforces NetworkPolicies.
+
+        Such a plugin is recognized by an API group that it serves, or by a DaemonSet in kube-system.
+        """
         api_groups = await self._server.get("/apis")
         served = [str(group["name"]) for group in api_groups["groups"]]
         found = {plugin for group, plugin in _POLICY_GROUPS.items() if group in served}
@@ -369,6 +376,7 @@ def judge_shared_storage(
 
 
 def _gpu_counts(node: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of GPUs that a node offers, by resource name."""
     offered = (node.get("status") or {}).get("allocatable") or {}
     return {
         key: int(count)

@@ -73,6 +73,7 @@ async def read_resources(
 
 
 def _parse_stored(item: Manifest) -> StoredResource:
+    """Parses a stored HeteroInference."""
     metadata = item["metadata"]
     return StoredResource(
         key=ResourceKey(namespace=metadata["namespace"], name=metadata["name"]),

@@ -140,6 +140,7 @@ def _version_of(manifest: Mapping[str, Any]) -> str:
 
 
 def _parse_operator(manifest: Mapping[str, Any]) -> InstalledOperator:
+    """Reads an installed operator from its Deployment."""
     pod = manifest["spec"]["template"]["spec"]
     (container, *_) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container.get("env") or () if "value" in each}

@@ -108,6 +108,7 @@ def _has_failed(pod: PodView) -> bool:
 
 
 def _build_story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodStory:
+    """Builds the description of a pod and of its end."""
     role = pod.labels.get(names.LABEL_ROLE, "")
     label = f"rank {', '.join(map(str, ranks))}" if ranks else f"pod {index_of(pod)}"
     node = f" on node {pod.node}" if pod.node else ""

@@ -134,6 +134,7 @@ class ResourceSummary:
             yield "Revision", f"{status.update_revision or '-'} (current: {status.current_revision or '-'})"
 
     def _state(self) -> str:
+        """Describes in a line whether the resource serves, and why not."""
         if self.manifest["metadata"].get("deletionTimestamp"):
             return "being deleted"
         if not self.line.has_status:
@@ -153,6 +154,7 @@ class ResourceSummary:
                 yield f"failure of group {group.index}: {failure_text(failure)}"
 
     def _plans(self) -> list[str]:
+        """Returns the lines about the plans of the groups."""
         found: list[str] = []
         for plan in self.status.plans:
             found += ["", f"Plan {plan.hash}"]
@@ -206,6 +208,7 @@ def _uri(spec: Mapping[str, Any]) -> str:
 
 
 def _model_state(status: HeteroInferenceStatus) -> str:
+    """Returns the state of the model in parentheses, or "" without a model."""
     model = status.model
     if model is None:
         return ""
@@ -235,6 +238,7 @@ def _group_rows(groups: Sequence[GroupLine]) -> Iterable[tuple[str, ...]]:
 
 
 def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[str, ...]]:
+    """Yields the header and the rows of the table of ranks."""
     more = ("COMPUTE", "WAIT", "PREDICTED", "POD") if verbose else ()
     yield ("GROUP", "RANK", "ROLE", "PHASE", "STEP", "NODE", *more)
     for group in groups:

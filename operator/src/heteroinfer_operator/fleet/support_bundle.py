@@ -70,6 +70,7 @@ class SupportBundle:
         return packed.getvalue()
 
     async def _add_status(self) -> None:
+        """Adds the text of `heteroinfer status --verbose`."""
         resource = self._resource
         live = await LeaderReader(self._server).read([resource])
         line = build_line(resource.key, resource.status, live.get(resource.key, {}))
@@ -128,6 +129,7 @@ class SupportBundle:
             self.missing.append(f"{file}: {error.message}")
 
     async def _add_nodes(self, nodes: Iterable[str]) -> None:
+        """Adds the objects of the nodes on which the pods run."""
         for name in sorted(nodes):
             try:
                 node = await self._server.get(NODE.path(None, name))

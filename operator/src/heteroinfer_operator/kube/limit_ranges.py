@@ -44,7 +44,11 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
 
 
 def _read_resource_names(annotation: str, kind: str) -> set[str]:
-    """Returns the resources whose requests or limits (`kind`) a LimitRange set for the worker."""
+    """Returns the resources whose requests or limits (`kind`) a LimitRange set for the worker.
+
+    An example of the annotation: `LimitRanger plugin set: cpu, memory request for container worker; cpu limit
+    for container worker`.
+    """
     suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
     parts = [part.strip() for part in annotation.removeprefix(_PREFIX).split(";")]
     matching = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))

@@ -34,7 +34,9 @@ class NeverPlaced:
         self._pods.get(key, {}).pop(name, None)
 
     def names(self, owner: Owner, epochs: Mapping[int, int]) -> frozenset[str]:
-        """Returns the names of a resource's pods, and removes those of epochs that are over.
+        """Returns the names of a resource's pods that were deleted before they had a node.
+
+        Removes the pods of epochs that are over.
 
         Args:
             epochs: stored epoch of each group, by group index.

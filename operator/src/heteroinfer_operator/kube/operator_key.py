@@ -45,7 +45,7 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
 
 
 async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
-    """Returns the operator's key like `ensure_operator_key`, in one attempt.
+    """Returns the operator's key; creates or corrects its Secrets, in one attempt.
 
     Raises:
         ApiError: with status 409 if another replica wrote a Secret at the same time.

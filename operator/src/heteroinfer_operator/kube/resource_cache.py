@@ -82,7 +82,7 @@ class ResourceCache:
         return cache.values_under(namespace) if cache is not None else []
 
     def uid(self, key: ResourceKey) -> str:
-        """Returns the uid of a cached resource, also if another operator serves it, or ""."""
+        """Returns the uid of a cached resource of any operator, or "" if it is not cached."""
         cache = self._find_cache(key)
         return cache.uid_of(_namespaced_name(key)) if cache is not None else ""
 
@@ -106,19 +106,21 @@ class ResourceCache:
     async def read(self, key: ResourceKey) -> ResourceView | None:
         """Returns a resource, or None if it does not exist or another operator serves it.
 
+        Reads the resource from the API server if the cached copy is known to be old.
+
         Raises:
             ApiError: the cached copy is old, and the API server did not answer.
         """
         cache, name = self._find_cache(key), _namespaced_name(key)
         if cache is None:
             return None
-        announced, doubted = self._announced.get(key, 0), self._outdated.get(key, 0)
-        if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= doubted:
+        announced, outdated = self._announced.get(key, 0), self._outdated.get(key, 0)
+        if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= outdated:
             await self._read_anew(cache, key)
         # Keep announcements that arrived during the read: they may be about a later version.
         if self._announced.get(key, 0) == announced:
             self._announced.pop(key, None)
-        if self._outdated.get(key, 0) == doubted:
+        if self._outdated.get(key, 0) == outdated:
             self._outdated.pop(key, None)
         record = cache.get(name)
         return record.view if record is not None and record.is_ours else None

@@ -258,7 +258,7 @@ class ApiServer:
         return await self._request_object(_Request(method="GET", path=path, query=query or {}))
 
     async def get_quickly(self, path: str) -> dict[str, Any]:
-        """Returns an object like `get`, with the shorter timeout QUESTION_TIMEOUT_S."""
+        """Returns an object, within the short timeout QUESTION_TIMEOUT_S; raises ApiError."""
         return await self._request_object(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:

@@ -388,7 +388,7 @@ def _conditions_by_type(status: Manifest) -> dict[str, Manifest]:
 
 
 def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
-    """Returns why a pod has no node: the scheduler's message or the scheduling gates; else ""."""
+    """Returns why a pod has no node: the scheduler's message or the scheduling gates; otherwise ""."""
     if scheduled.get("status") != "False":
         return ""
     if scheduled.get("reason") != "SchedulingGated":
@@ -438,7 +438,7 @@ def _restarting_sidecars(stored: Manifest) -> frozenset[str]:
 def _find_termination(
     containers: Iterable[Manifest], skipped: Collection[str]
 ) -> ContainerTermination | None:
-    """Returns how the worker container ended, else how the first container failed.
+    """Returns how the worker container ended, or otherwise how the first failed container ended.
 
     Args:
         skipped: containers that the kubelet restarts.

@@ -197,7 +197,7 @@ def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
 
 
 def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
-    """Builds the record of a pod from its name and its status entry alone.
+    """Builds the record of a pod that was not read, from its name and its status entry.
 
     Args:
         why: why the API server's answer is missing.

@@ -269,7 +269,10 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 
 
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
-    """Returns the topology values with capacity for each kind of a series alone, preferred ones first."""
+    """Returns the topology values that have capacity for each kind of a series, preferred values first.
+
+    Each kind is checked as if it were the only one.
+    """
     members = [kinds[index] for index in sorted(series.kinds)]
     values_of_nodes = dict.fromkeys(
         series.values(free_node.node.labels) for free_node in members[0].free_nodes

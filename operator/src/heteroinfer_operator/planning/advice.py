@@ -67,7 +67,7 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
 def _gpus_fit_all(
     topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
-    """Reports whether the GPUs alone can hold the model and the KV cache of one full-length request."""
+    """Reports whether GPUs without CPU ranks can hold the model and one full-length request."""
     if topology.has_mixed_stage:
         return _one_gpu_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)

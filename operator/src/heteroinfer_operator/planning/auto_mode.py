@@ -130,9 +130,10 @@ def _check_rules(spec: HeteroInferenceSpec) -> None:
 
 
 def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec) -> tuple[_TriedMode, bool]:
-    """Returns the mode to use, and whether that choice does not depend on unknown memory.
+    """Returns the mode to use, and whether the choice is certain.
 
-    Modes that need no waiting for capacity come first. If no mode's memory is known, the roles decide.
+    Modes whose pods have capacity now come first. Among modes with known memory, the fastest is chosen. If no
+    mode's memory is known, the roles decide, and the choice is certain only if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes

@@ -360,8 +360,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Roles are counted in the order of the spec and by GPUs alone: a role whose pods lack memory is not short
-    of GPUs.
+    Roles are counted in the order of the spec. Only GPUs are counted: a role whose pods lack memory is not
+    short of GPUs.
     """
     key = spec.scheduling.topology_key
     placed: list[PodDemand] = []

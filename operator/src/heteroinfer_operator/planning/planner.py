@@ -168,6 +168,7 @@ def _check_model(
     cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
 
     def check(profile: ModelProfile) -> tuple[str, ...]:
+        """Runs the checks that depend on the devices of the ranks."""
         return run_all_checks(
             lambda: check_support(
                 profile, engine, cpus, stages=stages, tensor=topology.tensor, first=first_device

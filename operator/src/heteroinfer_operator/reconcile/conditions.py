@@ -145,9 +145,10 @@ def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def problem_without_groups(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers whether the spec could not start if no group is wanted; otherwise returns None.
+    """Answers for a resource without wanted groups; returns None if a group is wanted.
 
-    No group is wanted while the resource is suspended or scaled to zero.
+    Without a problem of the spec, the answer is False with the reason why no group is wanted: the resource is
+    suspended or scaled to zero.
     """
     if not facts.why_no_group:
         return None
@@ -165,7 +166,7 @@ def group_failed(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def spec_cannot_start(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers True if the spec could not start and not all groups serve it; otherwise returns None."""
+    """Answers True if the spec has a problem and a group does not serve it yet; otherwise returns None."""
     problem = facts.problem
     if problem is None or problem.reason == WAITING_FOR_MODEL or facts.serves_spec:
         return None

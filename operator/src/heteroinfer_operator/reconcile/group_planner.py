@@ -104,7 +104,7 @@ class GroupPlanner:
         return replace(planned, node_assignment=self._finish_assignment(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
-        """Returns the plan of a group from sizes alone, as if every node existed.
+        """Returns the plan of a group as if every node existed. It depends only on sizes.
 
         Raises the same errors as `make`.
         """

@@ -30,7 +30,10 @@ class PodAndLabels(NamedTuple):
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> PodAndLabels | None:
-    """Returns the first pod that lost a label, or else the first without its owner, or None."""
+    """Returns a pod that lost a label or its owner, with a description; None if there is none.
+
+    Pods that lost a label come first.
+    """
     labels = next(
         (
             PodAndLabels(pod.name, _describe_lost_labels(owner, pod))

@@ -37,7 +37,7 @@ def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
     """Reports whether a group has used up its restarts.
 
-    Only a failure that counts can use them up, not an eviction.
+    False if the last failure does not count, such as an eviction.
     """
     return bool(failures) and failures[-1].counted and count_recent(failures, restart) > restart.max_restarts
 

@@ -326,7 +326,7 @@ def _advise_other_format(profile: ModelProfile) -> str:
 def _find_needed_instructions(
     profile: ModelProfile, engine: EngineSettings, *, has_whole_layers: bool
 ) -> tuple[str, str]:
-    """Returns AMX or AVX512, and the part of the model that needs it on CPUs; two times "" if none does."""
+    """Returns AMX or AVX512, and the part of the model that needs it on CPUs; ("", "") if no part does."""
     if profile.is_latent:
         limits = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {limits})"

@@ -159,7 +159,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
 
 
 def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
-    """Returns the command that measures memory with `cores` threads, then half as many, and so on.
+    """Returns the command that measures memory with `cores` threads, then with half as many, and so on.
 
     Args:
         most: maximum number of thread counts.

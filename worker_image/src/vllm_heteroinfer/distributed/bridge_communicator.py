@@ -43,7 +43,7 @@ class BridgeCommunicator(DeviceCommunicatorBase):
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Like `all_gather`, but rank i's tensor has `sizes[i]` entries along `dim`."""
+        """Concatenates the ranks' tensors along `dim`; rank i's tensor has `sizes[i]` entries."""
         return self._require_bridge("all_gatherv").all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:

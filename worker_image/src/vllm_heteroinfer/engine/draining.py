@@ -72,7 +72,10 @@ class Drain:
             self._running -= 1
 
     def refuse_late_bodies(self) -> None:
-        """Refuses requests whose body did not arrive in time. Call it repeatedly during a drain."""
+        """Refuses requests whose body did not arrive in time. Call it repeatedly during a drain.
+
+        It moves the time limit of each wait for a body to now.
+        """
         if self._refuse_from_s is None or self._clock() < self._refuse_from_s + BODY_TIMEOUT_S:
             return
         while self._bodies:

@@ -128,7 +128,10 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
 
 
 async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
-    """Raises FetchError if the hub stalls. Time in which this process did not run does not count."""
+    """Raises FetchError if the hub stalls.
+
+    The clock leaves out the time in which this process did not run.
+    """
     while True:
         clock.turn(time.monotonic())
         stall = job.find_stall()

@@ -62,7 +62,7 @@ class FetchJob:
     """Fetches one model into a cache.
 
     Args:
-        now_s: a clock in seconds; use one that stops while this process does not run, if there is one.
+        now_s: a clock in seconds. If possible, it stops while this process does not run.
     """
 
     def __init__(

@@ -125,9 +125,10 @@ class ModelStore:
         return None if marker is None or damaged_files(self.folder, marker) else marker
 
     def confirm_complete(self) -> CompleteModel | None:
-        """Like `complete`, and touches the marker so that no clean-up removes the model within an hour.
+        """Returns the marker if the model is complete, otherwise None; also touches the marker.
 
-        Hold the lock during the call, because a clean-up locks the folder too.
+        A touched marker keeps clean-ups from removing the model within an hour. Hold the lock during the
+        call, because a clean-up locks the folder too.
         """
         with contextlib.suppress(OSError):  # the cache is read-only, so no clean-up can remove anything
             os.utime(self.folder / MARKER_FILE)

@@ -34,8 +34,8 @@ WORLD_SCHEME: Final = "heteroinfer"
 def world_init_method(launch: PodLaunch) -> str:
     """Returns the init method of the group's torch.distributed world; it can be called repeatedly.
 
-    Like `tcp://`, but rank 0 listens only at `addresses.bind_host`. torch's own handler listens on every
-    interface, and no NetworkPolicy protects `heteroinfer up`.
+    With it, rank 0 listens only at `addresses.bind_host`. torch's `tcp://` would listen on every interface,
+    and no NetworkPolicy protects `heteroinfer up`.
     """
     global _registered  # noqa: PLW0603 - torch's table of schemes is global and accepts each scheme once
     if not _registered:

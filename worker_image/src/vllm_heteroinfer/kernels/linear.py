@@ -36,7 +36,10 @@ def prepare(path: Path | None = None) -> KernelLibrary:
 
 
 def find() -> KernelLibrary | None:
-    """Like `prepare`, but returns None if the kernels are unavailable. The linear layers log the reason."""
+    """Loads the kernels and registers the op; returns None if they are unavailable.
+
+    The code of linear layers logs the reason.
+    """
     try:
         return prepare()
     except KernelsUnavailableError:

@@ -173,7 +173,7 @@ def _router_weights(
 
 
 def _find_kernels(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
-    """Returns our kernels if they can compute these experts, else None."""
+    """Returns our kernels if they can compute these experts; otherwise None."""
     weight, config = layer.w13_weight, vllm_experts.moe_config
     if (
         weight.dtype != torch.bfloat16

@@ -70,9 +70,9 @@ def bind_host(host: str) -> str | None:
 def bind_address(host: str) -> str:
     """Returns the address to listen at for `host`: a loopback address itself, otherwise all addresses.
 
-    Like `bind_host`, for sockets that need an address. All addresses are `::`, which includes IPv4, or
-    0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because `kubectl port-forward` and probes
-    of sidecars use loopback.
+    Use it for sockets that need an address, and `bind_host` for others. All addresses are `::`, which
+    includes IPv4, or 0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because
+    `kubectl port-forward` and probes of sidecars use loopback.
     """
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - guarded by NetworkPolicy
     return bind_host(host) or everywhere

@@ -293,7 +293,10 @@ class RankReporter:
         self._send_last(RankMessage(failure=failure.cut(), lost=lost))
 
     def engine_ended(self, exit_code: int | None) -> None:
-        """Reports that the engine has ended, so this API server ends too. Waits like `send_failure`."""
+        """Reports that the engine has ended, so this API server ends too.
+
+        Returns once the supervisor has the report, or after FAILURE_TIMEOUT_S.
+        """
         self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:

@@ -61,6 +61,9 @@ class Line(Protocol):
 def open_line(context: RankContext, expected: Shape) -> Line:
     """Opens this rank's line to the rank that it serves.
 
+    In the pod of that rank, this rank maps that rank's slab. In another pod, the first feed-forward rank
+    creates a slab for its pod and has the TCP connection; the others map this slab.
+
     Args:
         expected: shape of the asking rank's slab, whatever its number of lanes.
 

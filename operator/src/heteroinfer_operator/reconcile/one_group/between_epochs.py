@@ -107,7 +107,8 @@ def next_revision_name(context: Context, status: GroupStatus) -> str | None:
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
     """Reports whether a group's next epoch waits until the API server has validated the target revision.
 
-    Every group waits a moment for the answer. If none comes, a group with an older revision starts with that.
+    Every group waits a moment for the answer. If none comes, a group with an older revision starts with its
+    own revision.
     """
     if not context.waits_for_admission:
         return False

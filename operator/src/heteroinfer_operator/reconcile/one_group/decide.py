@@ -1,9 +1,9 @@
 """Decides what to do with one group. Pure.
 
 From its first run on, every pod must stay for its epoch to continue. If the operator sees a pod end before
-the pod ran, or vanish without a node, it replaces that pod alone while the others wait; under Kueue it ends
-the whole epoch. A pod that disappeared unseen may have run, and may still run on an unreachable node, so its
-name is not used again.
+the pod ran, or vanish without a node, it replaces only that pod, and the others wait. Under Kueue it ends the
+whole epoch. A pod that disappeared unseen may have run, and may still run on an unreachable node, so its name
+is not used again.
 
 A running epoch continues without the spec and without its plan: the operator stores the revision that the
 epoch was created with, and the labels of the pods identify it.

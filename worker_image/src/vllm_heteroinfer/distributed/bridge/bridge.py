@@ -196,7 +196,7 @@ class Bridge:
         return self._gather_unequal(x, dim, sizes)
 
     def _gather_unequal(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
-        """Like `all_gatherv`, for one tensor."""
+        """Concatenates the ranks' tensors along `dim`; rank i's tensor has `sizes[i]` entries."""
         if sizes is None:
             return self.all_gather(x, dim)
         dim %= x.dim()

@@ -103,7 +103,7 @@ class GlooLink:
         return (message.part for pair in messages for message in pair)
 
     def outgoing(self) -> Buffer:
-        """Returns the buffer that was published before the last one; its receivers have read it."""
+        """Returns the buffer for the next part. All receivers have read its earlier content."""
         return self._out[(self._published + 1) % _PARTS].part
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:

@@ -68,7 +68,7 @@ class Staging:
 
 
 class CudaStaging(Staging):
-    """The copies of a GPU rank: kernels on mapped host memory for small parts, else asynchronous copies.
+    """The copies of a GPU rank: by kernels on mapped host memory for small parts, otherwise asynchronous.
 
     The first part of a tensor is copied out on the stream that computed the tensor. The other parts are
     copied out on a second stream, while the first stream copies in and combines the parts received before.
@@ -133,10 +133,11 @@ class CudaStaging(Staging):
             self._copy_out_time.end()
 
     def publishing_signal(self) -> StreamSignal | None:
-        """Returns the signal for a small, untimed part on the same stream as the part before; else None.
+        """Returns the signal with which the device publishes a part itself; None if the host must publish it.
 
-        Then the host has nothing to wait for: the stream itself orders the write of the next part after
-        the use of the parts fetched for this part.
+        The device publishes a small part whose copy is not timed, on the same stream as the part before. The
+        host has nothing to wait for then: the stream itself orders the write of the next part after the use
+        of the parts that were fetched for this part.
         """
         signal = self._signal
         if (

@@ -126,7 +126,7 @@ def follow(
 
 @contextlib.contextmanager
 def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -> Iterator[None]:
-    """Reports the number of tokens of each forward pass of the model just before the pass.
+    """Reports the number of tokens of each forward pass just before the pass.
 
     Wraps `forward` instead of using a hook of torch: vLLM's decorated models, those of the Transformers
     backend, bypass hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
