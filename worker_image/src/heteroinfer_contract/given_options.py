@@ -90,7 +90,7 @@ def _parse_option(arg: str, following: str | None) -> GivenOption:
     name, *path = full_name.split(".")
     # An option may be the value: vLLM first removes dotted options, and the arguments after them move up.
     value = value_after_equals if equals else following
-    if path:
+    if path:  # `--option.list+ VALUE` appends a value to a list
         path[-1] = path[-1].removesuffix("+")
     if name.startswith("--"):
         name = name.replace("_", "-")

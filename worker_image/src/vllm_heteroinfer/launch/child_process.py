@@ -105,6 +105,7 @@ class StopClock:
             switches = count_voluntary_switches(pid) if stopped else None
         except OSError:
             switches = None
+        # If the count of switches differs, the process has run since the last call, so this is another stop.
         if switches is None or switches != self._switches:
             self._switches, self._since_s = switches, now_s
         return now_s - self._since_s

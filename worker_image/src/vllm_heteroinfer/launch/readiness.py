@@ -47,7 +47,7 @@ class GroupView:
 
     @property
     def computes(self) -> bool:
-        """Whether every rank can compute steps, so that only the API server or the engine can be missing."""
+        """Whether all ranks are ready, so that the group can wait only for the API server or the engine."""
         return not self.missing_pods and not self._not_ready()
 
     @property

@@ -67,6 +67,6 @@ def fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the norm of x + x_residual, in x, and that sum, in x_residual."""
+    """Writes the norm of x + x_residual to x, and the sum itself to x_residual. Returns both."""
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

@@ -120,7 +120,7 @@ struct Call {
   }
 };
 
-// Returns `count` runs without tasks, in memory that later calls use again.
+// Returns `count` empty runs. Later calls use the same memory.
 Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
@@ -134,8 +134,8 @@ float* reserve_zeros(Buffer& buffer, long count) {
   return static_cast<float*>(std::memset(memory, 0, bytes));
 }
 
-// Computes a call with few rows. A task is a part of a block, or a whole block. The number of tasks depends on the
-// shape alone, so the number of threads does not affect the result.
+// Computes a call with few rows. A task is a part of a block, or a whole block. The number of tasks depends only on the
+// shape, so the result does not depend on the number of threads.
 void linear_few(const Call& call, bool serial) {
   const Layout& layout = call.layout;
   const long group_units = std::max(1L, layout.format.group / kUnit), rows = call.rows.m, blocks = layout.blocks;
@@ -226,8 +226,8 @@ CodedKernel heteroinfer::coded_amx() {
   return kernel;
 }
 
-// Multiplies `count` blocks by all rows, by the way that the kernel has for this code: a loop over all rows, AMX tiles
-// after widening, or a loop over groups of few rows.
+// Multiplies `count` blocks by all rows. Kernels differ in the method for a code: a loop over all rows, AMX tiles after
+// widening, or a loop over groups of few rows.
 void heteroinfer::multiply_coded(const CodedChoice& choice, const Rows& rows, const PackedRows& inputs, const Layout& layout,
                                  const CodedStream* streams, int count, long first, long end, float* c) {
   const auto multiply = choice.kernel->multiply[layout.format.code];
@@ -261,9 +261,9 @@ long heteroinfer_coded_bytes(const Format* format, long n, long k) {
 }
 
 // Packs w[n][k] into `out`, which nobody has written before: then each page lies in the NUMA node of the thread that
-// packs into it. ldw is w's row stride in bytes; two 4-bit codes share a byte,
-// the first in its lower half. `scales`: [n][groups] of the format's type, or [blocks][groups] if a block has one scale.
-// `zeros`: [n][groups] int8, or null. `factors`: [n] float32, for scales in e4m3.
+// packs into it. ldw is w's row stride in bytes. Two 4-bit codes share a byte, the first in its lower half. `scales`:
+// [n][groups] of the format's type, or [blocks][groups] if a block has one scale. `zeros`: [n][groups] int8, or null.
+// `factors`: [n] float32, for scales in e4m3.
 void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w, long ldw, const void* scales,
                             const int8_t* zeros, const float* factors, long n, long k) {
   const Layout layout(*format, n, k);

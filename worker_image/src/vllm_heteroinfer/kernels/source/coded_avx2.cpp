@@ -119,8 +119,8 @@ struct Lanes {
 
 // A decoder decodes a line of kLine bytes: the weights of kPairs pairs of inputs for 32 columns. `half` decodes half a
 // line, the columns of quarters `half` and `half` + 2, and calls take(pair, parity, quarter, w) for each 8 weights w.
-// They must be used at once, because AVX2 has only 16 registers. They are multiplied by 1 / kGain. The columns may be
-// permuted; `order` restores their order in the four quarters of a sum.
+// `take` must use the weights at once, because AVX2 has only 16 registers. The weights are multiplied by 1 / kGain. The
+// columns may be permuted; `order` restores their order in the four quarters of a sum.
 #define TAKE(...) [&](int pair, int parity, int quarter, __m256 w) __attribute__((always_inline)) { __VA_ARGS__ }
 
 INLINE __m256 of_lower(__m256i halves) { return _mm256_cvtph_ps(_mm256_castsi256_si128(halves)); }
@@ -205,7 +205,7 @@ struct QuartersInt8 {
   }
 };
 
-// Nibble N of a lane belongs to parity N / 4, pair N / 2 % 2 and half N % 2.
+// Order of the eight nibbles of a lane: nibble N belongs to parity N / 4, pair N / 2 % 2 and half N % 2.
 struct QuartersInt4 : InColumnOrder {
   static constexpr int kLine = 64, kPairs = 2;
   static constexpr float kGain = FloatInt4::kGain;

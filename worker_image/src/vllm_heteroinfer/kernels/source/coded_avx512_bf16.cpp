@@ -34,8 +34,8 @@ struct PairBf16 : PairInOrder {
   }
 };
 
-// bf16 of an integer from 0 to 127. 134 is the exponent of 128: the bias 127 plus 7. Each shift to the left lowers it
-// by one, until bit 7 is the leading 1, which bf16 does not store.
+// Returns an integer from 0 to 127 as bf16. 134 is the exponent of 128: the bias 127 plus 7. Each shift to the left
+// lowers the exponent by one, until bit 7 is the leading 1, which bf16 does not store.
 constexpr uint16_t widen_integer(unsigned value) {
   if (!value) return 0;
   unsigned exponent = 134;
@@ -43,7 +43,7 @@ constexpr uint16_t widen_integer(unsigned value) {
   return static_cast<uint16_t>(exponent << 7 | (value & 127));
 }
 
-// bf16 of the 128 codes without sign, as two tables of bytes.
+// The 128 codes without sign as bf16, in two tables of bytes: one for the lower bytes, one for the upper.
 template <bool Float>
 struct ByteTable {
   constexpr ByteTable() : low(), high() {
@@ -81,13 +81,13 @@ struct PairBytes : PairInOrder {
   const __m512i low0, low1, high0, high1, sign;
 };
 
-// bf16 of the 16 4-bit codes, twice, because a look-up uses 5 bits of a word.
+// The 16 4-bit codes as bf16. The table has them twice, because a look-up uses 5 bits of a word.
 constexpr uint16_t kInt4Words[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 constexpr uint16_t kFp4Words[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
-// Nibble N of a word belongs to pair N / 2, half N % 2.
+// Order of the nibbles of a word: nibble N belongs to pair N / 2, half N % 2.
 template <const uint16_t (&Table)[16]>
 struct PairNibbles : PairInOrder {
   static constexpr int kLine = 64, kPairs = 2;

@@ -117,7 +117,7 @@ void make_runs(const Chosen* chosen, long count, long blocks, Run* runs, long pa
   }
 }
 
-// Returns memory for `count` elements from the start of `memory`, and moves `memory` behind them, to a cache line.
+// Returns memory for `count` elements from the start of `memory`. Moves `memory` to the next cache line behind them.
 template <class T>
 T* carve(char*& memory, long count) {
   T* taken = reinterpret_cast<T*>(memory);

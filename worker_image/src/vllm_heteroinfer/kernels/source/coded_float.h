@@ -38,8 +38,8 @@ struct FloatF16 : InOrder {
   }
 };
 
-// Decodes e4m3 as float16, which has the same form except for a factor of 256, also for denormal numbers. float16 yields
-// no NaN here; the header's NaN markers do.
+// Decodes e4m3 as float16, which has the same form except for a factor of 256, even for denormal numbers. This does not
+// decode NaN: the header's NaN markers add it to the sums.
 struct FloatFp8 {
   static constexpr int kLine = 64, kPairs = 1;
   static constexpr float kGain = 256.0f;
@@ -75,7 +75,7 @@ struct FloatInt8 {
   }
 };
 
-// Nibbles N and N + 4 of a lane are the even and the odd input of pair N / 2, half N % 2.
+// Order of the nibbles of a lane: N and N + 4 are the even and the odd input of pair N / 2, half N % 2.
 struct FloatInt4 : InOrder {
   static constexpr int kLine = 64, kPairs = 2;
   static constexpr float kGain = Lanes::kInt4Gain;

@@ -1,7 +1,7 @@
 // Elements of inputs and outputs, and operations on sums of rows. Included inside a namespace after a
 // `#pragma GCC target` and `Lanes`.
 
-// float32 of a float16, exact. AVX-512F and AVX2 convert only vectors.
+// Converts a float16 to float32, without rounding. AVX-512F and AVX2 have instructions for vectors only.
 INLINE float half_to_float(uint16_t half) {
   const uint32_t sign = (half & 0x8000u) << 16, size = half & 0x7fffu;
   uint32_t bits;
@@ -19,7 +19,7 @@ INLINE float half_to_float(uint16_t half) {
   return value;
 }
 
-// float16 of a float32, rounded to nearest even.
+// Converts a float32 to float16, rounded to nearest even.
 INLINE uint16_t float_to_half(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
@@ -41,7 +41,7 @@ INLINE uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// bf16 of a float32, rounded to nearest even.
+// Converts a float32 to bf16, rounded to nearest even.
 INLINE uint16_t float_to_bf16(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
@@ -49,7 +49,7 @@ INLINE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
 }
 
-// float32 of the element at index `at` of x.
+// Returns the element at index `at` of x as float32.
 INLINE float element_at(const void* x, long element, long at) {
   if (element == kElementF32) return static_cast<const float*>(x)[at];
   const uint16_t half = static_cast<const uint16_t*>(x)[at];

@@ -274,7 +274,7 @@ void activate(const Call& call, const Group& group) {
   kernel.pack_rows(to, rows, call.inner, count, call.inner, 0, call.inner / kUnit);
 }
 
-// Returns memory for `count` elements from the start of `memory`, and moves `memory` behind them, to a cache line.
+// Returns memory for `count` elements from the start of `memory`. Moves `memory` to the next cache line behind them.
 template <class T>
 T* carve(char*& memory, long count) {
   T* taken = reinterpret_cast<T*>(memory);

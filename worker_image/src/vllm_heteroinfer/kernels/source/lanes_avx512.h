@@ -36,7 +36,7 @@ struct Lanes {
   INLINE I shr(I a) { return a >> N; }
   INLINE I both(I a, uint32_t b) { return a & (I{} + b); }
   INLINE I either(I a, I b) { return a | b; }
-  // float32 of the float16 in the lower or upper half of a register, or in memory.
+  // Converts the float16 in the lower or upper half of a register, or in memory, to float32.
   INLINE F lower_halves(I a) { return (F)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)a)); }
   INLINE F upper_halves(I a) { return (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)a, 1)); }
   INLINE F from_f16(const void* from) { return (F)_mm512_cvtph_ps(read<__m256i>(from)); }

@@ -193,7 +193,7 @@ void compute_many_rows(const Call& call, float* sums, long first_group, long end
     call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
 }
 
-// Returns `count` runs without tasks, in memory that later calls use again.
+// Returns `count` empty runs. Later calls use the same memory.
 Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
@@ -265,7 +265,8 @@ Path choose_path(long m) {
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
 
-// Asks the operating system for huge pages for the whole ones in this memory, which makes reads of weights faster.
+// Asks the operating system to use huge pages in this memory, as far as they fit, because they make reads of weights
+// faster.
 void ask_for_huge_pages(void* memory, long bytes) {
   const auto start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
@@ -364,7 +365,8 @@ long heteroinfer_packed_elements(long n, long k) {
   return ceil_div(n, kColumns) * kColumns * (ceil_div(k, kUnit) * kUnit);
 }
 
-// Prepares memory into which several weights will be packed: a page may have parts of two weights.
+// Asks for huge pages for memory into which several weights will be packed. It must be asked as a whole, because a huge
+// page may have parts of two weights.
 void heteroinfer_ask_for_huge_pages(void* memory, long bytes) { ask_for_huge_pages(memory, bytes); }
 
 // Packs w[n][k] (row stride ldw) into `out`, which nobody has written before, so that each page lies in the NUMA node of
@@ -374,7 +376,7 @@ void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + column * 2 + i % 2; });
 }
 
-// Like `heteroinfer_pack`, for FP8 weights.
+// Packs FP8 weights; the arguments are those of `heteroinfer_pack`.
 void heteroinfer_pack_fp8(uint8_t* out, const uint8_t* w, long ldw, long n, long k) {
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_offset(column, i % 2); });
 }

@@ -37,7 +37,8 @@ constexpr long fp8_offset(long column, long parity) {
   return at / 8 * 16 + column / 16 * 8 + at % 8;
 }
 
-// bf16 of an FP8 number (e4m3fn), exact: 4 bits of exponent with a bias of 7, no infinity, one NaN.
+// Converts an FP8 number (e4m3fn) to bf16, without rounding. e4m3fn has 4 bits of exponent with a bias of 7, no infinity
+// and one NaN.
 constexpr uint16_t widen_fp8(unsigned code) {
   unsigned exponent = code >> 3 & 15, mantissa = code & 7;
   const unsigned sign = (code & 128) << 8;
@@ -68,7 +69,8 @@ struct Fp8Stream {
   const float* scales;  // scales of the block's columns, one for each 128 k
 };
 
-// Address to prefetch while `unit` of `units` is read: the unit `distance` later, or the unit itself for nothing.
+// Address to prefetch while `unit` of `units` is read: the unit `distance` later, or, to prefetch nothing, the unit
+// itself.
 inline const uint8_t* fp8_ahead(const Fp8Stream& stream, long unit, long units, long distance) {
   if (!distance) return stream.w + unit * kUnitElements;
   const long later = unit + distance;

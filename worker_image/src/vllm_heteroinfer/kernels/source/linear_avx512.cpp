@@ -132,7 +132,7 @@ namespace {
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-// float32 of 16 bf16.
+// Converts 16 bf16 to float32.
 inline Floats widen(const uint16_t* from) {
   Halves halves;
   __builtin_memcpy(&halves, from, sizeof(halves));

@@ -42,7 +42,7 @@ namespace {
 
 #include "fp8_rows.h"
 
-// bf16 of the 128 FP8 numbers without sign, as two tables of bytes.
+// The 128 FP8 numbers without sign as bf16, in two tables of bytes: one for the lower bytes, one for the upper.
 struct Table {
   constexpr Table() : low(), high() {
     for (unsigned code = 0; code < 128; code++) {
