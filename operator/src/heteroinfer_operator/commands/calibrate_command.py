@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write. Default: heteroinfer/calibration.json in your cache folder. plan and up read "
+        help="file to write; default: heteroinfer/calibration.json in your cache folder. plan and up read "
         "that file",
     )
     parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=worker_python.HELP)

@@ -32,10 +32,12 @@ class ClusterAccess:
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--kubeconfig` and `--context`, with the meaning that they have for kubectl."""
     parser.add_argument(
-        "--kubeconfig", metavar="FILE", help="kubeconfig to use. Default: KUBECONFIG, else ~/.kube/config"
+        "--kubeconfig",
+        metavar="FILE",
+        help="kubeconfig to use; default: KUBECONFIG, or ~/.kube/config without it",
     )
     parser.add_argument(
-        "--context", metavar="NAME", help="context of the kubeconfig. Default: its current context"
+        "--context", metavar="NAME", help="context of the kubeconfig; default: its current context"
     )
 
 
@@ -45,7 +47,7 @@ def add_namespace_option(parser: argparse._ActionsContainer) -> None:
         "-n",
         "--namespace",
         metavar="NS",
-        help="namespace. Default: the namespace of the kubeconfig's context",
+        help="namespace; default: the namespace of the kubeconfig's context",
     )
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer logs`."""
     parser.add_argument("name", metavar="NAME", help="name of a HeteroInference")
     add_namespace_option(parser)
-    parser.add_argument("--group", type=int, metavar="N", help="index of one group. Default: all groups")
+    parser.add_argument("--group", type=int, metavar="N", help="index of one group; default: all groups")
     parser.add_argument(
         "--previous",
         action="store_true",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_line_count,
         default=_TAIL_LINES,
         metavar="LINES",
-        help=f"lines of each pod. Default: {_TAIL_LINES}",
+        help=f"lines of each pod; default: {_TAIL_LINES}",
     )
     add_cluster_options(parser)
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--filename",
         type=Path,
         metavar="FILE",
-        help="file to write. Default: heteroinfer-NAMESPACE-NAME-TIME.tar.gz in the current folder",
+        help="file to write; default: heteroinfer-NAMESPACE-NAME-TIME.tar.gz in the current folder",
     )
     add_cluster_options(parser)
 

@@ -15,7 +15,7 @@ def add_output_option(parser: argparse._ActionsContainer, default: str, *, note:
         "--output",
         choices=(default, "json", "yaml"),
         default=default,
-        help=f"format of the output. Default: {default}{note and f'. {note}'}",
+        help=f"format of the output; default: {default}{note and f'. {note}'}",
     )
 
 

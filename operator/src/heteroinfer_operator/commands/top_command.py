@@ -27,7 +27,7 @@ _WIDTH_OF_FILES: Final = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer top`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one HeteroInference. Default: all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one HeteroInference; default: all")
     namespace_options = parser.add_mutually_exclusive_group()
     add_namespace_option(namespace_options)
     namespace_options.add_argument(

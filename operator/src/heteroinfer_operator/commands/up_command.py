@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-cache",
         type=Path,
         metavar="DIR",
-        help="folder for models from a hub (hf://). Default: heteroinfer/models in your cache folder",
+        help="folder for models from a hub (hf://); default: heteroinfer/models in your cache folder",
     )
     parser.add_argument(
         "--port", type=_port, help="port of the OpenAI API on 127.0.0.1; replaces the file's engine.port"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="folder for the output of each pod, POD.log. Default: a temporary folder, kept after a failure",
+        help="folder for the output of each pod, POD.log; default: a temporary folder, kept after a failure",
     )
     parser.add_argument(
         "--calibrate",

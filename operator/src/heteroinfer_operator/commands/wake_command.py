@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group",
         type=int,
         metavar="N",
-        help="wake only the group with this index. Default: all sleeping groups",
+        help="wake only the group with this index; default: all sleeping groups",
     )
     add_namespace_option(parser)
     add_cluster_options(parser)

@@ -50,7 +50,7 @@ class _ResourcePods:
     requests: dict[str, PodRequest] = field(default_factory=dict)
 
     def cancel_requests(self, *, kept_names: Collection[str] = ()) -> None:
-        """Cancels the requests of all pods but these: their answers must not be used later."""
+        """Cancels the requests for all pods except `kept_names`, because later answers must not be used."""
         for name in self.requests.keys() - set(kept_names):
             self.requests.pop(name).cancel()
 

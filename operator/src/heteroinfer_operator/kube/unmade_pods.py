@@ -39,7 +39,7 @@ class NeverCreatedPods:
     _pods: dict[str, _NeverCreatedPod] = field(default_factory=dict)
 
     def names(self) -> frozenset[str]:
-        """Returns the names of pods that do not exist yet, as far as the API server has answered."""
+        """Returns the names of pods that do not exist yet according to the answers of the API server."""
         return frozenset(self._pods)
 
     def never_requested(self) -> frozenset[str]:

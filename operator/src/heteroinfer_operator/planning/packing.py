@@ -71,11 +71,13 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
 
 
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
-    """Returns the bytes of a group in the checkpoint, with and without its zero point."""
-    bytes_without_zero_point = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8) + 2
-    return bytes_without_zero_point + _ZERO_POINT_BYTES.get(
-        scheme.name, Fraction(0)
-    ), bytes_without_zero_point
+    """Returns the bytes of a group in the checkpoint, with and without its zero point.
+
+    A group has its codes and a scale of 2 bytes.
+    """
+    code_bytes = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8)
+    zero_point_bytes = _ZERO_POINT_BYTES.get(scheme.name, Fraction(0))
+    return code_bytes + 2 + zero_point_bytes, code_bytes + 2
 
 
 def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction) -> Fraction:

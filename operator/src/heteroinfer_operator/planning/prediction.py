@@ -72,7 +72,7 @@ _ZERO: Final = Prediction(step_s=0.0, least_s=0.0, most_s=0.0)
 
 
 def _with_range(seconds: float, error: ErrorRange) -> Prediction:
-    """Returns a time with the range that the error of its rates gives."""
+    """Returns a time with its range, which follows from the error of the rates."""
     return Prediction(step_s=seconds, least_s=seconds * error.least, most_s=seconds * error.most)
 
 

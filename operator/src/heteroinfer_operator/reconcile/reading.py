@@ -70,9 +70,9 @@ def read_trusted_plans(
 ) -> dict[str, Plan]:
     """Returns the stored plans that the operator trusts, by the hash in their ConfigMaps' names.
 
-    The hash must match the stored text. Version 0.1.0, an operator with another key, or another user wrote a
-    plan without a valid code: such a plan may contain only arguments that a spec may contain. Fields that
-    this version does not know are ignored; the hash still covers them.
+    The hash must match the stored text. A plan without a valid authentication code may come from version
+    0.1.0, from an operator with another key, or from another user. It is trusted only if a spec may contain
+    all its arguments. Fields that this version does not know are ignored; the hash still covers them.
     """
     args_of_specs, plans = {spec.engine.args for spec in specs}, {}
     for manifest in observation.objects:

@@ -209,12 +209,12 @@ def _find_obstacle(decision: GroupDecision) -> str:
 
 
 def _all_pods_ready(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Reports whether a group serves now: all its pods exist and are ready.
+    """Reports whether a group serves now: all its pods exist and are ready, and clients reach its leader.
 
-    A group whose leader the Service of clients does not select does not serve.
+    Clients do not reach a leader that lost the labels by which their Service selects it.
     """
     newest = max((epoch_of(pod) for pod in pods), default=0)
     pods = [pod for pod in pods if epoch_of(pod) == newest]
     present = {pod.name for pod in pods}
-    whole = all(entry.pod in present for entry in status.members)
-    return whole and not is_cut_off(pods) and all(pod.ready and not pod.ended for pod in pods)
+    all_exist = all(entry.pod in present for entry in status.members)
+    return all_exist and not is_cut_off(pods) and all(pod.ready and not pod.ended for pod in pods)
