@@ -217,7 +217,7 @@ _PORT_LIST: Final = f"{', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_POR
 
 
 def _tensor_divides_ranks_per_pod(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether the ranks of each stage fit into whole pods."""
+    """Reports whether a pod holds whole stages. In mode Tensor, which Auto may choose, stages span pods."""
     tensor = spec.parallelism.tensor
     return (
         tensor is None
@@ -245,7 +245,10 @@ def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
 
 
 def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether the roles have feed-forward ranks if the mode needs such ranks, and none otherwise."""
+    """Reports whether feed-forward ranks fit the mode: FeedForward needs them, and only Auto permits them.
+
+    A role that sets feedForward has such ranks. In mode FeedForward, CPU roles beside the GPU role have them.
+    """
     set_by_role = any(role.feed_forward is not None for role in spec.roles)
     if spec.parallelism.mode is Mode.FEED_FORWARD:
         return set_by_role or len(spec.stage_roles) < len(spec.roles)

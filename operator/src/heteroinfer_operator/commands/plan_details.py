@@ -124,7 +124,7 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
 
 
 def _describe_stage_memory(planned: Planned, stage: int) -> str:
-    """Describes the bytes of the rank of a stage that has the least memory left, as a sum."""
+    """Describes, as a sum, the memory of the stage's rank that has the least memory left."""
     plan, sizes = planned.plan, planned.sizes
     ranks = plan.stage(stage)
     first, end = ranks[0].first_layer, ranks[0].end_layer

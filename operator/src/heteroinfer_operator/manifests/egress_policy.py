@@ -166,7 +166,11 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Returns the selectors without those that select only pods of another, wider selector."""
+    """Returns the selectors without those that select only pods of another, wider selector.
+
+    A selector without terms selects all pods. A selector with several terms is narrower than a selector that
+    has only one of these terms.
+    """
     terms = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms:
         return [{}]
