@@ -265,8 +265,7 @@ Path choose_path(long m) {
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
 
-// Asks the operating system to use huge pages in this memory, as far as they fit, because they make reads of weights
-// faster.
+// Asks the operating system to use huge pages in this memory, as far as they fit: weights are then read faster.
 void ask_for_huge_pages(void* memory, long bytes) {
   const auto start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
