@@ -168,8 +168,8 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Returns the selectors without those that select only pods of another, wider selector.
 
-    A selector without terms selects all pods. A selector with several terms is narrower than a selector that
-    has only one of these terms.
+    A selector without terms selects all pods. With several terms, a selector is narrower than another
+    selector that has a single term, which the first selector has, too.
     """
     terms = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms:
