@@ -1,8 +1,8 @@
 """The status is true within two seconds, even if a kind, request, event or webhook fails.
 
 Each case has a resource in its own namespace. One kind of request about that namespace fails, hangs, or takes
-ten seconds, and a rank of the serving group is killed. Another resource without faults shows the time that
-this machine needs, and that resources do not wait for each other.
+ten seconds, and a rank of the serving group is killed. Another resource without faults, whose spec changes
+too, shows the time that this machine needs, and that resources do not wait for each other.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import pytest
 from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.reconcile.budget import STATUS_WRITES_WITHIN
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator import life
 from tests.integration.operator.api_proxy import ApiProxy, Fault, api_proxy
@@ -175,6 +176,12 @@ async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
         await until(f"{site}: the request is sent", lambda: fault.hits, timeout_s=60)
 
 
+def has_reported(proxy: ApiProxy) -> bool:
+    """Reports whether the operator has written no status for so long that its next write waits for none."""
+    since_s = time.monotonic() - STATUS_WRITES_WITHIN.total_seconds()
+    return not any(each.at > since_s and each.path.endswith("/status") for each in reversed(proxy.requests))
+
+
 async def kill(server: ApiServer, site: Site) -> None:
     if site.case is not None and site.case.hides:
         no_label = {"metadata": {"labels": {names.LABEL_RESOURCE: None}}}
@@ -235,6 +242,8 @@ async def check(
     settings = {"namespace": "default", "key_secret": f"{prefix}-key"}
     async with serving(control_plane, server, tmp_path, [*sites, without], **settings) as (proxy, process):
         await gather_few([lambda site=site: inject(server, proxy, site) for site in sites])  # type: ignore[misc]
+        await server.merge(HETERO_INFERENCE.path(without.namespace, "tiny"), {"spec": SCALE})
+        await until("the operator has reported the new specs", lambda: has_reported(proxy), timeout_s=SLOW_S)
         async with watcher(server) as found:
             await asyncio.gather(*(kill(server, site) for site in (*sites, without)))
             for site in sites:
