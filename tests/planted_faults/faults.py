@@ -76,7 +76,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/group/fingerprint.py",
         right='        "block_size": cache.block_size,\n',
         wrong="",
-        tests=(f"{_GROUPS}/test_agreement.py", "-k", "other_settings"),
+        tests=(f"{_GROUPS}/test_agreement.py", "-k", "settings_that_differ"),
     ),
     PlantedFault(
         name="ranks with other weights go on",
@@ -139,7 +139,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/linear.cpp",
         right="total[i] += c[i];",
         wrong="total[i] += 0 * c[i];",
-        tests=(f"{_KERNELS}/test_linear.py", "-k", "by_default"),
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "default_path"),
     ),
     PlantedFault(
         name="AMX leaves out what is beyond whole units of k",
@@ -167,7 +167,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/linear.h",
         right="for (exponent = 121;",
         wrong="for (exponent = 120;",
-        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_number and avx512_bf16"),
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_fp8_number and avx512_bf16"),
     ),
     PlantedFault(
         name="FP8 ups have the scales of their gates",
@@ -181,7 +181,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/feed_forward/compute.py",
         right="local.masked_fill_(local >= self._own.count, -1)",
         wrong="local",
-        tests=(f"{_KERNELS}/test_experts.py", "-k", "layers_of_vllm"),
+        tests=("tests/integration/feed_forward/test_groups.py", "-k", "tokens_by_experts and qwen3_moe"),
     ),
     PlantedFault(
         name="the slowest feed-forward rank has the largest share",
