@@ -179,8 +179,8 @@ FAULTS: Final = (
     PlantedFault(
         name="a rank of whole experts answers for those of others, too",
         path=f"{_WORKER}/feed_forward/compute.py",
-        right="local.masked_fill_(local >= self._own.count, -1)",
-        wrong="local",
+        right="torch.sub(ids, self._own.first, out=",
+        wrong="torch.sub(ids, 0, out=",
         tests=("tests/integration/feed_forward/test_groups.py", "-k", "tokens_by_experts and qwen3_moe"),
     ),
     PlantedFault(
