@@ -3,8 +3,9 @@
     python -m tests.bench.feed_forward_cells ours:24 gpu uva:24 [--requests 1,4,16,64] [--fp8] [...]
     python -m tests.bench.feed_forward_cells ours:6 ours:6:OMP_NUM_THREADS=14,OMP_PROC_BIND=true uva:6 gpu
 
-A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), or stock vLLM: `gpu` (all
-on the GPU), `uva`, `prefetch`. All start side by side and then idle but the one that is measured. Dummy
+A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), `shared` (ours, and the
+GPU computes a part of the experts of prompts), or stock vLLM: `gpu` (all on the GPU), `uva`,
+`prefetch`. All start side by side and then idle but the one that is measured. Dummy
 weights, uniform routing, bf16 or FP8 block. A step is the time between steps while all requests
 decode. Before each cell of ours a process with the lane's variables reads memory (the stream), and
 once one copies pinned memory to the GPU (the link): a stock cell that beats the link is void, and nothing
@@ -39,9 +40,10 @@ from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import Group, start_group
 
-MAX_SEQS, MAX_TOKENS, BLOCK = 64, 2048, 32
+MAX_SEQS, BLOCK = 64, 32
 MAX_LEN, PROMPTS_MAX_LEN = 512, 4096
-"""Of a run of decode steps, and of one that times first tokens too."""
+"""Of a run of decode steps, and at least of one that times first tokens too."""
+OURS = ("ours", "shared")
 PROMPT_TOKENS = 16
 PROMPT_TRIES = 3
 CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
@@ -144,7 +146,8 @@ class Ours:
     def start(self) -> None:
         """Starts it, and a process that reads memory as its lane would."""
         options = self.options
-        plan = plan_of(self.model, self.way.off, options)
+        ring_mib = options.ring_mib if self.way.kind == "shared" else 0
+        plan = plan_of(self.model, self.way.off, options, ring_mib=ring_mib)
         if options.cpu:
             plan = on_cpu(plan)
         env = {**OUR_ENV, **routing(options.shape), **dict(self.way.env)}
@@ -191,10 +194,13 @@ class Ours:
 
 def max_len_of(options: argparse.Namespace) -> int:
     """Returns the longest request of a run."""
-    return PROMPTS_MAX_LEN if options.prompts else MAX_LEN
+    longest = max([*options.prompts, PROMPTS_MAX_LEN - BLOCK]) + BLOCK
+    return longest if options.prompts else MAX_LEN
 
 
-def plan_of(model: Path, off: int, options: argparse.Namespace, share: int = BY_RATE) -> Plan:
+def plan_of(
+    model: Path, off: int, options: argparse.Namespace, share: int = BY_RATE, ring_mib: int = 0
+) -> Plan:
     """Returns a plan of one GPU rank and the feed-forward ranks of the first `off` layers."""
     plan = feed_forward_plan(
         model,
@@ -204,10 +210,11 @@ def plan_of(model: Path, off: int, options: argparse.Namespace, share: int = BY_
         device=Device.GPU,
         dtype="bfloat16",
         max_model_len=max_len_of(options),
-        max_num_batched_tokens=MAX_TOKENS,
+        max_num_batched_tokens=options.chunk,
         max_num_seqs=MAX_SEQS,
         block_size=BLOCK,
         eager_gpu=False,
+        ring_bytes=ring_mib << 20,
         extra_args=("--load-format", "dummy", "--compilation-config", CAPTURE, "--no-enable-prefix-caching"),
     )
     return replace(plan, ranks=(replace(plan.ranks[0], kv_cache_bytes=4 * GIB), *plan.ranks[1:]))
@@ -468,6 +475,7 @@ class Stock:
             "offload": offload(self.way, options),
             "cpu": options.cpu,
             "max_len": max_len_of(options),
+            "chunk": options.chunk,
         }
         self.logs.mkdir(parents=True, exist_ok=True)
         env = {**STOCK_ENV, **routing(options.shape)}
@@ -541,7 +549,7 @@ def stock_part(given: Mapping[str, Any]) -> None:
         load_format="dummy",
         max_model_len=given["max_len"],
         max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=MAX_TOKENS,
+        max_num_batched_tokens=given["chunk"],
         enable_prefix_caching=False,
         **settings,
     )
@@ -610,7 +618,7 @@ class Cells:
         logs = Path(tempfile.mkdtemp(prefix="hi-cells-"))
         link = Child("link", {}, {})
         for number, way in enumerate(map(Way.parse, options.ways)):
-            kind = Ours if way.kind == "ours" else Stock
+            kind = Ours if way.kind in OURS else Stock
             self.running[way] = kind(way, options, model, logs / str(number))
         with ThreadPoolExecutor(len(self.running)) as pool:
             limit_s = min(options.start_timeout, self.left_s())
@@ -716,7 +724,7 @@ def to_markdown(cells: Sequence[Mapping[str, Any]], options: argparse.Namespace)
         "|---" * 12 + "|",
     ]
     for cell in measured:
-        if cell["kind"] == "ours":
+        if cell["kind"] in OURS:
             lines.append(our_row(cell, measured, alone, link, options))
     if options.prompts:
         lines += ["", "| way | prompt, tokens | first token, ms: each try |", "|---|---|---|"]
@@ -805,6 +813,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a batch, of every way")
+    parser.add_argument("--ring-mib", type=int, default=1024, help="of `shared`")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")

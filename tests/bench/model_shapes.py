@@ -99,7 +99,7 @@ def make_shape(folder: Path, shape: str, layers: int, *, fp8: bool = False) -> P
         **SHAPES[shape],
         **(_FP8_BLOCK if fp8 else {}),
         "num_hidden_layers": layers,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 32768,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",

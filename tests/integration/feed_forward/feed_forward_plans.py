@@ -18,6 +18,7 @@ def feed_forward_plan(
     pods: Sequence[int] = (),
     by_experts: bool = False,
     device: Device = Device.CPU,
+    ring_bytes: int = 0,
     **engine: Any,
 ) -> Plan:
     """Returns a plan of a rank with attention, and a feed-forward rank for each share, in its pod or others.
@@ -30,6 +31,7 @@ def feed_forward_plan(
         pods: of the feed-forward ranks, ascending; that of the rank with attention, 0, by default.
         by_experts: whether these have whole experts.
         device: of the rank with attention.
+        ring_bytes: of the GPU's memory, for experts that it computes itself.
         **engine: fields of EngineSettings to change.
     """
     plan = build_plan(model, layers=[num_layers], pods=[1], devices=[device], **engine)
@@ -52,4 +54,5 @@ def feed_forward_plan(
         )
         for lane, (share, pod) in enumerate(zip(shares, pod_of, strict=True))
     )
-    return replace(plan, mode=Mode.FEED_FORWARD, ranks=(*plan.ranks, *lanes))
+    asking = tuple(replace(rank, ring_bytes=ring_bytes) for rank in plan.ranks)
+    return replace(plan, mode=Mode.FEED_FORWARD, ranks=(*asking, *lanes))

@@ -82,6 +82,8 @@ class RankAssignment:
         feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
             rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or
             in a pod of only such ranks.
+        ring_bytes: memory of a GPU with feed-forward ranks in its pod, for experts that it copies from them
+            and computes itself in long prompts; 0: it computes none of their experts.
     """
 
     rank: int
@@ -97,6 +99,7 @@ class RankAssignment:
     weight_bytes: int = 0
     predicted_step_s: float = 0.0
     feed_forward: FeedForwardShare | None = None
+    ring_bytes: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -192,7 +195,7 @@ class Plan(codec.JsonValue):
         for name in _SIZES:
             codec.at_least(1, "Plan.engine", **{name: getattr(self.engine, name)})
         for rank in self.ranks:
-            for name in ("kv_cache_bytes", "weight_bytes", "predicted_step_s"):
+            for name in ("kv_cache_bytes", "weight_bytes", "predicted_step_s", "ring_bytes"):
                 codec.at_least(0, f"Plan.ranks[{rank.rank}]", **{name: getattr(rank, name)})
 
     @property
@@ -261,6 +264,8 @@ class Plan(codec.JsonValue):
             for rank in raw["ranks"]:
                 if rank["feed_forward"] is None:
                     del rank["feed_forward"]
+                if not rank["ring_bytes"]:
+                    del rank["ring_bytes"]
             text = codec.as_json_text(raw)
             self._texts.extend((text, plan_text_hash(text)))
         return self._texts

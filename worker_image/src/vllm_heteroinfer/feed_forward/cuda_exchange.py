@@ -7,7 +7,7 @@ image needs no compiler.
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,8 @@ SOURCE: Final = Path(__file__).parent / "kernels.cu"
 THREADS: Final = 256
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
+LONG_ROWS, LONG_BLOCKS = 512, 128
+"""An ask with more rows gets more blocks, because copies of experts use the link at the same time."""
 STATE_WORDS: Final = 4
 HOST_REGISTER_MAPPED: Final = 2
 """driver_types.h: cudaHostRegisterMapped."""
@@ -59,10 +61,10 @@ class CudaError(RuntimeError):
 class Kernels:
     """The compiled kernels of the current device."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Compiles the kernels for this device and loads them."""
+    def __init__(self, device: torch.device, source: Path = SOURCE) -> None:
+        """Compiles the kernels of a file for this device and loads them."""
         major, minor = torch.cuda.get_device_capability(device)
-        image = compile_source(SOURCE.read_bytes(), f"sm_{major}{minor}")
+        image = compile_source(source.read_bytes(), f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         torch.cuda.current_stream(device).synchronize()  # creates the context
@@ -78,9 +80,12 @@ class Kernels:
         self._raise_if_failed(status, "cuModuleGetFunction")
         return found
 
-    def launch(self, function: ctypes.c_void_p, blocks: int, arguments: Any, stream: int) -> None:
+    def launch(
+        self, function: ctypes.c_void_p, blocks: int | tuple[int, int, int], arguments: Any, stream: int
+    ) -> None:
         """Puts a kernel into a stream; `arguments` is an array of pointers to its arguments."""
-        status = self._launch(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
+        grid = (blocks, 1, 1) if isinstance(blocks, int) else blocks
+        status = self._launch(function, *grid, THREADS, 1, 1, 0, stream, arguments, None)
         self._raise_if_failed(status, "cuLaunchKernel")
 
     def device_address(self, address: int) -> int:
@@ -95,6 +100,18 @@ class Kernels:
         """Raises CudaError for a status other than 0. `call` is the name of the CUDA function."""
         if status:
             raise CudaError(f"{call} failed with {status}")
+
+
+def register_memory(memory: torch.Tensor) -> None:
+    """Lets the current device copy to and from host memory, and map it; raises CudaError if it cannot."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_MAPPED)
+    if int(status) != 0:
+        raise CudaError(f"cudaHostRegister of {memory.nbytes} bytes failed with {status}")
+
+
+def _pointers_to(params: ctypes.Structure) -> Any:
+    """Returns the arguments of a kernel with one parameter, valid while `params` is referenced."""
+    return (ctypes.c_void_p * 1)(ctypes.addressof(params))
 
 
 class CudaExchange:
@@ -113,11 +130,7 @@ class CudaExchange:
         self.slab = slab
         self._device = device
         with torch.cuda.device(device):
-            status = torch.cuda.cudart().cudaHostRegister(
-                slab.address, slab.bytes.numel(), HOST_REGISTER_MAPPED
-            )
-            if int(status) != 0:
-                raise CudaError(f"cudaHostRegister of {slab.bytes.numel()} bytes failed with {status}")
+            register_memory(slab.bytes)
             self._kernels = Kernels(device)
             # Not in the pool that sleep empties, because the number of asks must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
@@ -152,6 +165,17 @@ class CudaExchange:
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
         """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
+        return self.send(layer, x, ids, weights, padding)()
+
+    def send(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> Callable[[], torch.Tensor]:
+        """Sends an ask like `remote.Asks`; the returned function makes the stream wait for the answer."""
         check_ask(self.slab.shape, x, ids)
         out = torch.empty_like(x)
         rows = x.shape[0]
@@ -165,13 +189,18 @@ class CudaExchange:
             layer=layer,
             **self._fixed_params,
         )
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        arguments = _pointers_to(params)
         parts = rows * self._fixed_params["row_parts"]
-        blocks = max(1, min(MAX_BLOCKS, -(-parts // THREADS)))
+        most = MAX_BLOCKS if rows <= LONG_ROWS else LONG_BLOCKS
+        blocks = max(1, min(most, -(-parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
-        self._kernels.launch(self._sum_kernel, blocks, arguments, stream)
-        return out
+
+        def receive() -> torch.Tensor:
+            self._kernels.launch(self._sum_kernel, blocks, _pointers_to(params), stream)
+            return out
+
+        return receive
 
 
 @functools.cache

@@ -22,10 +22,12 @@ class LoadedParts:
 
     Attributes:
         parts: layer -> its experts, or its MLP as one expert.
+        own_parts: layer -> the columns and experts of this rank.
         own_experts: this rank's experts in each layer; None if it has columns of each expert.
     """
 
     parts: Mapping[int, Experts]
+    own_parts: Mapping[int, OwnPart]
     own_experts: Span | None
     memory: WeightMemory
 
@@ -66,7 +68,7 @@ def load_parts(
             "rank the cores and memory of all ranks"
         )
     reader, memory = ExpertReader(recipe, model), WeightMemory()
-    parts, own_experts = {}, None
+    parts, own_parts, own_experts = {}, {}, None
     with weight_memory.place_weights_in(memory):
         for number, layer in sorted(recipe.layers.items()):
             columns = Span(total=layer.inner, first=0, end=layer.inner)
@@ -75,8 +77,8 @@ def load_parts(
                 experts = own_experts = share_experts(layer.experts, shares)[lane]
             else:
                 columns = share_columns(layer.inner, shares, recipe.unit)[lane]
-            own_part = OwnPart(columns=columns, experts=experts)
-            parts[number] = load_experts(reader.layer(layer), own_part, getattr(torch, recipe.dtype))
+            own_parts[number] = OwnPart(columns=columns, experts=experts)
+            parts[number] = load_experts(reader.layer(layer), own_parts[number], getattr(torch, recipe.dtype))
     reader.check_unchanged()
     memory.move_all_to_huge_pages()
-    return LoadedParts(parts=parts, own_experts=own_experts, memory=memory)
+    return LoadedParts(parts=parts, own_parts=own_parts, own_experts=own_experts, memory=memory)

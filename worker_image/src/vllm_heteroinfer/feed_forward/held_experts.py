@@ -15,11 +15,12 @@ from vllm_heteroinfer.feed_forward.expert_formats import ExpertShape, ExpertWeig
 from vllm_heteroinfer.feed_forward.expert_reader import LayerReader
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
 from vllm_heteroinfer.kernels import linear, weight_memory
-from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, register
+from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, Code, Format, register
 from vllm_heteroinfer.kernels.coded_experts import (
     Activation,
     ActivationKind,
     CodedExperts,
+    PackedPart,
     allocate_part,
     pack_expert_into,
 )
@@ -39,6 +40,40 @@ ALTERNATING: Final = "swigluoai"
 """The activation whose gates and ups alternate in the parameters."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """The packed w13 or w2 of a rank's experts, as another process can unpack it.
+
+    Attributes:
+        packed: [experts, ...], contiguous.
+        columns: of this rank. The kernels' w13 has blocks of 32 gates and 32 ups in turns.
+        inputs: of this rank.
+        format: of the codes, and of the scales in the headers of blocks; None if the matrix is not packed.
+            Then w13 has all gates before all ups.
+        has_headers: whether blocks of columns have headers (kernels/source/coded.h).
+        block_scales: float32 scales of 128 columns and 128 inputs, if they are not in headers.
+    """
+
+    packed: torch.Tensor
+    columns: int
+    inputs: int
+    format: Format | None
+    has_headers: bool = False
+    block_scales: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, weights: torch.Tensor, form: Format | None, *, block_scales: torch.Tensor | None = None
+    ) -> "PackedMatrix":
+        """Describes weights [experts, columns, inputs] without headers."""
+        _, columns, inputs = weights.shape
+        return cls(packed=weights, columns=columns, inputs=inputs, format=form, block_scales=block_scales)
+
+
+Matrices = tuple[PackedMatrix, PackedMatrix]
+"""w13 and w2."""
+
+
 class Experts(Protocol):
     """Computes routed experts.
 
@@ -46,12 +81,14 @@ class Experts(Protocol):
         count: experts that this rank has.
         packed: tensors of the weights, of `num_bytes` in all.
         method: format and kernels, for the log.
+        matrices: w13 and w2 for a GPU that computes them itself; None if it cannot.
     """
 
     count: int
     packed: Sequence[torch.Tensor]
     num_bytes: int
     method: str
+    matrices: Matrices | None
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Writes each row's weighted sum of its experts into y; an id that is not an expert adds nothing.
@@ -135,6 +172,13 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     return _CodedFormatExperts(library, weights, part, activation, dtype, biased=has_biases)
 
 
+def _describe_part(part: PackedPart) -> PackedMatrix:
+    """Describes weights of `kernels.coded_experts`."""
+    return PackedMatrix(
+        packed=part.packed, columns=part.columns, inputs=part.inputs, format=part.format, has_headers=True
+    )
+
+
 def _find_kernels() -> KernelLibrary | None:
     """Returns the kernels; on a CPU without AVX-512F, only the kernels for coded weights."""
     with contextlib.suppress(KernelsUnavailableError):
@@ -168,12 +212,18 @@ class _SwishExperts:
         scales = (
             None
             if is_unquantized
-            else (torch.stack(w13_scales).contiguous(), torch.stack(w2_scales).contiguous())
+            else tuple(_copy_in_own_memory(torch.stack(found)) for found in (w13_scales, w2_scales))
         )
         self._packed = PackedExperts(w13=w13, w2=w2, scales=scales)
         self.packed: Sequence[torch.Tensor] = (w13, w2, *(scales or ()))
         self.num_bytes = sum(tensor.nbytes for tensor in self.packed)
         self.method = f"{weights.name} ({', '.join(library.paths)})"
+        form = Format(code=Code.BF16 if is_unquantized else Code.FP8)
+        scales13, scales2 = scales or (None, None)
+        self.matrices: Matrices | None = (
+            PackedMatrix.of(w13, form, block_scales=scales13),
+            PackedMatrix.of(w2, form, block_scales=scales2),
+        )
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         experts(self._library, y, x, self._packed, weights=weights, ids=ids)
@@ -215,6 +265,10 @@ class _CodedFormatExperts:
         self.packed: Sequence[torch.Tensor] = [each.packed for each in packed.values()]
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.coded_paths)})"
+        self.matrices: Matrices | None = None
+        if activation.gated and not biased:
+            w13_part, w2_part = packed[True], packed[False]
+            self.matrices = (_describe_part(w13_part), _describe_part(w2_part))
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         self._experts.compute(y, x, weights, ids)
@@ -228,21 +282,31 @@ class _TorchExperts:
     ) -> None:
         """Reads this rank's part of each expert."""
         self._activation, self.count = activation, part.experts.count
-        self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        tensors: list[torch.Tensor] = []
-        for expert in range(part.experts.first, part.experts.end):
-            w13, w2 = (_copy_in_own_memory(weights.read_floats(expert, w13=which)) for which in (True, False))
-            bias13, bias2 = (weights.read_bias(expert, w13=w) if biased else None for w in (True, False))
-            self._layers.append((w13, w2, bias13, bias2))
-            tensors += (w13, w2)
-        self.packed: Sequence[torch.Tensor] = tensors
+        self._weights: list[torch.Tensor] = []
+        self._biases: dict[bool, list[torch.Tensor | None]] = {}
+        for w13 in (True, False):
+            first = weights.read_floats(part.experts.first, w13=w13)
+            together = weight_memory.empty((self.count, *first.shape), first.dtype)
+            for local, expert in enumerate(range(part.experts.first, part.experts.end)):
+                together[local].copy_(weights.read_floats(expert, w13=w13))  # it may be a view of a file
+            self._weights.append(together)
+            self._biases[w13] = [
+                weights.read_bias(expert, w13=w13) if biased else None
+                for expert in range(part.experts.first, part.experts.end)
+            ]
+        self.packed: Sequence[torch.Tensor] = self._weights
+        self.matrices: Matrices | None = None
+        if activation.gated and not biased:
+            w13_weights, w2_weights = self._weights
+            self.matrices = (PackedMatrix.of(w13_weights, None), PackedMatrix.of(w2_weights, None))
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} (torch)"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Computes the experts one by one, each with the rows that chose it."""
         total = torch.zeros(y.shape, dtype=torch.float32)
-        for expert, (w13, w2, bias13, bias2) in enumerate(self._layers):
+        each_expert = zip(*self._weights, self._biases[True], self._biases[False], strict=True)
+        for expert, (w13, w2, bias13, bias2) in enumerate(each_expert):
             rows, choices = (ids == expert).nonzero(as_tuple=True)
             if not len(rows):
                 continue

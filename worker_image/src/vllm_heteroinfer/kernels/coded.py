@@ -163,6 +163,41 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
     return size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """Sizes and offsets of a packed weight, in bytes.
+
+    Blocks have SHARED_COLUMNS columns, units as many inputs.
+
+    Attributes:
+        header: of a block, before its units.
+        scales: offset of the first group's scales in a block.
+        scale_bytes: of the scales of a group.
+        zeros: offset of the first group's zero points in a block.
+    """
+
+    block_bytes: int
+    unit_bytes: int
+    header: int
+    scales: int
+    scale_bytes: int
+    zeros: int
+
+
+def packed_layout(library: KernelLibrary, form: Format, columns: int, inputs: int) -> PackedLayout:
+    """Returns the layout of a packed weight."""
+    native, found = form.to_native(), (ctypes.c_long * len(PackedLayout.__slots__))()
+    library.calls.heteroinfer_coded_layout(ctypes.addressof(native), columns, inputs, ctypes.addressof(found))
+    return PackedLayout(**dict(zip(PackedLayout.__slots__, found, strict=True)))
+
+
+def code_places(library: KernelLibrary, code: Code) -> torch.Tensor:
+    """Returns the place of each code in a unit: int32 [columns, inputs], in half bytes."""
+    places = torch.empty((SHARED_COLUMNS, SHARED_COLUMNS), dtype=torch.int32)
+    library.calls.heteroinfer_coded_places(code, places.data_ptr())
+    return places
+
+
 def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None) -> PackedWeight:
     """Packs a weight into `out` (uint8, of `packed_bytes`) or into new memory."""
     size = packed_bytes(library, weight.format, weight.columns, weight.inputs)

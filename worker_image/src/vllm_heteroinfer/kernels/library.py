@@ -37,6 +37,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG),
     ),
     "heteroinfer_coded_bytes": (_LONG, (_POINTER, _LONG, _LONG)),
+    "heteroinfer_coded_layout": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "heteroinfer_coded_places": (None, (_LONG, _POINTER)),
     "heteroinfer_coded_pack": (
         None,
         (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG),

@@ -9,6 +9,7 @@ import ctypes
 import math
 import mmap
 import os
+import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ import torch
 HUGE_PAGE: Final = 2 << 20
 """Bytes. Each tensor begins at a multiple, in the file and in this process, so that huge pages fit."""
 NAME: Final = "heteroinfer-weights"
-"""Name of the memfd in /proc/PID/maps."""
+"""Begin of the memfd's name in /proc/PID/maps."""
 _MADV_COLLAPSE: Final = 25
 """Needs Linux 6.1. Older kernels refuse it, and reads are slower."""
 _PROT_NONE: Final = 0
@@ -38,14 +39,16 @@ class WeightMemory:
     """One memfd that grows with each tensor.
 
     Attributes:
+        name: of the memfd; no other has the same.
         fd: descriptor of the memfd, closed when this object is freed.
         num_bytes: size of all tensors so far, each rounded up to huge pages.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(NAME)
+        self.name = f"{NAME}-{secrets.token_hex(16)}"
+        self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        self._spans: list[tuple[int, int]] = []
+        self._spans: list[tuple[int, int, int]] = []  # first and last address, and the place in the file
         self._end = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -62,8 +65,8 @@ class WeightMemory:
         length = _round_up_to_huge_pages(count * dtype.itemsize)
         os.ftruncate(self.fd, self.num_bytes + length)
         address = _map_aligned(self.fd, self.num_bytes, length)
+        self._spans.append((address, address + length, self.num_bytes))
         self.num_bytes += length
-        self._spans.append((address, address + length))
         memory = (ctypes.c_char * length).from_address(address)
         weakref.finalize(memory, _libc.munmap, address, length)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
@@ -74,7 +77,15 @@ class WeightMemory:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor's first byte is in this memory."""
-        return any(begin <= tensor.data_ptr() < end for begin, end in self._spans)
+        return any(begin <= tensor.data_ptr() < end for begin, end, _ in self._spans)
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Returns the place of a tensor's first byte in the file; raises KeyError if it is elsewhere."""
+        address = tensor.data_ptr()
+        for begin, end, offset in self._spans:
+            if begin <= address < end:
+                return offset + address - begin
+        raise KeyError(address)
 
     def move_to_huge_pages(self, tensor: torch.Tensor) -> None:
         """Asks the Linux kernel to move a written tensor of this memory into huge pages."""
@@ -82,7 +93,7 @@ class WeightMemory:
 
     def move_all_to_huge_pages(self) -> None:
         """Asks the Linux kernel to move all tensors of this memory into huge pages, if possible."""
-        for address, end in self._spans:
+        for address, end, _ in self._spans:
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
 
 

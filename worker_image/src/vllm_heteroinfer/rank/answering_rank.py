@@ -20,6 +20,7 @@ from vllm_heteroinfer.feed_forward import read_rate
 from vllm_heteroinfer.feed_forward.compute import AskViews, Compute, OwnExpertAsks, build_compute_functions
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER
 from vllm_heteroinfer.feed_forward.held import LoadedParts, load_parts
+from vllm_heteroinfer.feed_forward.offered_weights import offer_weights, weights_key
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.slab import Shape, shape_of
@@ -87,6 +88,9 @@ class Lane:
         self._ids = asks.ids.data_ptr()
         self._compute_by_layer = build_compute_functions(loaded_parts, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, loaded_parts)
+        asking = served_rank(context.plan, context.rank)
+        if asking.ring_bytes and asking.pod == context.rank.pod:
+            context.store.put(weights_key(context.rank.rank), offer_weights(loaded_parts).to_json())
         self._line.report_ready(ask_s, row_s)
         context.reporter.set_phase(RankPhase.READY, loaded_parts.stored_bytes, loaded_parts.stored_bytes)
 

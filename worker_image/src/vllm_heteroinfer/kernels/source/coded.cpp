@@ -260,6 +260,24 @@ long heteroinfer_coded_bytes(const Format* format, long n, long k) {
   return Layout(*format, n, k).bytes();
 }
 
+// Writes offsets and sizes of the packed w[n][k], in bytes: block, unit, header, first scale, scales of a group, first zero
+// point. Nothing else can compute them from the format.
+void heteroinfer_coded_layout(const Format* format, long n, long k, long* out) {
+  const Layout layout(*format, n, k);
+  const long all[] = {layout.block_bytes, layout.unit_bytes,  layout.header,
+                      layout.scales,      layout.scale_bytes, layout.zeros};
+  std::memcpy(out, all, sizeof all);
+}
+
+// Writes the places of a unit's codes to out[column][k], as numbers of half bytes.
+void heteroinfer_coded_places(long code, int32_t* out) {
+  for (long column = 0; column < kColumns; column++)
+    for (long k = 0; k < kUnit; k++) {
+      const Place place = place_of(code, column, k);
+      out[column * kUnit + k] = static_cast<int32_t>(place.byte * 2 + place.shift / 4);
+    }
+}
+
 // Packs w[n][k] into `out`, which nobody has written before: then each page lies in the NUMA node of the thread that
 // packs into it. ldw is w's row stride in bytes. Two 4-bit codes share a byte, the first in its lower half. `scales`:
 // [n][groups] of the format's type, or [blocks][groups] if a block has one scale. `zeros`: [n][groups] int8, or null.

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from prometheus_client import Counter
 
+from heteroinfer_contract import metric_names
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import (
     HostExchange,
@@ -17,6 +19,7 @@ from vllm_heteroinfer.feed_forward.exchange import (
     open_slab,
     probe,
 )
+from vllm_heteroinfer.feed_forward.offered_weights import OfferedWeights, weights_key
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.relay import Relay, connect_all, relay_cpus
 from vllm_heteroinfer.feed_forward.slab import Slab, shape_of
@@ -111,16 +114,10 @@ class Asking(RankMode):
         shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
         describe_ask, ready = self._relay(slab, ready)
-        exchange: remote.Asks
-        if self._device.type == "cuda":
-            from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
-
-            exchange = CudaExchange(slab, self._device, limit_s=context.step_timeout_s)
-        else:
-            exchange = HostExchange(slab, self._lanes, ready, describe_ask)
-        remote.connect(exchange)
+        exchange = self._open_exchange(slab, ready, describe_ask)
         probe(exchange, shape, self._device, len(self._ranks))
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
+        remote.connect(self._share_experts(exchange))
         _logger.info(
             "rank %d asks feed-forward ranks %s for %d layers, %d rows of %d at most",
             context.rank.rank,
@@ -129,6 +126,58 @@ class Asking(RankMode):
             shape.max_rows,
             shape.hidden,
         )
+
+    def _open_exchange(
+        self, slab: Slab, ready: tuple[LaneReady, ...], describe_ask: Callable[[int], str]
+    ) -> remote.Asks:
+        """Returns the exchange for this rank's device."""
+        if self._device.type != "cuda":
+            return HostExchange(slab, self._lanes, ready, describe_ask)
+        from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
+
+        return CudaExchange(slab, self._device, limit_s=self._context.step_timeout_s)
+
+    def _share_experts(self, exchange: remote.Asks) -> remote.Asks:
+        """Returns an exchange with which a GPU computes some experts itself, if the plan gives it memory."""
+        context = self._context
+        own, ranks = context.rank, self._ranks
+        if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
+            return exchange
+        from vllm_heteroinfer.feed_forward.gpu_experts import SharedExchange
+
+        offers = {}
+        for rank in ranks:
+            key, awaited = weights_key(rank.rank), f"place of the weights of rank {rank.rank}"
+            text = context.store.get(key, context.startup, what=awaited, rank=rank.rank)
+            offers[rank.rank] = OfferedWeights.from_json(text)
+        return SharedExchange(
+            exchange,
+            self._recipe,
+            offers,
+            ring_bytes=own.ring_bytes,
+            device=self._device,
+            count=self._build_counter(),
+        )
+
+    def _build_counter(self) -> Callable[[int, int], None]:
+        """Returns a function that adds rows and copied bytes to this rank's metrics."""
+        metrics = self._context.metrics
+        rows, copied = (
+            Counter(name, text, metric_names.RANK_LABELS, registry=metrics.registry).labels(*metrics.labels)
+            for name, text in (
+                (
+                    metric_names.GPU_EXPERT_ROWS_TOTAL,
+                    "Rows whose experts the GPU computed in part, over layers",
+                ),
+                (metric_names.GPU_EXPERT_BYTES_TOTAL, "Bytes of experts that the GPU copied"),
+            )
+        )
+
+        def count(asked_rows: int, copied_bytes: int) -> None:
+            rows.inc(asked_rows)
+            copied.inc(copied_bytes)
+
+        return count
 
     def _relay(
         self, slab: Slab, ready: tuple[LaneReady, ...]
