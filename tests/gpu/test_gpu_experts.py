@@ -62,9 +62,9 @@ def unpack(
             for offered, gated in ((layer.w13, True), (layer.w2, False))
         ]
         parts.append(gpu_experts._Part(layer, *matrices))
-    found = gpu_experts._SharedLayer(layer_recipe, parts, device)
+    found = gpu_experts._SharedLayer(layer_recipe, parts)
     ring = gpu_experts._Ring(Kernels(device, gpu_experts.SOURCE), [found], 1 << 24, torch.bfloat16)
-    group = gpu_experts._Group(first, count, tuple(parts), torch.empty(0))
+    group = gpu_experts._Group(first, count, tuple(parts))
     w13, w2 = ring.unpack(ring.copy(group), group, layer_recipe)
     torch.cuda.synchronize()
     for memory in memories:

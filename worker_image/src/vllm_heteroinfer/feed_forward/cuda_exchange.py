@@ -21,7 +21,7 @@ THREADS: Final = 256
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
-"""An ask with more rows gets more blocks, because copies of experts use the link at the same time."""
+"""An ask with more rows gets more blocks beside copies of experts, because these use the link, too."""
 STATE_WORDS: Final = 4
 HOST_REGISTER_MAPPED: Final = 2
 """driver_types.h: cudaHostRegisterMapped."""
@@ -64,7 +64,7 @@ class Kernels:
     def __init__(self, device: torch.device, source: Path = SOURCE) -> None:
         """Compiles the kernels of a file for this device and loads them."""
         major, minor = torch.cuda.get_device_capability(device)
-        image = compile_source(source.read_bytes(), f"sm_{major}{minor}")
+        image = compile_source(source, f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         torch.cuda.current_stream(device).synchronize()  # creates the context
@@ -174,8 +174,14 @@ class CudaExchange:
         ids: torch.Tensor | None,
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
+        *,
+        beside_copies: bool = False,
     ) -> Callable[[], torch.Tensor]:
-        """Sends an ask like `remote.Asks`; the returned function makes the stream wait for the answer."""
+        """Sends an ask like `remote.Asks`; the returned function makes the stream wait for the answer.
+
+        Args:
+            beside_copies: whether other copies use the link to the GPU at the same time.
+        """
         check_ask(self.slab.shape, x, ids)
         out = torch.empty_like(x)
         rows = x.shape[0]
@@ -191,7 +197,7 @@ class CudaExchange:
         )
         arguments = _pointers_to(params)
         parts = rows * self._fixed_params["row_parts"]
-        most = MAX_BLOCKS if rows <= LONG_ROWS else LONG_BLOCKS
+        most = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
         blocks = max(1, min(most, -(-parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
@@ -204,8 +210,8 @@ class CudaExchange:
 
 
 @functools.cache
-def compile_source(source: bytes, architecture: str) -> bytes:
-    """Compiles CUDA source to machine code.
+def compile_source(source: Path, architecture: str) -> bytes:
+    """Compiles a file of CUDA source to machine code.
 
     Args:
         architecture: such as `sm_90`.
@@ -215,11 +221,11 @@ def compile_source(source: bytes, architecture: str) -> bytes:
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
     options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:
-        raise CudaError(f"NVRTC failed with {status} on {SOURCE.name}: {_compile_log(nvrtc, program)}")
+        raise CudaError(f"NVRTC failed with {status} on {source.name}: {_compile_log(nvrtc, program)}")
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)

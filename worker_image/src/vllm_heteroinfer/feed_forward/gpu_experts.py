@@ -8,11 +8,12 @@ Imports torch and vLLM's kernels for experts.
 Source: vllm/model_executor/layers/fused_moe/fused_moe.py::fused_experts@v0.32.0.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,10 @@ from typing import Any, Final
 import torch
 
 from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import MAX_LANES
 from vllm_heteroinfer.feed_forward.cuda_exchange import Kernels, register_memory
+from vllm_heteroinfer.feed_forward.expert_reader import Range
 from vllm_heteroinfer.feed_forward.offered_weights import (
     OfferedLayer,
     OfferedMatrix,
@@ -30,7 +33,7 @@ from vllm_heteroinfer.feed_forward.offered_weights import (
 )
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe, Recipe
 from vllm_heteroinfer.feed_forward.slab import DTYPES
-from vllm_heteroinfer.feed_forward.stream_balance import Balance, Measured
+from vllm_heteroinfer.feed_forward.stream_balance import Balance, LayerTimes, measure
 from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, code_places, packed_layout
 from vllm_heteroinfer.kernels.library import load
 
@@ -42,10 +45,8 @@ SLOTS: Final = 3
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
 """Gated activations that vLLM's kernel supports, too."""
 LEAST_ROWS: Final = 64
-_MOST: Final = 0.95
-"""Largest part of either side in a measurement."""
-_TRIES: Final = 3
 _UNITS: Final = 4
+"""Units that a thread block of unpack.cu writes: kUnits."""
 _BLOCK: Final = 128
 _ALIGNED: Final = 256
 
@@ -74,7 +75,9 @@ class _Matrix:
     """A rank's w13 or w2 of a layer.
 
     Attributes:
-        copied: bytes of an expert in a slot: its packed weights, then its block scales.
+        memory: the rank's mapped memory.
+        places: of the codes in a unit; None if the weights are not packed.
+        gated: whether this is w13.
     """
 
     offered: OfferedMatrix
@@ -116,76 +119,42 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Experts that are copied into one slot.
-
-    Attributes:
-        expert_map: index in the slot by expert, -1 for others; int32 on the device.
-    """
+    """Experts that are copied into one slot, and the ranks that have them."""
 
     first: int
     count: int
     parts: tuple[_Part, ...]
-    expert_map: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The experts of a layer that the GPU computes, and those that are left for ranks.
-
-    Attributes:
-        left: by id + 1: the id, or -1 for an expert of the GPU and for the id -1 of padding; int32 on the
-            device.
-    """
-
-    groups: tuple[_Group, ...]
-    left: torch.Tensor
 
 
 class _SharedLayer:
     """A layer whose experts the GPU can compute."""
 
-    def __init__(self, recipe: LayerRecipe, parts: Sequence[_Part], device: torch.device) -> None:
-        self.recipe, self._device = recipe, device
-        self._spans: list[tuple[int, int, tuple[_Part, ...]]] = []
+    def __init__(self, recipe: LayerRecipe, parts: Sequence[_Part]) -> None:
+        self.recipe = recipe
+        self._parts: dict[Range, tuple[_Part, ...]] = {}
         for part in parts:  # ranks have columns of all experts, or all columns of some experts
-            span = (part.layer.first_expert, part.layer.experts)
-            if self._spans and self._spans[-1][:2] == span:
-                self._spans[-1] = (*span, (*self._spans[-1][2], part))
-            else:
-                self._spans.append((*span, (part,)))
-        self._choices: dict[int, _Choice] = {}
+            span = (part.layer.first_expert, part.layer.first_expert + part.layer.experts)
+            self._parts[span] = (*self._parts.get(span, ()), part)
+
+    @property
+    def spans(self) -> tuple[Range, ...]:
+        """Ranges of experts that the same ranks have."""
+        return tuple(self._parts)
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of the largest expert in a slot."""
-        return max(sum(part.expert_bytes for part in parts) for _, _, parts in self._spans)
+        return max(sum(part.expert_bytes for part in parts) for parts in self._parts.values())
 
     def dense_bytes(self, itemsize: int) -> int:
         """Bytes of an expert as plain matrices."""
         return 3 * self.recipe.inner * self.recipe.hidden * itemsize
 
-    def choose(self, part: float, per_slot: int) -> _Choice:
-        """Returns the experts for this part of the layer; the GPU takes the first of each rank."""
-        number = round(part * self.recipe.experts)
-        if number not in self._choices:
-            self._choices[number] = self._build(number, per_slot)
-        return self._choices[number]
-
-    def _build(self, number: int, per_slot: int) -> _Choice:
-        total = self.recipe.experts
-        left, groups = list(range(total)), []
-        for first, count, parts in self._spans:
-            end = first + round(number * count / total)
+    def groups(self, ranges: Sequence[Range], per_slot: int) -> Iterator[_Group]:
+        """Yields the experts of the ranges in groups that fit a slot. Each span has one range."""
+        for (first, end), parts in zip(ranges, self._parts.values(), strict=True):
             for begin in range(first, end, per_slot):
-                size = min(per_slot, end - begin)
-                expert_map = [-1] * total
-                expert_map[begin : begin + size] = range(size)
-                groups.append(_Group(begin, size, parts, self._numbers(expert_map)))
-            left[first:end] = [-1] * (end - first)
-        return _Choice(tuple(groups), self._numbers([-1, *left]))
-
-    def _numbers(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self._device)
+                yield _Group(begin, min(per_slot, end - begin), parts)
 
 
 class _Ring:
@@ -305,7 +274,7 @@ def _align(address: int) -> int:
 
 def find_obstacle(recipe: LayerRecipe) -> str | None:
     """Returns why a GPU cannot compute a layer's experts with copied weights; None if it can."""
-    if not recipe.topk:
+    if not recipe.topk or recipe.experts == 1:
         return "MLPs of dense layers are not copied"
     if recipe.activation not in ACTIVATIONS or (recipe.limit, recipe.alpha, recipe.beta) != (None,) * 3:
         return f"activation {recipe.activation} with limits or factors, or without a gate"
@@ -322,6 +291,7 @@ class SharedExchange:
         offers: Mapping[int, OfferedWeights],
         *,
         ring_bytes: int,
+        captured_rows: int,
         device: torch.device,
         count: Callable[[int, int], None],
     ) -> None:
@@ -329,7 +299,10 @@ class SharedExchange:
 
         Args:
             offers: of all feed-forward ranks, which are in this pod, in their order.
-            ring_bytes: memory of the device for copied and unpacked experts; one expert at least fits.
+            ring_bytes: memory of the device for copied and unpacked experts. The ring has room for one expert
+                at least.
+            captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of shorter asks,
+                because a graph holds such asks.
             count: counts the rows of an ask whose experts the GPU computed in part, and the bytes copied.
 
         Raises:
@@ -340,56 +313,62 @@ class SharedExchange:
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
         self._exchange, self._fused, self._activations = exchange, fused_experts, MoEActivation
-        self._count = count
-        self._fixed_part = float(os.environ.get(names.ENV_GPU_PART, "0"))
+        self._captured_rows, self._count, self._device = captured_rows, count, device
+        self._fixed_part = _read_fixed_part(os.environ)
+        self._choices: dict[tuple[Range, ...], ExpertChoices] = {}
         started = time.perf_counter()
+        _logger.info("maps the experts of feed-forward ranks and measures both sides")
         with torch.cuda.device(device):
-            self._memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
-            for memory in self._memories.values():
-                register_memory(memory)
-            self._layers = self._find_layers(recipe, offers, device)
-            if self._layers:
-                dtype = getattr(torch, recipe.dtype)
-                self._ring = _Ring(Kernels(device, SOURCE), list(self._layers.values()), ring_bytes, dtype)
-                self._balance = Balance(self._measure(recipe, device))
-                _logger.info(
-                    "the GPU computes experts of %d layers itself from %s rows on (%s). A copy has up to %d "
-                    "experts, the ring %d bytes. Mapped and measured in %.1f s",
-                    len(self._layers),
-                    self._balance.first_rows,
-                    ", ".join(
-                        f"{each.rows} rows: CPUs alone {each.alone_s * 1e3:.1f} ms with an exchange of "
-                        f"{each.exchange_s * 1e3:.1f} ms, both at once: CPUs "
-                        f"{each.cpu_s * 1e3:.1f} ms and GPU {each.gpu_s * 1e3:.1f} ms"
-                        for each in self._balance.measured
-                    ),
-                    self._ring.per_slot,
-                    self._ring.num_bytes,
-                    time.perf_counter() - started,
+            self._layers = self._find_layers(recipe, offers)
+            if not self._layers:
+                _logger.warning(
+                    "the plan lets the GPU compute experts of long asks, but the GPU can compute none"
                 )
+                return
+            layers = list(self._layers.values())
+            self._ring = _Ring(Kernels(device, SOURCE), layers, ring_bytes, getattr(torch, recipe.dtype))
+            self._balance = None if self._fixed_part is not None else self._measure(recipe)
+        _logger.info(
+            "the GPU computes experts of %d layers (%s). A copy has up to %d experts, the ring %d bytes. "
+            "Started in %.1f s",
+            len(self._layers),
+            f"always {self._fixed_part}" if self._balance is None else _describe(self._balance),
+            self._ring.per_slot,
+            self._ring.num_bytes,
+            time.perf_counter() - started,
+        )
 
-    def _find_layers(
-        self, recipe: Recipe, offers: Mapping[int, OfferedWeights], device: torch.device
-    ) -> dict[int, _SharedLayer]:
-        """Returns the layers that all ranks have offered and this GPU can compute."""
+    def _find_layers(self, recipe: Recipe, offers: Mapping[int, OfferedWeights]) -> dict[int, _SharedLayer]:
+        """Returns the layers that all ranks have offered and this GPU can compute; maps their memory."""
         by_rank = {rank: {each.layer: each for each in offer.layers} for rank, offer in offers.items()}
         places: dict[int, torch.Tensor] = {}
+        memories: dict[int, torch.Tensor] = {}
+        obstacles: dict[str, list[int]] = {}
         dtype: torch.dtype = getattr(torch, recipe.dtype)
 
         def matrix(rank: int, offered: OfferedMatrix, *, gated: bool) -> _Matrix:
             if offered.format and offered.code not in places:
-                places[offered.code] = code_places(load(), offered.format.code).to(device)
-            return _Matrix(offered, self._memories[rank], places.get(offered.code), gated)
+                places[offered.code] = code_places(load(), offered.format.code).to(self._device)
+            if rank not in memories:
+                memories[rank] = map_weights(offers[rank], rank)
+                register_memory(memories[rank])
+            return _Matrix(offered, memories[rank], places.get(offered.code), gated)
 
         layers = {}
         for number, layer in recipe.layers.items():
-            if find_obstacle(layer) or any(number not in offered for offered in by_rank.values()):
-                continue
+            obstacle = find_obstacle(layer)
+            if obstacle is None and any(number not in offered for offered in by_rank.values()):
+                obstacle = "its biases, or experts without a gate"
             plain = [
-                each.w2 for each in (offered[number] for offered in by_rank.values()) if not each.w2.format
+                w2
+                for offered in by_rank.values()
+                if number in offered and not (w2 := offered[number].w2).format
             ]
             if any(each.expert_bytes != each.columns * each.inputs * dtype.itemsize for each in plain):
-                continue  # unpacked weights of another type than the rows
+                obstacle = "weights of another type than the rows"
+            if obstacle is not None:
+                obstacles.setdefault(obstacle, []).append(number)
+                continue
             parts = [
                 _Part(
                     offered[number],
@@ -398,8 +377,16 @@ class SharedExchange:
                 )
                 for rank, offered in by_rank.items()
             ]
-            layers[number] = _SharedLayer(layer, parts, device)
+            layers[number] = _SharedLayer(layer, parts)
+        for obstacle, numbers in obstacles.items():
+            _logger.warning("CPUs compute all experts of layers %s in long asks, too: %s", numbers, obstacle)
         return layers
+
+    def _choices_of(self, layer: _SharedLayer) -> "ExpertChoices":
+        """Returns the choices of experts for a layer; equal layers have the same."""
+        if layer.spans not in self._choices:
+            self._choices[layer.spans] = ExpertChoices(layer.spans, self._ring.per_slot, self._device)
+        return self._choices[layer.spans]
 
     def ask(
         self,
@@ -410,30 +397,48 @@ class SharedExchange:
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
         """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
-        shared = self._layers.get(layer)
-        if shared is None or ids is None or weights is None or torch.cuda.is_current_stream_capturing():
+        shared, rows = self._layers.get(layer), x.shape[0]
+        # A graph's warm-up passes run outside of the capture, with the same numbers of rows.
+        if shared is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
-        part = self._fixed_part or self._balance.gpu_part(x.shape[0])
-        if not part:
+        part = self._fixed_part if self._balance is None else self._balance.gpu_part(rows)
+        assert part is not None
+        number = round(part * shared.recipe.experts)
+        if not number:
             return self._exchange.ask(layer, x, ids, weights, padding)
-        choice = shared.choose(part, self._ring.per_slot)
-        left = choice.left.index_select(0, ids.view(-1) + 1).view(ids.shape)
-        receive = self._exchange.send(layer, x, left, weights, padding)
         copied = self._ring.copied_bytes
-        total = self._compute(shared, choice, x, ids, weights)
-        answer = receive()
-        self._count(x.shape[0], self._ring.copied_bytes - copied)
-        return answer if total is None else total.add_(answer).to(x.dtype)
+        answer = self._compute_and_ask(layer, number, x, ids, weights, padding)
+        self._count(rows, self._ring.copied_bytes - copied)
+        return answer
+
+    def _compute_and_ask(
+        self,
+        layer: int,
+        number: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Computes `number` experts on the GPU while ranks compute the others, and returns the sum."""
+        shared = self._layers[layer]
+        choices = self._choices_of(shared)
+        if number == shared.recipe.experts:
+            return self._compute(shared, number, x, ids, weights).to(x.dtype)
+        left = choices.left(ids, number)
+        receive = self._exchange.send(layer, x, left, weights, padding, beside_copies=True)
+        total = self._compute(shared, number, x, ids, weights)
+        return total.add_(receive()).to(x.dtype)
 
     def _compute(
-        self, layer: _SharedLayer, choice: _Choice, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Returns the sum of the chosen experts on the GPU, [rows, hidden] float32; None without any."""
-        total: torch.Tensor | None = None
-        for group in choice.groups:
+        self, layer: _SharedLayer, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the sum of `number` experts on the GPU, [rows, hidden] float32."""
+        choices, total = self._choices_of(layer), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for group in layer.groups(choices.ranges(number), self._ring.per_slot):
             index = self._ring.copy(group)
             w13, w2 = self._ring.unpack(index, group, layer.recipe)
-            part = self._fused(
+            total += self._fused(
                 x,
                 w13,
                 w2,
@@ -441,63 +446,121 @@ class SharedExchange:
                 ids,
                 activation=self._activations.from_str(layer.recipe.activation),
                 global_num_experts=layer.recipe.experts,
-                expert_map=group.expert_map,
+                expert_map=choices.expert_map(group.first, group.count),
             )
-            total = part.float() if total is None else total.add_(part)
         return total
 
     # Measurement at start
 
-    def _measure(self, recipe: Recipe, device: torch.device) -> list[Measured]:
-        """Measures both sides with random rows: the CPUs alone, and both at once with balanced parts."""
+    def _measure(self, recipe: Recipe) -> Balance:
+        """Measures both sides on the first layer, with random rows."""
         number, layer = next(iter(self._layers.items()))
         experts, most = layer.recipe.experts, recipe.max_rows
-        x = torch.randn((most, recipe.hidden), device=device).to(getattr(torch, recipe.dtype))
-        ids = torch.rand((most, experts), device=device).topk(recipe.topk).indices.int()
-        weights = torch.full((most, recipe.topk), 1 / recipe.topk, device=device)
+        x = torch.randn((most, recipe.hidden), device=self._device).to(getattr(torch, recipe.dtype))
+        ids = torch.rand((most, experts), device=self._device).topk(recipe.topk).indices.int()
+        weights = torch.full((most, recipe.topk), 1 / recipe.topk, device=self._device)
+        choices = self._choices_of(layer)
 
-        def run(rows: int, part: float) -> tuple[float, float, float]:
-            """Returns the seconds of the layer, of the slowest rank's computing, and of the GPU's experts."""
+        def run(rows: int, on_gpu: int) -> LayerTimes:
             begin, computed, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            choice = layer.choose(part, self._ring.per_slot)
+            row_ids = ids[:rows]
             torch.cuda.synchronize()
             before = self._read_busy_ns()
             begin.record()
-            left = choice.left.index_select(0, ids[:rows].view(-1) + 1).view(rows, -1)
-            receive = self._exchange.send(number, x[:rows], left, weights[:rows], None)
-            self._compute(layer, choice, x[:rows], ids[:rows], weights[:rows])
+            if on_gpu < experts:
+                left = choices.left(row_ids, on_gpu)
+                receive = self._exchange.send(
+                    number, x[:rows], left, weights[:rows], None, beside_copies=True
+                )
+            self._compute(layer, on_gpu, x[:rows], row_ids, weights[:rows])
             computed.record()
-            receive()
+            if on_gpu < experts:
+                receive()
             end.record()
             torch.cuda.synchronize()
             busy_ns = max(b - a for a, b in zip(before, self._read_busy_ns(), strict=True))
-            return begin.elapsed_time(end) / 1e3, busy_ns / 1e9, begin.elapsed_time(computed) / 1e3
+            return LayerTimes(
+                wall_s=begin.elapsed_time(end) / 1e3,
+                cpu_s=busy_ns / 1e9,
+                gpu_s=begin.elapsed_time(computed) / 1e3,
+            )
 
-        measured, rows, part = [], min(LEAST_ROWS, most), 0.5
-        while True:
-            run(rows, part)  # compiles vLLM's kernel for this number of rows
-            alone_s, busy_s, _ = min(run(rows, 0.0) for _ in range(2))
-            tries = []
-            for _ in range(_TRIES):
-                _, cpu_s, gpu_s = run(rows, part)
-                tries.append(
-                    Measured(
-                        rows=rows,
-                        alone_s=alone_s,
-                        exchange_s=max(0.0, alone_s - busy_s),
-                        cpu_s=cpu_s / (1 - part),
-                        gpu_s=gpu_s / part,
-                    )
-                )
-                part = min(_MOST, max(1 - _MOST, tries[-1].part))
-            # A try in which a kernel was compiled is much slower than the others.
-            measured.append(min(tries, key=lambda each: each.gpu_s))
-            part = min(_MOST, max(1 - _MOST, measured[-1].part))
-            if rows == most:
-                return measured
-            rows = min(2 * rows, most)
+        return Balance(measure(run, list(_measured_sizes(self._captured_rows, most)), experts))
 
     def _read_busy_ns(self) -> list[int]:
         """Returns the nanoseconds that each rank has computed so far."""
         slab = self._exchange.slab
         return [slab.read_lane(lane).busy_ns for lane in range(slab.shape.lanes)]
+
+
+class ExpertChoices:
+    """Which experts of a layer the GPU computes, by their number. Later calls copy nothing to the device.
+
+    The GPU takes its experts evenly from all spans, of each span the first, and more with a higher number.
+    """
+
+    def __init__(self, spans: Sequence[Range], per_slot: int, device: torch.device) -> None:
+        """Takes the ranges of experts that the same ranks have, and the most experts of a slot."""
+        self._spans, self._total = spans, sum(end - first for first, end in spans)
+        order = sorted(
+            ((expert - first + 0.5) / (end - first), expert)
+            for first, end in spans
+            for expert in range(first, end)
+        )
+        self._taken_from = {expert: number + 1 for number, (_, expert) in enumerate(order)}
+        by_id = [0, *(self._taken_from[expert] for expert in range(self._total))]
+        self._taken_by_id = torch.tensor(by_id, dtype=torch.int32).to(device)
+        outside = torch.full((per_slot + 1, self._total), -1, dtype=torch.int32)
+        slots = torch.arange(per_slot, dtype=torch.int32).repeat(per_slot + 1, 1)
+        counts = torch.arange(per_slot + 1, dtype=torch.int32).unsqueeze(1)
+        self._maps = torch.cat((outside, torch.where(slots < counts, slots, -1), outside), 1).to(device)
+
+    def ranges(self, number: int) -> list[Range]:
+        """Returns the experts of each span that the GPU computes."""
+        return [
+            (first, first + sum(self._taken_from[expert] <= number for expert in range(first, end)))
+            for first, end in self._spans
+        ]
+
+    def left(self, ids: torch.Tensor, number: int) -> torch.Tensor:
+        """Returns the ids of the ranks' experts, and -1 for the GPU's experts and for padding."""
+        taken_from = self._taken_by_id.index_select(0, ids.reshape(-1) + 1).view(ids.shape)
+        return torch.where(taken_from <= number, -1, ids)
+
+    def expert_map(self, first: int, count: int) -> torch.Tensor:
+        """Returns the index in a slot by expert, -1 for others: int32 [experts]."""
+        begin = self._total - first
+        return self._maps[count, begin : begin + self._total]
+
+
+def _read_fixed_part(env: Mapping[str, str]) -> float | None:
+    """Returns the part of experts that the environment sets; raises ContractError for other text."""
+    text = env.get(names.ENV_GPU_PART)
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise ContractError(
+        f"{names.ENV_GPU_PART}: must be a number from 0 to 1 (got {text!r}). Change engine.env"
+    )
+
+
+def _measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
+    """Yields the numbers of rows to measure: powers of two above captured graphs, and the most rows."""
+    rows = LEAST_ROWS
+    while rows < most:
+        if rows > captured_rows:
+            yield rows
+        rows *= 2
+    yield most
+
+
+def _describe(balance: Balance) -> str:
+    """Returns the measurements as text for the log."""
+    return "; ".join(
+        f"{each.rows} rows: {each.part:.0%}, CPUs alone {each.cpu_alone_s * 1e3:.1f} ms with an exchange of "
+        f"{each.exchange_s * 1e3:.1f} ms, GPU alone {each.gpu_alone_s * 1e3:.1f} ms, both at once: CPUs "
+        f"{each.cpu_s * 1e3:.1f} ms and GPU {each.gpu_s * 1e3:.1f} ms"
+        for each in balance.measured
+    )

@@ -62,7 +62,7 @@ class OfferedLayer:
 
     Attributes:
         first_expert: number of its first expert in the layer.
-        experts: number of experts of which it has columns.
+        experts: number of its experts; of each, it has all columns or some.
         first_column: its first intermediate column.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from prometheus_client import Counter
+from vllm.config import CUDAGraphMode
 
 from heteroinfer_contract import metric_names
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
@@ -155,9 +156,17 @@ class Asking(RankMode):
             self._recipe,
             offers,
             ring_bytes=own.ring_bytes,
+            captured_rows=self._find_captured_rows(),
             device=self._device,
             count=self._build_counter(),
         )
+
+    def _find_captured_rows(self) -> int:
+        """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
+        compilation = self._config.compilation_config
+        if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+            return 0
+        return max(compilation.cudagraph_capture_sizes or [0])
 
     def _build_counter(self) -> Callable[[int, int], None]:
         """Returns a function that adds rows and copied bytes to this rank's metrics."""
