@@ -62,6 +62,13 @@ def test_gpus_are_counted_and_missing_ones_are_a_note() -> None:
     assert "install the NVIDIA device plugin" in message
 
 
+def test_gpus_of_nodes_that_cannot_run_the_images_do_not_count() -> None:
+    arm = node("arm", gpus=4, arch="arm64")
+    assert judge_gpu_plugin([node("a", gpus=1), arm])[1] == "1 nvidia.com/gpu on 1 node"
+    assert judge_gpu_plugin([arm])[0] is CheckState.NOTE
+    assert judge_gpu_labels([arm])[0] is CheckState.OK
+
+
 def test_gpus_without_a_label_of_their_memory_are_named() -> None:
     assert judge_gpu_labels([node("c")])[0] is CheckState.OK
     assert judge_gpu_labels([node("a", gpus=1, memory="81920")])[0] is CheckState.OK

@@ -225,6 +225,20 @@ def test_a_pod_asks_for_a_gpu_that_holds_the_floor_too(memory_mib: int) -> None:
     assert again.gpu_memory_mib == {1: asked}
 
 
+def test_an_existing_plan_keeps_its_gpus_size_beside_nodes_of_another_architecture() -> None:
+    group, large = spec(gpu(), cpu(memory="96Gi")), big("a", gpus=1, memory_mib=81920)
+    planned = fit(group, build_free_nodes([large]))
+    arm = big("arm", gpus=1, labels={"kubernetes.io/arch": "arm64"})  # without a label of its memory
+
+    def asked(*nodes: NodeView) -> dict[int, int]:
+        capacity = Capacity(free_nodes=build_free_nodes(nodes))
+        return dict(
+            assign_existing_plan(group, planned.plan, capacity, planned.sizes.gpu_floor)[0].gpu_memory_mib
+        )
+
+    assert asked(large, arm) == asked(large) == dict(planned.node_assignment.gpu_memory_mib)
+
+
 def test_a_plan_that_leaves_less_than_the_floor_still_gets_its_gpu() -> None:
     """Earlier versions made such plans: no GPU of the cluster has the floor beside them."""
     group = spec(gpu(), cpu(memory="96Gi"))

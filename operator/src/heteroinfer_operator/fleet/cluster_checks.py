@@ -299,10 +299,19 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     return CheckState.OK, found
 
 
+def _usable_gpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the nodes with GPUs that can run the images."""
+    return [
+        node
+        for node in nodes
+        if _gpu_counts(node) and not describe_other_platform(IMAGE_PLATFORM, _labels(node))
+    ]
+
+
 def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that nodes offer GPUs, and counts them."""
     counts: dict[str, int] = {}
-    with_gpus = [node for node in nodes if _gpu_counts(node)]
+    with_gpus = _usable_gpu_nodes(nodes)
     for node in with_gpus:
         for resource, count in _gpu_counts(node).items():
             counts[resource] = counts.get(resource, 0) + count
@@ -317,7 +326,7 @@ def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
 
 def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that each node with GPUs has a label with the memory of its GPUs."""
-    with_gpus = [node for node in nodes if _gpu_counts(node)]
+    with_gpus = _usable_gpu_nodes(nodes)
     if not with_gpus:
         return CheckState.OK, "not needed: no node offers GPUs"
     without = [

@@ -19,6 +19,7 @@ from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
 from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity, name_nodes
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_platform import describe_other_platform, platform_selector
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, find_obstacle
@@ -236,13 +237,21 @@ def gpu_memory_mib(
 def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
     """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
 
+    Nodes of another platform do not count, because the role's pods cannot run there.
+
     Contains only roles without deviceMemory.
     """
     largest = {}
     for role in spec.roles:
         if role.device is not Device.GPU or role.device_memory is not None:
             continue
-        nodes_with_gpus = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
+        selector = platform_selector(role.template)
+        nodes_with_gpus = [
+            node
+            for node in nodes
+            if node.allocatable.get(role.gpu_resource, 0) > 0
+            and not describe_other_platform(selector, node.labels)
+        ]
         sizes = [
             size
             for node in nodes_with_gpus
