@@ -175,8 +175,8 @@ class ClusterState:
         self._totals: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
-        # `_promised_pods` has the demands of pods that are being created. `_reserved_since` has, for the uid
-        # of a stored pod, the time at which its reservation began.
+        # `_promised_pods` has the demands of pods that are being created. `_reserved_since` has the
+        # time at which the reservation of a stored pod began, by the pod's uid.
         self._promised_pods: dict[NamespacedName, PodDemand] = {}
         self._reserved_since: dict[str, float] = {}
 

@@ -63,7 +63,7 @@ class _UnpackParams(ctypes.Structure):
         *(
             (name, ctypes.c_uint32)
             for name in (
-                *("num_blocks", "units", "header", "unit_bytes", "scales", "scale_bytes", "zeros", "group"),
+                *("units", "header", "unit_bytes", "scales", "scale_bytes", "zeros", "group"),
                 *("code", "scale", "has_zeros", "gate_rows", "block_rows", "block_columns", "dtype"),
             )
         ),
@@ -165,7 +165,6 @@ class _Ring:
     ) -> None:
         """Divides `num_bytes` of the current device into slots and room for the unpacked experts of one."""
         self._kernels, self._unpack = kernels, kernels.function("ff_unpack")
-        self._dtype = dtype
         packed = max(layer.expert_bytes for layer in layers)
         dense = max(layer.dense_bytes(dtype.itemsize) for layer in layers)
         self.per_slot = max(1, num_bytes // (SLOTS * packed + dense))
@@ -247,7 +246,6 @@ class _Ring:
             blocks_stride=rows * columns,
             expert_stride=out.stride(0),
             row_stride=out.stride(2),
-            num_blocks=offered.columns // SHARED_COLUMNS,
             units=units,
             header=header,
             unit_bytes=layout.unit_bytes,

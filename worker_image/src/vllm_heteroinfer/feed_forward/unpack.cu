@@ -15,7 +15,7 @@ struct Params {
   const u32* places;    // [32 columns][32 inputs]: half byte of a unit at which a code is
   u64 expert_bytes, block_bytes, blocks_stride;  // blocks_stride: scales of an expert
   u64 expert_stride, row_stride;                 // of `out`, in elements
-  u32 num_blocks, units, header, unit_bytes;     // of a packed weight
+  u32 units, header, unit_bytes;                 // of a packed weight
   u32 scales, scale_bytes, zeros, group;         // of a header; group: inputs of a scale, 0 for all
   u32 code, scale, has_zeros;                    // as in coded.h
   u32 gate_rows;  // w13: rows of `out` between a gate and its up. 0: the blocks do not alternate
