@@ -1,7 +1,10 @@
 """The chart's README, the descriptions of its values, and a rendering case for each of them."""
 
-import re
+import json
+from fnmatch import fnmatch
+from pathlib import Path
 
+import pytest
 import yaml
 
 from charts import readme
@@ -32,13 +35,36 @@ def test_every_value_is_rendered_by_a_case() -> None:
     assert cases - leaves(values) == set(), "these values are no more"
 
 
+def columns(heading: str) -> list[set[str]]:
+    """Returns the values in each column of a table of docs/contributor/chart.md; `…` of it is a `*` here."""
+    page = (REPOSITORY / "docs/contributor/chart.md").read_text()
+    section = page.partition(f"## {heading}\n")[2].partition("\n\n")[0]
+    rows = [line.removeprefix("| ").split(" | ") for line in section.splitlines()[2:]]
+    values = [[cell.replace("`", "").replace("…", "*").split(", ") for cell in row] for row in rows]
+    return [
+        {each for cell in column for each in cell if each != NONE} for column in zip(*values, strict=True)
+    ]
+
+
+NONE = "\N{EN DASH}"
+OWN = "Each value of this chart"
+REFUSED = "Values of the other charts that this chart does not have"
+
+
 def test_every_value_is_compared_with_other_charts() -> None:
     values = yaml.safe_load((readme.CHART / "values.yaml").read_text())
-    page = (REPOSITORY / "docs/contributor/chart.md").read_text()
-    table = page.partition("## Each value of this chart")[2].partition("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    compared = set(re.findall("`([^`]+)`", " ".join(first_cells)))
-    assert compared == set(values), "docs/contributor/chart.md has one place for each key of values.yaml"
+    assert columns(OWN)[0] == leaves(values)
+
+
+@pytest.mark.parametrize(("column", "chart"), [(1, "CloudNativePG"), (2, "cert-manager")])
+def test_every_value_of_other_charts_is_met_or_refused(column: int, chart: str) -> None:
+    theirs = json.loads((Path(__file__).parent / "other_charts.json").read_text())[chart]
+    met, refused = (columns(heading)[column] for heading in (OWN, REFUSED))
+    assert not met & refused
+    unmatched = [each for each in theirs if not any(fnmatch(each, named) for named in met | refused)]
+    assert not unmatched, f"docs/contributor/chart.md compares none of these values of {chart}"
+    unknown = [named for named in met | refused if not any(fnmatch(each, named) for each in theirs)]
+    assert not unknown, f"{chart} has no such values"
 
 
 def test_comments_are_read_by_path_and_without_their_examples() -> None:
