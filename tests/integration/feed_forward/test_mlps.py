@@ -86,5 +86,5 @@ def test_an_mlp_that_computes_more_is_refused_with_the_reason(library: list[str]
         text = answers.pop(changes)
         assert "layer 3: feed-forward ranks need one MLP that computes down(act(gate) * up)" in text
         assert words in text
-        assert "Leave this layer to the GPU" in text
+        assert "Lower feedForward.layers" in text
     assert not answers

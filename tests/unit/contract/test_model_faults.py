@@ -43,7 +43,7 @@ def test_names_a_size_of_the_config_that_the_embedding_contradicts(
     found = read(tmp_path, "Qwen3-0.6B", **{field: value})
     size = {"vocab_size": 151936, "hidden_size": 1024}[field]
     assert found.faults == (
-        f"config.json has {field} {value}, and model.embed_tokens.weight has {size} in the files",
+        f"config.json has {field} {value}, but model.embed_tokens.weight has {size} in the files",
     )
 
 
@@ -54,7 +54,9 @@ def test_models_that_agree_have_no_faults() -> None:
 def test_names_unknown_layer_types(tmp_path: Path) -> None:
     types = ["full_attention"] * 27 + ["quantum_attention"]
     found = read(tmp_path, "Qwen3-0.6B", layer_types=types)
-    assert found.faults == ("config.json has layer_types quantum_attention, whose memory no plan knows",)
+    assert found.faults == (
+        "config.json has layer_types quantum_attention, whose memory the planner cannot compute",
+    )
 
 
 def test_weights_in_fp8_that_the_config_does_not_name(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_experts_in_a_format_that_the_config_does_not_name() -> None:
     found = of_2026("MiMo-V2.6-Flash")
     assert found.expert_scheme == MXFP4
     assert found.faults == (
-        "config.json has FP8 in blocks, and the experts are in MXFP4, groups of 32 in the files",
+        "config.json names FP8 in blocks, but the files store the experts in MXFP4, groups of 32",
     )
 
 

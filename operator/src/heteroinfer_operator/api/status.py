@@ -31,7 +31,10 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def _at_most(most: int) -> AfterValidator:
-    """Returns a validator that refuses a number which the schema accepts but the operator never writes."""
+    """Returns a validator that refuses numbers above `most`.
+
+    The operator never writes such a number, so another client has written it. The schema still accepts it.
+    """
 
     def check(value: int) -> int:
         if value > most:
@@ -271,9 +274,10 @@ class KvCacheStatus(StatusModel):
     """Number of tokens whose keys and values fit into a block. Absent if no layer has such a cache, as in a
     model with only Mamba layers."""
     tokens: Count
-    """Number of tokens in all blocks, for sequences of the longest length."""
+    """Number of tokens that the cache holds if all requests have the maximum length."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
-    """Global rank whose memory holds the fewest blocks, measured after its largest batch."""
+    """Global rank with memory for the fewest blocks. The rank measures its free memory after a run of the
+    largest batch."""
     limiting_role: RoleName
     """Role of the limiting rank. Raise its memory for a larger KV cache."""
     limited_by: KvLimit

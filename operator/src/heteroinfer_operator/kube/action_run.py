@@ -99,7 +99,7 @@ class ActionRun:
     """Runs the actions of one decision. Tracks the resourceVersion through its own writes.
 
     Args:
-        memory: state of the resource, after `begin`.
+        memory: state of the resource, after `begin_decision`.
     """
 
     def __init__(

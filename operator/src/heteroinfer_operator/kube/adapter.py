@@ -196,7 +196,7 @@ class KubeCluster:
         """
         never_placed = self._cluster_state.never_placed
         for name in existing_names:  # also a pod that only lost its label, which a watch reports as deleted
-            never_placed.forget_shown(resource.key, name)
+            never_placed.forget_existing(resource.key, name)
         owner = Owner(key=resource.key, uid=resource.uid)
         return never_placed.names(owner, {group.index: group.epoch for group in status.groups})
 

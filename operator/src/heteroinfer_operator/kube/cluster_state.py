@@ -109,7 +109,7 @@ class ClusterState:
                 self._deletions.record(before.view.uid, None)
                 self._creations.record(before.view.uid, None)
             if after is not None:
-                self.never_placed.forget_shown(after.key, after.view.name)
+                self.never_placed.forget_existing(after.key, after.view.name)
                 self._creations.record(after.view.uid, after.view.created)
                 self._deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
             wake_resources(before, after)
@@ -352,7 +352,7 @@ class ClusterState:
         return [self._with_own_times(pod) for pod in found if pod.owner_uid != uid]
 
     def _with_own_times(self, pod: PodRecord) -> PodRecord:
-        """Replaces the times of a living pod by the times at which this process saw the changes.
+        """Replaces the times of a pod that ends or has ended by this process's own times.
 
         The API server's clock may differ from this machine's clock.
         """

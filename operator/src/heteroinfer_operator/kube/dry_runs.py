@@ -123,6 +123,6 @@ class DryRuns:
 
 
 def _report_error(error: BaseException) -> None:
-    """Logs an error that is a defect of the operator; a later `await_admission` raises the others."""
-    if not isinstance(error, HeteroInferError):  # a later `find` raises HeteroInferErrors
+    """Logs an error that is a defect of the operator."""
+    if not isinstance(error, HeteroInferError):  # a later await_admission raises HeteroInferErrors
         logger.error("dry run failed: a defect of the operator. Report it", exc_info=error)

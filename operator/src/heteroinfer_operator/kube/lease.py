@@ -114,7 +114,10 @@ class LeaderLease:
             except TimeoutError as error:
                 if self._seconds_left() <= 0:
                     raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s") from error
-                logger.warning("lease %s not renewed: no answer. Trying again", self._terms.name)
+                logger.warning(
+                    "lease %s not renewed: the API server did not answer in time. Trying again",
+                    self._terms.name,
+                )
             except ApiError as error:
                 logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, error.message)
 

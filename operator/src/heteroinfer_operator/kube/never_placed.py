@@ -22,15 +22,15 @@ class NeverPlaced:
     """The uid of the pod's owner, by resource and pod name."""
 
     def record_deleted(self, pod: PodRecord) -> None:
-        """Records a pod that a watch reported as deleted, if it never had a node.
+        """Records a deleted pod that never had a node, so that a new pod of the same epoch may take its name.
 
-        Kueue keeps the name of each pod of its gang, so no other pod of that epoch can have it.
+        Skips pods of Kueue gangs: Kueue keeps their names, so no pod of the same epoch can replace them.
         """
         if not pod.view.node and not pod.view.started and read_gang([pod.view]) is not Gang.KUEUE:
             self._pods.setdefault(pod.key, {})[pod.view.name] = pod.owner_uid
 
-    def forget_shown(self, key: ResourceKey, name: str) -> None:
-        """Removes a pod whose name a stored pod has."""
+    def forget_existing(self, key: ResourceKey, name: str) -> None:
+        """Forgets a pod because a pod with its name exists."""
         self._pods.get(key, {}).pop(name, None)
 
     def names(self, owner: Owner, epochs: Mapping[int, int]) -> frozenset[str]:

@@ -79,7 +79,7 @@ class OwnClock:
         self._seen: dict[str, _Seen] = {}
 
     def record(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
-        """Records the first sight of a timestamp of another clock.
+        """Notes the present time if an object's timestamp is new.
 
         Args:
             key: names the object that the timestamp belongs to.
@@ -116,7 +116,7 @@ def _add_seconds(moment: datetime, seconds: float) -> datetime:
 
 
 class _Seen(NamedTuple):
-    """A timestamp of another clock, with the same event by this process's clocks.
+    """A timestamp of another clock, and the time of its event by this process's clocks.
 
     Attributes:
         moment: by the wall clock.

@@ -39,7 +39,8 @@ class Egress(StrEnum):
     AUTO = "Auto"
     """For pods that another NetworkPolicy of their namespace isolates."""
     ALWAYS = "Always"
-    """For all pods: for clusters whose policies are of another kind, which the operator does not read."""
+    """For all pods. Use it if policies of other kinds (Cilium, Calico) restrict egress: the operator does not
+    read them."""
     NEVER = "Never"
 
 

@@ -58,7 +58,10 @@ class GroupTerms:
 
     @cached_property
     def peers(self) -> tuple[frozenset[int], ...]:
-        """By kind, the kinds that match all its affinity terms; empty if only pods outside the group do."""
+        """For each kind of pod, the kinds of the group that match all its affinity terms.
+
+        Empty if only pods outside the group match, or if the kind has no terms.
+        """
         return tuple(
             frozenset(
                 other

@@ -23,7 +23,8 @@ GPU_USABLE: Final = Fraction(9, 10)
 CONTEXT_BYTES: Final = 704 * 2**20
 """The CUDA context (619 MiB), loaded kernels (68 MiB), and buffers of the model runner (16 MiB)."""
 NCCL_BYTES: Final = 960 * 2**20
-"""NCCL on a GPU that shares its stage with other GPUs: 564 MiB for one group, 388 MiB for a second."""
+"""NCCL's buffers on a GPU that shares its stage with other GPUs: 564 MiB for the first process group, 388 MiB
+for the second."""
 GRAPHS_BYTES: Final = 2**30
 """Memory that a rank keeps free for CUDA graphs before it grants the KV cache
 (vllm_heteroinfer/rank/worker/headroom.py). Graphs of up to 128 tokens took 210 to 282 MiB."""

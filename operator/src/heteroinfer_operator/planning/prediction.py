@@ -151,7 +151,7 @@ class WeightReads:
     Attributes:
         bytes: bytes that are read once.
         operations: multiplications and additions with these weights.
-        row_bytes: for each weight, its bytes times the rows that use it; the sum of all weights.
+        row_bytes: sum of (bytes of a weight x rows that use it) over all weights.
     """
 
     bytes: float = 0.0
@@ -210,7 +210,10 @@ class Reads:
 def count_reads(
     sizes: Sizes, first: int, end: int, load: StepLoad, *, has_head: bool, engine: EngineSettings
 ) -> Reads:
-    """Returns the reads of one rank in a step: those of layers first..end-1, and of the head if it has it."""
+    """Counts the weights and caches that one rank reads in a step, and its operations.
+
+    Includes layers first..end-1, and the head if `has_head`.
+    """
     plain, quantized, experts, head = WeightReads(), WeightReads(), WeightReads(), WeightReads()
     cache = attention = 0.0
     tokens = load.requests * load.tokens

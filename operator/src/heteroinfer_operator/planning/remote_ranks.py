@@ -134,7 +134,10 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int =
 
 
 def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[float]:
-    """Returns the part of each rank, of 1 in all."""
+    """Divides 1.0 among ranks by speed, each limited to its `max_parts`.
+
+    If all limits together are too small, ranks may exceed them.
+    """
     parts = [0.0] * len(speeds)
     free_ranks = set(range(len(speeds)))
     left_part = 1.0
@@ -153,7 +156,10 @@ def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[
 
 
 def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int) -> tuple[int, ...] | None:
-    """Returns whole units near the parts, at least 1 and within each limit; None if impossible."""
+    """Rounds the parts to whole units with the sum `units`.
+
+    Each rank gets at least 1 unit and at most its limit (at least 1). Returns None if that is impossible.
+    """
     limits = [floor(most * units) for most in max_parts]
     counts = [max(min(floor(part * units), limit), 1) for part, limit in zip(parts, limits, strict=True)]
     while sum(counts) != units:

@@ -34,7 +34,7 @@ class CheckedGroup:
 
 
 def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> CheckedGroup:
-    """Returns a group's status and pods without the values that cannot be true."""
+    """Removes status values and pods that the operator cannot have written or created."""
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)

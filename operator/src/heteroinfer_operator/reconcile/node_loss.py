@@ -86,7 +86,11 @@ class NodeLoss:
         )
 
     def next_check_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns the seconds until a pod in the list may count as lost or as blocked, or None."""
+        """Returns the seconds until the next time limit of these pods, or None.
+
+        Limits: the time from which a silent node counts as lost, and the end of the grace period of a pod
+        with a finalizer or without an existing node.
+        """
         moments = [self._lost_from(pod) for pod in pods]
         moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]

@@ -12,11 +12,12 @@ from heteroinfer_operator.api import FailureStatus, GroupStatus, PlanStatus, Ran
 from heteroinfer_operator.reconcile import transitions
 
 TABLES_BYTES: Final = 850_000
-"""Space for all ranks of all groups; the values that decisions read take at most 830,000 for MAX_RANKS."""
+"""Bytes for the rank entries of all groups. The fields that decisions read take at most 830,000 bytes for
+MAX_RANKS ranks."""
 FAILURE_BYTES: Final = 96_000
-"""Space for the messages of failures; each failure takes another 150 bytes without its message."""
+"""Bytes for the messages of failures. The other fields of a failure take another 150 bytes."""
 PLAN_BYTES: Final = 128_000
-"""Space for the ranks of all plans."""
+"""Bytes for the ranks of all plans."""
 LEFT_OUT: Final = "left out: the status is full"
 _RANK_BYTES: Final = 75
 """Size of an entry without names, times and node: {"rank":4095,"role":"","pod":"","started":false,…},"""

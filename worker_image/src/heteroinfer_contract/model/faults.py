@@ -58,7 +58,7 @@ def find_faults(
 def _layer_type_faults(text: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence about types of layers whose memory the planner cannot compute."""
     if words := unknown_layer_types(text):
-        yield f"config.json has layer_types {', '.join(words)[:100]}, whose memory no plan knows"
+        yield f"config.json has layer_types {', '.join(words)[:100]}, whose memory the planner cannot compute"
 
 
 def _size_faults(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _size_faults(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator
         return
     for name, size in zip(("vocab_size", "hidden_size"), embedding.shape, strict=True):
         if name in text and text[name] != size and "word_embed_proj_dim" not in text:
-            yield f"config.json has {name} {text[name]}, and {embedding.name} has {size} in the files"
+            yield f"config.json has {name} {text[name]}, but {embedding.name} has {size} in the files"
 
 
 def _format_faults(
@@ -77,9 +77,9 @@ def _format_faults(
     """Yields a sentence for quantized weights that the config does not mention."""
     if experts is not None and scheme.name not in _FP4 and str(text.get(_EXPERT_TYPE_FIELD)) != "fp4":
         named = "no quantization" if scheme == Scheme() else str(scheme)
-        yield f"config.json has {named}, and the experts are in {experts} in the files"
+        yield f"config.json names {named}, but the files store the experts in {experts}"
     stored = next(
         (tensor.name for tensor in tensors if tensor.dtype in _FP8 and tensor.name.endswith(".weight")), ""
     )
     if stored and scheme == Scheme():
-        yield f"config.json has no quantization_config, and {stored} is in FP8 in the files"
+        yield f"config.json has no quantization_config, but the files store {stored} in FP8"

@@ -61,7 +61,8 @@ _MAX_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
 _MORE_ROWS_TIME_S: Final = 0.2
 """Time in which rounds with more than one row may begin."""
 _LONGEST_CALL_S: Final = 0.5
-"""A number of rows is skipped if one call would take longer, in proportion to the call before."""
+"""Longest call to measure. A number of rows is skipped if its call, estimated from the previous one, takes
+longer."""
 Call = Callable[[], Any]
 
 
@@ -86,7 +87,10 @@ class ExpertsInput:
         self.turn = 0
 
     def prepare(self, rows: int) -> None:
-        """Makes each expert compute `rows` rows on average. With one row, only the turn's experts compute."""
+        """Makes inputs with which each expert computes `rows` rows on average.
+
+        With one row, a call has one token, which uses only the experts of the current turn.
+        """
         self._one_row = rows == 1
         tokens = 1 if self._one_row else rows * self.turns
         self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)

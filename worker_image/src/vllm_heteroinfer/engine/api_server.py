@@ -39,8 +39,8 @@ _logger = logging.getLogger(__name__)
 _WATCH_INTERVAL_S = 0.1
 """Time between two checks of the engine and of the supervisor's request to drain."""
 _CALL_INTERVAL_S = 0.2
-"""Time between the engine's answer and the next call. A group becomes unready within 2 s of its engine's last
-answer: 1.5 s after the first call without an answer."""
+"""Time between an answer of the engine and the next call. A call without an answer for 1.5 s makes the group
+unready, so that happens within 2 s of the last answer."""
 _EXIT_CODE_WAIT_S = 0.5
 """Longest wait for the exit of an engine that has reported its end."""
 _EXIT_CODE_POLL_S = 0.01

@@ -64,7 +64,7 @@ class ExpertWeights:
         return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
 
     def read_coded(self, expert: int, *, w13: bool) -> Coded:
-        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, in the kernels' terms."""
+        """Returns this rank's w13 columns (gates, then ups) or w2 inputs, as codes and scales."""
         return self._read(expert, w13)
 
     def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
@@ -84,11 +84,13 @@ class ExpertWeights:
     # Regions of parameters
 
     def _read_columns(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
-        """Reads this rank's columns of w13: gates, then ups.
+        """Reads this rank's gate columns, then its up columns, of a w13 parameter.
+
+        In the file all gates precede all ups (each half padded to `shape.padded` columns), or both alternate.
 
         Args:
             dim: dimension of the columns.
-            per: columns per element.
+            per: columns that one element holds (packed codes, block scales).
         """
         shape, own = self._shape, self._shape.own
 
@@ -115,7 +117,7 @@ class ExpertWeights:
 
         Args:
             dim: dimension of the inputs.
-            per: inputs per element.
+            per: inputs that one element holds (packed codes, block scales).
         """
         own = self._shape.own
         ranges: list[Range | None] = [None, None]

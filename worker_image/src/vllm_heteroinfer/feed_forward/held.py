@@ -57,7 +57,7 @@ def load_parts(
         lane: number of this rank among them.
 
     Raises:
-        ContractError: a file is not as the asking rank saw it, or no kernel computes a layer.
+        ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.
     """
     by_experts = own.by_experts and recipe.topk > 0
     expert_counts = {layer.experts for layer in recipe.layers.values()}

@@ -114,7 +114,7 @@ def activation_of(recipe: LayerRecipe) -> Activation:
     if kind is None:
         raise ContractError(
             f"experts: activation must be one of {', '.join(sorted(_KINDS))}, {ALTERNATING} in HeteroInfer's "
-            f"CPU kernels (got {name!r}). Use GPU roles only for these layers"
+            f"CPU kernels (got {name!r}). Use spec.parallelism.mode: Pipeline with GPU roles only"
         )
     gated = not name.endswith(_UNGATED) and name != "relu2"
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)

@@ -6,7 +6,7 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""Extra time for a lane if the judge's turn came late, because the lane's next turn may be later still."""
+"""Extra time for a lane if this check came late: on a busy machine, the lane may run even later."""
 
 
 class LaneError(RuntimeError):

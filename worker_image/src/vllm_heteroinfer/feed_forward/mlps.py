@@ -71,8 +71,8 @@ class RecordedMlp:
         if candidates and len(found) != 1:
             raise ContractError(
                 f"layer {index}: feed-forward ranks need one MLP that computes down(act(gate) * up) or "
-                f"down(act(up)) (got {len(found)} in {type(layer).__name__}{''.join(problems)}). Leave this "
-                "layer to the GPU, or use spec.parallelism.mode: Pipeline"
+                f"down(act(up)) (got {len(found)} in {type(layer).__name__}{''.join(problems)}). Lower "
+                "feedForward.layers, or use spec.parallelism.mode: Pipeline"
             )
         return found[0].without_memory() if found else None
 

@@ -105,7 +105,10 @@ class _AnswererProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Bytes that follow this line, and bytes that the other end sends then; no bytes end the trials."""
+    """First line of a trial: the number of bytes after it, and the number of bytes of the answer.
+
+    0 bytes end the trials.
+    """
 
     ask: int
     answer: int

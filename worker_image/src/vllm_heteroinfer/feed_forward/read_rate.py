@@ -83,7 +83,9 @@ def agreed_shares(
             f"rank {lane.rank} {rate / 1e9:.1f}" for lane, rate in zip(lanes, rates, strict=True)
         )
         _logger.info(
-            "feed-forward ranks read at once, in GB/s: %s; shares %s", rates_text, ":".join(map(str, shares))
+            "read rates of feed-forward ranks, measured at the same time, in GB/s: %s. Shares of layers: %s",
+            rates_text,
+            ":".join(map(str, shares)),
         )
     return shares
 

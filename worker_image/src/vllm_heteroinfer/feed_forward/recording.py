@@ -191,7 +191,11 @@ def record_load(
 def _describe_part(
     part: RemotePart, pieces: Mapping[str, Sequence[Piece]] = MappingProxyType({})
 ) -> LayerRecipe:
-    """Returns the recipe of a remote part, whose parameters consist of the given pieces."""
+    """Returns the recipe of one layer's experts or MLP.
+
+    Args:
+        pieces: regions of files that fill each parameter, by name; none for random weights.
+    """
     return part.describe(
         {
             name: ExpertParameter(

@@ -26,7 +26,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RemotePart, layer_of
 
 
 class Asks(Protocol):
-    """Sends a layer's computation to other ranks."""
+    """Sends a layer's inputs to the feed-forward ranks (an "ask"), and returns their answer."""
 
     def ask(
         self,
@@ -73,7 +73,7 @@ class RemoteMethod(FusedMoEMethodBase):
         self._layer, self._experts, self._records = layer, experts, records
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Creates parameters without memory, for the recording of their values' places."""
+        """Creates the parameters on the meta device, for the recording of their places in the files."""
         self._experts.create(*args, **kwargs)
         if not self._records:
             self._experts.end()
@@ -150,7 +150,7 @@ def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[d
         if layer in remote_parts:  # lanes could not distinguish the asks of the two
             raise ContractError(
                 f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got two)."
-                " Leave this layer to the GPU, or use spec.parallelism.mode: Pipeline"
+                " Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"
             )
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)

@@ -55,8 +55,8 @@ def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], mode
     if missing:
         raise ContractError(
             f"{model}: layers of feed-forward ranks must have routed experts of vLLM's RoutedExperts, or "
-            f"an MLP of vLLM's linear layers (layers {missing} have neither). Leave these layers to the GPU, "
-            "or use spec.parallelism.mode: Pipeline"
+            f"an MLP of vLLM's linear layers (layers {missing} have neither). Lower feedForward.layers, or "
+            "use spec.parallelism.mode: Pipeline"
         )
 
 

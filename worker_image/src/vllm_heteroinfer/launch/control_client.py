@@ -198,7 +198,7 @@ class ControlClient:
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
     def news_age_s(self) -> float:
-        """Returns the age of the oldest news from a pod of the group, in seconds."""
+        """Returns the seconds since all pods of the group were last known to run."""
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 
     def check_silence(self) -> None:

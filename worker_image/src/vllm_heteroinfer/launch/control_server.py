@@ -90,7 +90,7 @@ class ControlServer:
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
     def news_age_s(self) -> float:
-        """Returns the time since the last message of the most silent connected pod, in seconds."""
+        """Returns the seconds since the last message of the pod that has been silent longest."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
     def misses_a_stopping_pod(self) -> bool:
@@ -98,7 +98,7 @@ class ControlServer:
         return bool(self._stopping & self._disconnected)
 
     def beat(self) -> None:
-        """Sends a heartbeat to every follower, with the age of this pod's news from the others."""
+        """Sends a heartbeat to every follower, with the longest silence of a follower."""
         self._send_to_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
 
     def announce_stop(self) -> None:

@@ -67,7 +67,7 @@ _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
 
 def weigh(evidence: Evidence) -> Weight:
-    """Returns how likely a failure is the cause and not a consequence."""
+    """Classifies a failure; a lower Weight is more likely the first cause."""
     failure = evidence.failure
     if evidence.accused or evidence.lost is not None:
         return Weight.ACCUSED if evidence.lost is None else _LOSSES[evidence.lost]

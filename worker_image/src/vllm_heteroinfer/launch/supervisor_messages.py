@@ -57,7 +57,8 @@ class Message:
 
     Attributes:
         ranks: in each heartbeat of a follower: the state of its ranks.
-        group_age_s: in each heartbeat of the leader: age of its oldest news from a pod, in seconds.
+        group_age_s: in each heartbeat of the leader: seconds since the last message of the pod that has been
+            silent longest.
         late_s: in each heartbeat: recent scheduling delay of the sender on a busy machine, in seconds.
         stopping: whether the sender was asked to stop; then its end is not a failure.
         verdict: the leader's decision about the cause of the group's end.

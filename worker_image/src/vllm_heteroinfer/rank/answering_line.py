@@ -28,7 +28,9 @@ from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 
 ACCUSE_EARLIER_S = 0.3
-"""Seconds by which a pod's first rank precedes the asking rank if it accuses another rank of its pod."""
+"""Seconds by which a pod's first rank reports a stuck rank of its pod before the asking rank's time limit.
+
+At this limit, the asking rank would blame the first rank."""
 
 
 class Line(Protocol):

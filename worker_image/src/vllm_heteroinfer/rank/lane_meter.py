@@ -32,12 +32,18 @@ class LaneMeter:
             return labelled.labels(*context.metrics.labels)
 
         self._counters = {
-            "busy_ns": counter(metric_names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Computing asks"),
-            "idle_ns": counter(metric_names.FEED_FORWARD_WAIT_SECONDS_TOTAL, "Waiting for asks"),
-            "asks": counter(metric_names.FEED_FORWARD_ASKS_TOTAL, "Asks answered, one a layer and step"),
-            "rows": counter(metric_names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, over layers"),
+            "busy_ns": counter(
+                metric_names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL, "Seconds in which this rank computed layers"
+            ),
+            "idle_ns": counter(
+                metric_names.FEED_FORWARD_WAIT_SECONDS_TOTAL,
+                "Seconds in which this rank waited for the asking rank",
+            ),
+            "asks": counter(metric_names.FEED_FORWARD_ASKS_TOTAL, "Layers computed, counted once per step"),
+            "rows": counter(metric_names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, summed over layers"),
             "experts": counter(
-                metric_names.FEED_FORWARD_EXPERTS_TOTAL, "Experts whose weights were read, over asks"
+                metric_names.FEED_FORWARD_EXPERTS_TOTAL,
+                "Experts whose weights were read, summed over layers and steps",
             ),
             "bytes": counter(metric_names.FEED_FORWARD_BYTES_TOTAL, "Bytes of weights read"),
         }

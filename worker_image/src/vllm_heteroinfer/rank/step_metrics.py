@@ -90,39 +90,52 @@ class RankMetrics(Meter):
             return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
 
         self._step_seconds = histogram(
-            metric_names.STEP_SECONDS, "Wall time of a step on this rank", by_phase
+            metric_names.STEP_SECONDS, "Seconds from the start to the end of a step on this rank", by_phase
         )
-        self._compute = histogram(metric_names.COMPUTE_SECONDS, "This rank's own compute in a step", by_phase)
-        self._device = histogram(metric_names.DEVICE_SECONDS, "A step's forward pass on the GPU", by_phase)
-        self._wait = histogram(metric_names.WAIT_SECONDS, "Waiting for peers in a step", by_phase)
+        self._compute = histogram(
+            metric_names.COMPUTE_SECONDS, "Seconds of this rank's own computing in a step", by_phase
+        )
+        self._device = histogram(
+            metric_names.DEVICE_SECONDS, "Seconds of a step's forward pass on the GPU", by_phase
+        )
+        self._wait = histogram(metric_names.WAIT_SECONDS, "Seconds of waiting for peers in a step", by_phase)
         self._transfer = histogram(
-            metric_names.TRANSFER_SECONDS, "Copying and sending in a step", by_direction
+            metric_names.TRANSFER_SECONDS, "Seconds of copying and sending in a step", by_direction
         )
-        self._bytes = self._counter(metric_names.TRANSFER_BYTES_TOTAL, "Bytes between ranks", by_direction)
-        self._tokens = self._counter(metric_names.TOKENS_TOTAL, "Tokens that passed this rank", by_phase)
+        self._bytes = self._counter(
+            metric_names.TRANSFER_BYTES_TOTAL,
+            "Bytes that this rank sent to or received from other ranks",
+            by_direction,
+        )
+        self._tokens = self._counter(
+            metric_names.TOKENS_TOTAL, "Tokens that this rank has processed", by_phase
+        )
         self._idle = self._counter(
             metric_names.IDLE_SECONDS_TOTAL,
-            "Between steps, waiting for the engine's next call",
+            "Seconds between steps in which this rank waited for the engine",
             metric_names.RANK_LABELS,
         ).labels(*self.labels)
-        self.kv_cache_bytes = self._gauge(metric_names.KV_CACHE_BYTES, "Size of this rank's KV cache")
-        self.kv_blocks = self._gauge(metric_names.KV_BLOCKS, "KV blocks of the group")
-        self.weight_bytes = self._gauge(metric_names.WEIGHT_BYTES, "Size of this rank's weights as loaded")
+        self.kv_cache_bytes = self._gauge(metric_names.KV_CACHE_BYTES, "Bytes of this rank's KV cache")
+        self.kv_blocks = self._gauge(metric_names.KV_BLOCKS, "Number of KV blocks of the group")
+        self.weight_bytes = self._gauge(
+            metric_names.WEIGHT_BYTES, "Bytes of this rank's weights after loading"
+        )
         self._gauge(
-            metric_names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request"
+            metric_names.PREDICTED_STEP_SECONDS,
+            "Planned compute time of a decode step of one request, in seconds",
         ).set(rank.predicted_step_s)
         self._gauge(
-            metric_names.HEARTBEAT_AGE_SECONDS, "Since all ranks of the group were last known to run"
+            metric_names.HEARTBEAT_AGE_SECONDS, "Seconds since all ranks of the group were last known to run"
         ).set_function(reporter.heartbeat_age_s)
-        self._gauge(metric_names.LOCKED_MEMORY_BYTES, "Locked or pinned memory").set_function(
-            locked_memory_bytes
-        )
-        self._gauge(metric_names.LOCKED_MEMORY_LIMIT_BYTES, "Most memory that may be locked").set(
+        self._gauge(
+            metric_names.LOCKED_MEMORY_BYTES, "Bytes of memory that this rank has locked or pinned"
+        ).set_function(locked_memory_bytes)
+        self._gauge(metric_names.LOCKED_MEMORY_LIMIT_BYTES, "Bytes of memory that this rank may lock").set(
             locked_memory_limit_bytes()
         )
         self._transport = Gauge(
             metric_names.TRANSPORT_INFO,
-            "How this rank's tensors travel",
+            "Path of this rank's tensors to other ranks; always 1",
             (*metric_names.RANK_LABELS, "between", "path"),
             registry=self.registry,
         )

@@ -85,13 +85,14 @@ class CudaStaging(Staging):
 
         Args:
             buffers: all buffers of the link, page-locked.
-            signal: writes the link's words from the stream; None if the host writes them.
+            signal: writes this rank's count of published parts from the GPU's stream; None if the host
+                writes it.
         """
         self._device, self._signal = device, signal
         self._mapped: dict[Buffer, Buffer] = {}
         self._mapped_bytes, self.description = (
             MAPPED_BYTES,
-            f"mapped up to {MAPPED_BYTES} bytes, copied above",
+            f"parts up to {MAPPED_BYTES} bytes are used in place, larger parts are copied",
         )
         try:
             for buffer in buffers:
@@ -105,20 +106,22 @@ class CudaStaging(Staging):
         }
         self._stream = torch.cuda.current_stream(device)
         self._copy_out_time, self._fetch_time = _DeviceTime(), _DeviceTime()
-        self._copies_out = self._time_factor = 0
-        self._first, self._small = True, False
+        self._copies_out = 0
+        # Number of copies for which the timed copy stands; 0: this copy is not timed.
+        self._time_factor = 0
+        self._is_first_part, self._is_small_part = True, False
 
     def copy_out(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
         """Starts to copy `source` to a buffer, by a kernel if the part is small.
 
         See `Staging.copy_out`.
         """
-        self._first = first
+        self._is_first_part = first
         if not first:  # the first part has been copied, so the computation of the tensor is done
             with torch.cuda.stream(self._second_stream):
                 buffer.view_as(form).copy_(source, non_blocking=True)
             return
-        small = self._small = form.num_bytes <= self._mapped_bytes
+        small = self._is_small_part = form.num_bytes <= self._mapped_bytes
         self._copies_out += 1
         timed = not small or self._copies_out % _SAMPLE == 0
         # A timed small copy counts for all small copies since the last timed one.
@@ -143,7 +146,7 @@ class CudaStaging(Staging):
         if (
             signal is None
             or self._time_factor
-            or not self._small
+            or not self._is_small_part
             or signal.stream() != self._stream.cuda_stream
         ):
             return None
@@ -162,9 +165,9 @@ class CudaStaging(Staging):
         if last != stream:  # the last stream may still use parts fetched before
             last.synchronize()
             self._stream = stream
-        if self._first:
+        if self._is_first_part:
             return self._copy_out_time.take() + self._fetch_time.take()
-        self._first = True
+        self._is_first_part = True
         self._second_stream.synchronize()
         return time.perf_counter() - start
 

@@ -120,7 +120,7 @@ class Asking(RankMode):
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
         remote.connect(self._share_experts(exchange))
         _logger.info(
-            "rank %d asks feed-forward ranks %s for %d layers, %d rows of %d at most",
+            "rank %d: feed-forward ranks %s compute %d layers for it, at most %d rows of %d elements at once",
             context.rank.rank,
             [rank.rank for rank in self._ranks],
             len(self._layers),
@@ -176,9 +176,12 @@ class Asking(RankMode):
             for name, text in (
                 (
                     metric_names.GPU_EXPERT_ROWS_TOTAL,
-                    "Rows whose experts the GPU computed in part, over layers",
+                    "Rows for which the GPU computed some experts, summed over layers",
                 ),
-                (metric_names.GPU_EXPERT_BYTES_TOTAL, "Bytes of experts that the GPU copied"),
+                (
+                    metric_names.GPU_EXPERT_BYTES_TOTAL,
+                    "Bytes of experts' weights that were copied to the GPU",
+                ),
             )
         )
 
@@ -207,7 +210,7 @@ class Asking(RankMode):
         return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Wakes the lanes before a step's asks."""
+        """Wakes the lanes before a step's asks, except in the group's own first request."""
         if counts:
             self._slab.wake_lanes()
 

@@ -66,7 +66,10 @@ class PipelineHops(RankMode):
         context.metrics.record_path("stages", "gloo")
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Sets the number of rows of the step's hop."""
+        """Sets how many rows the stages exchange in this step.
+
+        Every step needs this, also one that does not count in metrics.
+        """
         self._transport.expect_rows(rows)
 
     def _compare_with_previous(self, schema: HopSchema) -> None:

@@ -39,7 +39,11 @@ class RankMode:
         """Ends the warm-up."""
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Begins a step with tokens. The group's own first request does not count."""
+        """Begins a step with tokens.
+
+        Args:
+            counts: False for the group's own first request.
+        """
 
     def end_step(self) -> None:
         """Ends a step of this rank that shared no tokens."""

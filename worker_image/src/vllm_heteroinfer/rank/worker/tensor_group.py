@@ -114,9 +114,9 @@ class TensorGroup(RankMode):
             runner.reorder_batch_threshold = int(leader_order)
         elif str(own_order) != leader_order:
             raise RuntimeError(
-                f"rank {context.rank.rank}: its attention backend must order a batch by the threshold "
-                f"{leader_order} of the stage's first rank (got {own_order}). Choose one attention backend "
-                "for all ranks (engine.args: --attention-backend)"
+                f"rank {context.rank.rank}: its attention backend must order a batch like the stage's first "
+                f"rank (reorder_batch_threshold {leader_order}, got {own_order}). Choose one attention "
+                "backend for all ranks (engine.args: --attention-backend)"
             )
 
     def ready(self) -> None:
