@@ -62,7 +62,7 @@ def test_names_unknown_layer_types(tmp_path: Path) -> None:
 def test_weights_in_fp8_that_the_config_does_not_name(tmp_path: Path) -> None:
     found = read(tmp_path, "Llama-3.1-8B-Instruct-FP8", quantization_config=None)
     assert len(found.faults) == 1
-    assert "has no quantization_config, and model.layers.0" in found.faults[0]
+    assert "has no quantization_config, but the files store model.layers.0" in found.faults[0]
 
 
 def test_experts_in_a_format_that_the_config_does_not_name() -> None:
