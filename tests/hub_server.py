@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+import socket
 import ssl
 import sys
 import threading
@@ -123,7 +124,7 @@ class HubServer:
         class Handler(_Handler):
             server_hub = hub
 
-        self._server = _Server((host, port), Handler)
+        self._server = (_Server6 if ":" in host else _Server)((host, port), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         scheme = "http"
@@ -135,8 +136,8 @@ class HubServer:
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
             scheme = "https"
-        self.endpoint = f"{scheme}://{host}:{self.port}"
-        self.content_endpoint = f"{scheme}://{content_host}:{self.port}"
+        self.endpoint = f"{scheme}://{_in_url(host)}:{self.port}"
+        self.content_endpoint = f"{scheme}://{_in_url(content_host)}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     def __enter__(self) -> "HubServer":
@@ -167,6 +168,14 @@ class _Server(ThreadingHTTPServer):
         """Keeps the tests' output free of clients that do not trust it."""
         if not isinstance(sys.exception(), ssl.SSLError):
             super().handle_error(request, client_address)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 class _Handler(BaseHTTPRequestHandler):

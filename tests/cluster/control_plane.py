@@ -76,7 +76,8 @@ class Site:
 
     @property
     def server(self) -> str:
-        return f"https://{self.address}:{self.api_port}"
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"https://{host}:{self.api_port}"
 
 
 @contextlib.contextmanager
