@@ -1,14 +1,21 @@
-"""What platforms ask of pods, on a real node: user ids of a range, a private authority, files and volumes.
+"""What platforms ask of pods, on a real node: assigned ids, a private authority, files, volumes, devices.
 
-One group has all of it: a namespace that admits user ids of its own range only, a hub under TLS with the
-certificate of a company's authority, a chat template from a ConfigMap, and volumes of each kind.
+One group has all of it: namespaces that give user ids and refuse stated ones, a hub under TLS with the
+certificate of a company's authority, a chat template from a ConfigMap, volumes of each kind, and a device
+by dynamic resource allocation.
 """
 
+import contextlib
 import json
 import shutil
+import socketserver
+import ssl
 import tempfile
+import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +23,21 @@ import pytest
 import yaml
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import model_folder
 from tests.cluster import debian, processes
-from tests.cluster.errors import ClusterError
+from tests.cluster.folders import REPOSITORY
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 from tests.cluster.oci import Image, Layout
 from tests.cluster.pki import Pki
+from tests.e2e import dra_driver
+from tests.e2e.assigned_ids import USER, assigned_ids
 from tests.e2e.serving import NO_PROXY, RELEASE, SYSTEM, Resource, cache_volume, install
 from tests.hub_server import HubServer, Repository
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
 NAMESPACE = "platform"
 MODEL = "acme/small"
-USER = 1000680000
-"""The first of a namespace's range on OpenShift; its group is 0."""
 FETCH_S = 120.0
 START_S = 420.0
 TEMPLATE = "{% for m in messages %}Hello {{ m['content'] }}{% endfor %}"
@@ -37,11 +45,43 @@ WHO = (
     "import getpass, os, pwd; own = pwd.getpwuid(os.getuid()); "
     "print(os.getuid(), os.getgid(), own.pw_dir, getpass.getuser(), os.path.expanduser('~'))"
 )
-IN_RANGE = f"""
-  [object.spec.?securityContext.runAsUser, object.spec.?securityContext.fsGroup].all(
-    id, id.orValue({USER}) >= {USER} && id.orValue({USER}) < {USER + 10000}) &&
-  object.spec.?securityContext.runAsGroup.orValue(0) == 0
+CLIENTS = """
+import asyncio, json, os, sys, urllib.request
+import httpx, huggingface_hub, requests
+from vllm.connections import HTTPConnection
+
+hub, model, ways = os.environ["HF_ENDPOINT"], sys.argv[1], HTTPConnection()
+url = f"{hub}/api/models/{model}/revision/main"
+clients = {
+    "ssl": lambda: urllib.request.urlopen(url, timeout=10).read(),
+    "requests": lambda: requests.get(url, timeout=10).raise_for_status(),
+    "httpx": lambda: httpx.get(url, timeout=10).raise_for_status(),
+    "huggingface_hub": lambda: huggingface_hub.HfApi().model_info(model, revision="main"),
+    "vLLM, sync": lambda: ways.get_bytes(url, timeout=10),
+    "vLLM, async": lambda: asyncio.run(ways.async_get_bytes(url, timeout=10)),
+}
+answers = {}
+for name, ask in clients.items():
+    try:
+        ask()
+        answers[name] = "answered"
+    except Exception as error:
+        answers[name] = "refused" if "CERTIFICATE_VERIFY_FAILED" in repr(error) else repr(error)
+print(json.dumps(answers))
 """
+"""Clients that a worker has; vLLM's own fetch the images of requests."""
+IN_POD = f"""
+import json, os, pathlib, subprocess, sys, tempfile
+from vllm_heteroinfer.pod.certificates import trust_ca_bundle
+
+plain = os.environ | {{"HF_HUB_OFFLINE": "0"}}
+env = dict(plain)
+trust_ca_bundle(env, pathlib.Path(tempfile.mkdtemp()))
+command = [sys.executable, "-c", {CLIENTS!r}, sys.argv[1]]
+runs = [subprocess.Popen(command, env=each, stdout=subprocess.PIPE, text=True) for each in (env, plain)]
+print(json.dumps([json.loads(run.communicate()[0].splitlines()[-1]) for run in runs]))
+"""
+"""Asks the hub with the environment that a supervisor gives its processes, and without model.caBundle."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -68,81 +108,111 @@ def cache() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+class Collector(socketserver.ThreadingTCPServer):
+    """A collector of traces under TLS with the hub's certificate. It only counts clients that trust it."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, context: ssl.SSLContext) -> None:
+        super().__init__((host, 0), socketserver.BaseRequestHandler)
+        self.trusting, self._context = 0, context
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Ends a connection after its handshake, which a client without trust leaves unfinished."""
+        with contextlib.suppress(OSError), self._context.wrap_socket(request, server_side=True):
+            self.trusting += 1
+
+
+@pytest.fixture
+def collector(node_cluster: NodeCluster, hub: HubServer, tmp_path: Path) -> Iterator[Collector]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "hub.crt", tmp_path / "hub.key")
+    context.set_alpn_protocols(["h2"])
+    assert hub.port
+    with Collector(Addresses(number=node_cluster.state.number).machine, context) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
-def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
-    """The chart with user ids of the range, in a namespace that admits no other."""
-    install(
-        node_cluster,
-        f"podSecurityContext.runAsUser={USER + 1}",
-        "podSecurityContext.runAsGroup=0",
-        f"workerPods.podSecurityContext.runAsUser={USER}",
-        "workerPods.podSecurityContext.runAsGroup=0",
-        f"workerPods.podSecurityContext.fsGroup={USER}",
-        "allowedServiceAccounts={models}",
-    )
+def given(
+    node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Counter[tuple[str, str]]]:
+    """Namespaces that give user ids; the pods that got ids, by namespace and component."""
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+    with assigned_ids(node_cluster, (NAMESPACE, SYSTEM), tmp_path_factory.mktemp("ids")) as counted:
+        yield counted
+    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
+
+
+@pytest.fixture(scope="module")
+def installed(node_cluster: NodeCluster, given: Counter[tuple[str, str]]) -> Iterator[NodeCluster]:
+    """The chart as on OpenShift."""
+    install(node_cluster, "assignedUserIds=true", "allowedServiceAccounts={models}")
+    assert given[SYSTEM, ""] == 1, "the operator"
     node_cluster.kubectl("create", "serviceaccount", "-n", NAMESPACE, "models")
-    node_cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy()))
-    processes.wait_until("the policy", lambda: refuses(node_cluster), timeout_s=30)
     yield node_cluster
     node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
     node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
-    kinds = "validatingadmissionpolicies,validatingadmissionpolicybindings"
-    node_cluster.kubectl("delete", kinds, "--all")
-    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
-    node_cluster.kubectl(
-        "delete", "pv", "platform-cache", "--ignore-not-found", "--timeout=30s", timeout_s=40
-    )
 
 
-def policy() -> list[dict[str, Any]]:
-    """Returns what refuses pods with ids outside of the range, as OpenShift's constraints do."""
-    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": "ids-of-the-range"}}
-    selector = {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}
-    pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-    validation = {"expression": IN_RANGE, "message": "ids are of the namespace's range"}
-    return [
-        {
-            **kind,
-            "kind": "ValidatingAdmissionPolicy",
-            "spec": {
-                "matchConstraints": {"namespaceSelector": selector, "resourceRules": [pods]},
-                "validations": [validation],
-            },
-        },
-        {
-            **kind,
-            "kind": "ValidatingAdmissionPolicyBinding",
-            "spec": {"policyName": "ids-of-the-range", "validationActions": ["Deny"]},
-        },
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Folders of the node behind the volumes `platform-cache` and `platform-notes`."""
+
+    cache: Path
+    notes: Path
 
 
-def refuses(cluster: NodeCluster) -> bool:
-    container = {
-        "name": "c",
-        "image": "none",
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-    context = {"runAsUser": 65532, "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "fixed", "namespace": NAMESPACE},
-        "spec": {"securityContext": context, "containers": [container]},
-    }
-    try:
-        cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(pod))
-    except ClusterError as error:
-        return "ids are of the namespace's range" in str(error)
-    return False
+@pytest.fixture
+def folders(node_cluster: NodeCluster) -> Iterator[Folders]:
+    made = [Path(tempfile.mkdtemp(prefix=f"heteroinfer-{name}-")) for name in ("cache", "notes")]
+    for folder in made:
+        folder.chmod(0o755)
+        shutil.chown(folder, USER, 0)  # a volume of a path of the node takes no group from fsGroup
+    (made[1] / "note").write_text("of a claim")
+    yield Folders(cache=made[0], notes=made[1])
+    volumes = ("platform-cache", "platform-notes")
+    node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.kubectl("delete", "pvc", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.kubectl("delete", "pv", *volumes, "--timeout=30s", timeout_s=40)
+    for folder in made:
+        shutil.rmtree(folder)
 
 
-def manifests(cache: Path, endpoint: str, authority: str) -> str:
+@pytest.fixture
+def driver(node_cluster: NodeCluster) -> Iterator[None]:
+    """A driver of devices on the node, which ends with the node, and no device that it offers."""
+    state = node_cluster.state
+    python = str(REPOSITORY / ".venv-worker/bin/python")
+    command = [*node_cluster.namespaces.prefix, python, "-B", "-m", "tests.e2e.dra_driver"]
+    log = state.log("dra-driver")
+    processes.spawn(command, mark=state.folder, log=log, environment={"PYTHONPATH": str(REPOSITORY)})
+    processes.wait_until("the driver", lambda: "registered" in log.read_text(), timeout_s=60, log=log)
+    yield
+    for kind in ("resourceslice", "deviceclass"):
+        node_cluster.kubectl("delete", kind, dra_driver.DRIVER, "--ignore-not-found")
+
+
+def manifests(folders: Folders, endpoint: str, authority: str, image: str, traces: str) -> str:
     """Returns what a user applies: objects that the resource names, and the resource."""
-    volume = cache_volume("platform-cache", cache)
+    volume = cache_volume("platform-cache", folders.cache)
+    notes = cache_volume("platform-notes", folders.notes)
+    notes["spec"]["claimRef"] = {"namespace": NAMESPACE, "name": "notes"}
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "notes"},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+            "storageClassName": "",
+            "volumeName": "platform-notes",
+        },
+    }
     company = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -174,12 +244,17 @@ def manifests(cache: Path, endpoint: str, authority: str) -> str:
             {"name": "b", "secret": {"secretName": "hidden"}},
             {"name": "c", "projected": {"sources": both}},
             {"name": "d", "emptyDir": {"sizeLimit": "1Mi"}},
+            {"name": "e", "persistentVolumeClaim": {"claimName": "notes"}},
+            {"name": "f", "image": {"reference": image}},
         ],
+        "resourceClaims": [{"name": "device", "resourceClaimTemplateName": "device"}],
         "volumeMounts": [
             {"name": "a", "mountPath": "/mnt/a"},
             {"name": "b", "mountPath": "/mnt/b/note", "subPath": "note"},
             {"name": "c", "mountPath": "/mnt/c", "readOnly": True},
             {"name": "d", "mountPath": "/mnt/d"},
+            {"name": "e", "mountPath": "/mnt/e"},
+            {"name": "f", "mountPath": "/mnt/f"},
         ],
         "dnsConfig": {"searches": ["company.test"]},
     }
@@ -195,12 +270,16 @@ def manifests(cache: Path, endpoint: str, authority: str) -> str:
                 "maxModelLen": 1024,
                 "env": [{"name": "HF_ENDPOINT", "value": endpoint}],
                 "files": [file],
-                "args": ["--chat-template", f"{names.FILES_MOUNT}/chat.jinja"],
+                "args": [
+                    *("--chat-template", f"{names.FILES_MOUNT}/chat.jinja"),
+                    *("--otlp-traces-endpoint", traces),
+                ],
             },
             "roles": [{"name": "cpu", "device": "CPU", "resources": role, "template": template}],
         },
     }
-    return yaml.safe_dump_all([volume, company, secret, resource])
+    devices = dra_driver.claims("device")
+    return yaml.safe_dump_all([volume, notes, claim, company, secret, *devices, resource])
 
 
 def tokenize(resource: Resource, **body: Any) -> list[int]:
@@ -212,16 +291,29 @@ def tokenize(resource: Resource, **body: Any) -> list[int]:
         return list(json.load(answer)["tokens"])
 
 
+@pytest.mark.usefixtures("driver")
 def test_a_group_serves_with_all_that_platforms_ask(
-    installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]], tmp_path: Path
+    *,
+    installed: NodeCluster,
+    given: Counter[tuple[str, str]],
+    hub: HubServer,
+    collector: Collector,
+    folders: Folders,
+    registry: Path,
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
-    authority = (tmp_path / "ca.crt").read_text()
-    applied = manifests(cache, hub.endpoint, authority)
+    image = push(installed, "notes", {"note": b"of an image"}, tmp_path / "layout")
+    traces = "https://{}:{}".format(*collector.server_address)
+    applied = manifests(folders, hub.endpoint, (tmp_path / "ca.crt").read_text(), image, traces)
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=applied)
     resource = Resource(cluster=installed, namespace=NAMESPACE, name="fetched")
     processes.wait_until(
         "the profile", lambda: resource.status.get("model", {}).get("phase") == "Ready", timeout_s=FETCH_S
     )
+    fetched = folders.cache / model_folder(MODEL, hub.repositories[MODEL].commit) / "config.json"
+    assert (fetched.stat().st_uid, fetched.stat().st_gid) == (USER, 0)
+    offer_device(installed, resource)
     resource.wait_ready(START_S)
     reference = model[1][PROMPTS[0]]
     assert resource.complete(reference["prompt_token_ids"], REFERENCE_TOKENS) == reference["token_ids"]
@@ -238,6 +330,10 @@ def test_a_group_serves_with_all_that_platforms_ask(
     assert said("id -G").split() == ["0", "7777", str(USER)]
     assert said("cat /mnt/a/note /mnt/b/note /mnt/c/one /mnt/c/two") == "of a ConfigMapof a Secret" * 2
     assert said("touch /mnt/d/x && ls /mnt/d") == "x"
+    assert said("touch /mnt/e/x && cat /mnt/e/note /mnt/f/note") == "of a claimof an image"
+    assert said("touch /mnt/f/x 2>&1 || true").endswith("Read-only file system")
+    assert (folders.notes / "x").stat().st_uid == USER
+    assert said(f"printenv {dra_driver.DEVICE_VARIABLE}") == dra_driver.DEVICE
     assert "company.test" in said("cat /etc/resolv.conf")
     assert pod["spec"]["serviceAccountName"] == "models"
     assert said("ls -d /var/run/secrets/kubernetes.io 2>/dev/null || echo no token") == "no token"
@@ -245,7 +341,31 @@ def test_a_group_serves_with_all_that_platforms_ask(
         "pods", "-l", "app.kubernetes.io/name=heteroinfer-operator"
     )["items"]
     run = ("exec", "-n", SYSTEM, operator["metadata"]["name"], "--", "python3", "-c", WHO)
-    assert installed.kubectl(*run).split()[:3] == [str(USER + 1), "0", "/tmp"]
+    assert installed.kubectl(*run).split()[:3] == [str(USER), "0", "/tmp"]
+    assert given[NAMESPACE, names.COMPONENT_FETCH] >= 1
+    assert given[NAMESPACE, names.COMPONENT_WORKER] >= 1
+    check_trust(resource, name)
+    processes.wait_until("traces under TLS", lambda: collector.trusting > 0, timeout_s=60)
+
+
+def offer_device(cluster: NodeCluster, resource: Resource) -> None:
+    """Offers the device, once the status has quoted the scheduler about its absence."""
+
+    def quoted() -> bool:
+        conditions = resource.status.get("conditions", [])
+        return any("cannot allocate all claims" in each["message"] for each in conditions)
+
+    processes.wait_until("the scheduler's words about the claim", quoted, timeout_s=60)
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(dra_driver.offer(cluster.node_name)))
+
+
+def check_trust(resource: Resource, pod: str) -> None:
+    """Checks that each client of a worker reaches the hub under TLS, and only by model.caBundle."""
+    run = ("exec", "-n", NAMESPACE, pod, "--", "python3", "-c", IN_POD, MODEL)
+    with_bundle, without = json.loads(resource.cluster.kubectl(*run, timeout_s=120))
+    clients = {"ssl", "requests", "httpx", "huggingface_hub", "vLLM, sync", "vLLM, async"}
+    assert with_bundle == dict.fromkeys(clients, "answered")
+    assert without == dict.fromkeys(clients, "refused")
 
 
 # A model in an image
@@ -254,9 +374,10 @@ REGISTRY = "localhost:5000"
 """On the node's loopback, where containerd asks without TLS."""
 
 
-@pytest.fixture
-def registry(node_cluster: NodeCluster, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def registry(node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A registry on the node, which ends with the node; returns the log with its requests."""
+    tmp_path = tmp_path_factory.mktemp("registry")
     debian.ensure_packages({"docker-registry": "docker-registry", "skopeo": "skopeo"})
     store = {"filesystem": {"rootdirectory": str(tmp_path / "store")}}
     settings = {"version": 0.1, "storage": store, "http": {"addr": REGISTRY}}
@@ -277,21 +398,26 @@ def registry(node_cluster: NodeCluster, tmp_path: Path) -> Path:
     return state.log("registry")
 
 
-def push_model(cluster: NodeCluster, model: Path, folder: Path) -> str:
-    """Puts the model's files into an image, below /weights, and pushes it; returns its reference."""
+def push(cluster: NodeCluster, tag: str, files: dict[str, bytes], folder: Path) -> str:
+    """Pushes an image of these files; returns its reference."""
     layout = Layout(folder=folder)
-    layout.put_image("small", {f"weights/{file.name}": file.read_bytes() for file in model.iterdir()}, {})
-    name = f"{REGISTRY}/models/small"
+    layout.put_image(tag, files, {})
+    name = f"{REGISTRY}/models/{tag}"
     copy = ("skopeo", "copy", "--quiet", "--preserve-digests", "--dest-tls-verify=false")
-    cluster.namespaces.run(*copy, f"oci:{folder}:small", f"docker://{name}:pushed")
-    return f"{name}@{layout.digest(Image(tag='small', reference=name))}"
+    cluster.namespaces.run(*copy, f"oci:{folder}:{tag}", f"docker://{name}:pushed")
+    return f"{name}@{layout.digest(Image(tag=tag, reference=name))}"
 
 
 def test_a_group_serves_a_model_from_an_image(
-    installed: NodeCluster, registry: Path, model: tuple[Path, dict[str, Any]], tmp_path: Path
+    installed: NodeCluster,
+    given: Counter[tuple[str, str]],
+    registry: Path,
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     """The kubelet pulls the image and mounts it; no claim and no download."""
-    reference = push_model(installed, model[0] / "small", tmp_path / "layout")
+    files = {f"weights/{file.name}": file.read_bytes() for file in (model[0] / "small").iterdir()}
+    reference = push(installed, "small", files, tmp_path / "layout")
     role = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
     document = {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
@@ -310,6 +436,7 @@ def test_a_group_serves_a_model_from_an_image(
     answer = model[1][PROMPTS[0]]
     assert resource.complete(answer["prompt_token_ids"], REFERENCE_TOKENS) == answer["token_ids"]
 
+    assert given[NAMESPACE, names.COMPONENT_INSPECT] >= 1
     requests = registry.read_text()
     assert f"/v2/models/small/manifests/{reference.partition('@')[2]}" in requests
     for pod in resource.pods():
