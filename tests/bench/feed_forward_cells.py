@@ -234,7 +234,8 @@ def lane_counters(group: Group, rank: int) -> dict[str, float]:
 
 def on_cpu(plan: Plan) -> Plan:
     """Returns a plan for a try without a GPU."""
-    ranks = (replace(plan.ranks[0], device=Device.CPU, kv_cache_bytes=GIB // 4), *plan.ranks[1:])
+    asking = replace(plan.ranks[0], device=Device.CPU, kv_cache_bytes=GIB // 4, ring_bytes=0)
+    ranks = (asking, *plan.ranks[1:])
     return replace(plan, ranks=ranks)
 
 

@@ -41,7 +41,7 @@ from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
-from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
+from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token
 from tests.bench.feed_forward_cells import CAPTURE, ROUTING
 from tests.bench.kernel_rates import KernelRates, kernel_rates, mean_of, rate_of, with_kernel
@@ -138,12 +138,7 @@ class Cell:
         """Returns the seconds that the planner says."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
 
-        def feed_forward_wait(load: StepLoad) -> float:
-            remote = planned.remote
-            if remote is None:
-                return 0.0
-            return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
-
+        feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
         if self.what == "step":
             load = StepLoad(requests=self.requests, context=self.context)
             return forecast(plan, sizes, rates, load, feed_forward_wait).step_s

@@ -246,6 +246,11 @@ class Calibration(codec.JsonValue):
         found = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
         return max(found, key=lambda kernel: kernel.bytes_per_s, default=None)
 
+    def link_rate(self) -> float | None:
+        """Returns the bytes per second of copies to the GPU, while CPUs read memory if that was measured."""
+        found = {t.contended: t.bytes_per_s for t in self.transfers if t.direction is Direction.TO_GPU}
+        return found.get(True, found.get(False))
+
     def hop_s(self, path: HopPath, message_bytes: int = 0) -> float | None:
         """Returns the seconds of a message, measured at this size or the next larger size.
 

@@ -338,6 +338,20 @@ class Plan(codec.JsonValue):
             )
         for rank in last_ranks:
             self._check_share(rank)
+        for rank in self.ranks:
+            self._check_ring(rank)
+
+    def _check_ring(self, rank: RankAssignment) -> None:
+        """Checks that a rank with a ring can copy from its feed-forward ranks; raises ContractError."""
+        if not rank.ring_bytes:
+            return
+        servers = self.feed_forward_ranks(rank.stage)
+        is_asking_gpu = rank.device is Device.GPU and rank.feed_forward is None
+        if not is_asking_gpu or not servers or any(each.pod != rank.pod for each in servers):
+            raise ContractError(
+                f"Plan.ranks[{rank.rank}].ring_bytes: must be 0 unless the rank has a GPU, and all "
+                f"feed-forward ranks of its stage are in its pod (got {rank.ring_bytes})"
+            )
 
     def _check_share(self, rank: RankAssignment) -> None:
         """Checks the stage, pod, layers and share of a feed-forward rank; raises ContractError."""

@@ -141,8 +141,10 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     if sizes.encoder_bytes:
         parts.append(f"encoder {format_bytes(sizes.encoder_bytes)}")
     parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
+    if budget.ring_bytes:
+        parts.append(f"ring for experts {format_bytes(budget.ring_bytes)}")
     usable = "an unknown memory" if budget.budget is None else format_bytes(budget.budget)
-    taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes)
+    taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes + budget.ring_bytes)
     line = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
     if budget.reserved_bytes:
         line += f". Another {format_bytes(budget.reserved_bytes)} is for {BESIDE_ON_GPUS}"

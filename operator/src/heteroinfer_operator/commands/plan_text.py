@@ -186,7 +186,7 @@ def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
 
 def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec]) -> str:
     """Describes the bytes that a rank uses, the bytes that it may use, and the memory that the user set."""
-    taken = rank.weight_bytes + rank.kv_cache_bytes
+    taken = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
         # Feed-forward ranks in the GPU's pod have their own memory in the plan. Those in other pods have the

@@ -19,6 +19,12 @@ _LATENT_ALIGNMENT: Final = 128
 BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the smallest number that vLLM supports on both devices (vllm/platforms/cpu.py
 requires a multiple of 32)."""
+CPU_BATCH_TOKENS: Final = 2048
+"""Tokens of a step in which CPUs compute layers. A CPU stage computes about 2 TFLOP/s in bf16 (16 cores,
+2026-11-20): these tokens take about 2 s through 4 layers of an 8B model, and 8,192 would block decoding for
+8 s."""
+_GPU_BATCH_TOKENS: Final = 8192
+"""Tokens of a step of GPUs."""
 _DEFAULT_MAX_MODEL_LEN: Final = 8192
 """Default of engine.maxModelLen, in tokens. The KV cache must hold one request of this length; the maximum of
 a long-context model would often not fit."""
@@ -58,9 +64,7 @@ def choose_engine_settings(
         served_name=served_name,
         dtype=_choose_dtype(spec, profile, has_cpu=has_cpu),
         max_model_len=_choose_max_model_len(spec, profile),
-        # A CPU stage computes about 2 TFLOP/s in bf16 (16 cores, 2026-11-20): 2048 tokens take about 2 s
-        # through 4 layers of an 8B model, and 8192 would block decoding for 8 s.
-        max_num_batched_tokens=2048 if has_cpu else 8192,
+        max_num_batched_tokens=CPU_BATCH_TOKENS if has_cpu else _GPU_BATCH_TOKENS,
         # vLLM's own defaults are 128 on a CPU rank and 1024 on an H200. The step of a CPU stage grows with
         # the rows from about 64 on (same measurements).
         max_num_seqs=64 if has_cpu else 256,

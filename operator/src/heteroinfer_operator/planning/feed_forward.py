@@ -3,6 +3,7 @@
 The rest of the planner handles the GPU's remaining model like any other model.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -21,6 +22,8 @@ from heteroinfer_contract.plan import MAX_LANES, Device, EngineSettings, Mode, b
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
+from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
+from heteroinfer_operator.planning.expert_ring import CopiedLayers, ExpertRing
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.packing import packed_ratio
@@ -75,6 +78,7 @@ class FeedForwardPart:
         remaining: profile of the model without these experts or MLPs, which the rank of the stage computes.
         by_experts: whether each rank has whole experts, because their columns cannot be divided among ranks.
         shares: share of each rank; empty if the ranks of one pod share by the rates that they measure.
+        ring: memory with which the GPU computes a part of the experts in long prompts; None if it has none.
     """
 
     sets: tuple[RankSet, ...]
@@ -83,6 +87,7 @@ class FeedForwardPart:
     remaining: ModelProfile
     by_experts: bool = False
     shares: tuple[int, ...] = ()
+    ring: ExpertRing | None = None
 
     @property
     def ranks(self) -> int:
@@ -374,14 +379,56 @@ def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfi
     return replace(profile, kinds=known, kind_of_layer=tuple(known.index(kind) for kind in kinds))
 
 
+def with_one_more_layer(
+    topology: Topology, profile: ModelProfile, remote: FeedForwardPart
+) -> FeedForwardPart | None:
+    """Returns the part with one more layer; None if the user set the layers, or if the rank has no more."""
+    setting = topology.stages[0][0].placed.role.feed_forward
+    order = _cheapest_first(profile)
+    count = len(remote.layers) + 1
+    if (setting is not None and setting.layers is not None) or count > len(order):
+        return None
+    return build_feed_forward_part(remote.sets, profile, order[:count], by_experts=remote.by_experts)
+
+
 def stage_rank_missing_bytes(
     topology: Topology, remaining: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> int:
     """Returns the bytes that the stage's rank lacks for one full-length request; <= 0 if all fits."""
+    return _missing_bytes(topology, _stage_sizes(topology, remaining, engine, None), inventory) or 0
+
+
+def stage_rank_left_bytes(
+    topology: Topology, remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory
+) -> int | None:
+    """Returns the bytes that the stage's rank has left after one full-length request.
+
+    Returns None if the rank's memory is unknown, or too small even without a model.
+    """
+    try:
+        missing_bytes = _missing_bytes(topology, stage_sizes(topology, remote, engine), inventory)
+    except PlanError:
+        return None
+    return None if missing_bytes is None else -missing_bytes
+
+
+def stage_sizes(topology: Topology, remote: FeedForwardPart, engine: EngineSettings) -> Sizes:
+    """Returns the sizes of the stage's rank."""
+    return _stage_sizes(topology, remote.remaining, engine, remote.ring)
+
+
+def _stage_sizes(
+    topology: Topology, remaining: ModelProfile, engine: EngineSettings, ring: ExpertRing | None
+) -> Sizes:
     device = topology.stages[0][0].placed.device
-    sizes = Sizes.for_settings(remaining, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
+    batches = batches_at_once(Mode.FEED_FORWARD, 1, device)
+    return Sizes.for_settings(remaining, engine, 1, batches=batches, ring=ring)
+
+
+def _missing_bytes(topology: Topology, sizes: Sizes, inventory: Inventory) -> int | None:
+    """Returns the bytes that the stage's rank lacks for one full-length request, or None if unknown."""
     stage = stage_budgets(topology.stages, sizes, inventory)[0]
-    return stage.missing_bytes(sizes, 0, remaining.num_layers) or 0
+    return stage.missing_bytes(sizes, 0, sizes.profile.num_layers)
 
 
 def _check_shares(role: str, remote: FeedForwardPart) -> None:
@@ -478,10 +525,40 @@ def rank_weight_bytes(remote: FeedForwardPart, engine: EngineSettings, rank: int
 
 def _packed_bytes(remote: FeedForwardPart, layer_bytes: Sequence[int]) -> int:
     """Returns the bytes of layers in the packed form of the kernels, from their stored bytes."""
-    packed = packed_ratio(remote.profile.scheme)
-    kinds = ((index, remote.profile.layer(index)) for index in remote.layers)
-    parts = {index: packed if kind.experts_quantized or kind.quantized_bytes else 1 for index, kind in kinds}
-    return ceil(sum(layer_bytes[index] * part for index, part in parts.items()))
+    return ceil(sum(layer_bytes[index] * _packed_part(remote, index) for index in remote.layers))
+
+
+def _packed_part(remote: FeedForwardPart, index: int) -> Fraction:
+    """Returns the size of a layer in the packed form of the kernels, relative to its stored size."""
+    kind = remote.profile.layer(index)
+    is_packed = kind.experts_quantized or kind.quantized_bytes
+    return packed_ratio(remote.profile.scheme) if is_packed else Fraction(1)
+
+
+def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) -> ExpertRing:
+    """Returns a ring of this size for these feed-forward ranks, all of whose layers have experts."""
+    stored_bytes = Sizes.for_settings(remote.profile, engine, 1, batches=1).layer_bytes
+    equal_layers = Counter(
+        (kind.experts, kind.experts_per_token, _total_columns(remote.profile, kind), packed_bytes)
+        for index in remote.layers
+        for kind in (remote.profile.layer(index),)
+        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, index)),)
+    )
+    return ExpertRing(
+        num_bytes=num_bytes,
+        hidden=remote.profile.hidden_size,
+        element_bytes=ELEMENT_BYTES[engine.dtype],
+        layers=tuple(
+            CopiedLayers(count=count, experts=experts, chosen=chosen, inner=inner, packed_bytes=packed_bytes)
+            for (experts, chosen, inner, packed_bytes), count in equal_layers.items()
+        ),
+    )
+
+
+def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
+    """Returns the intermediate columns of an expert or MLP, from its bytes if the number is unknown."""
+    bits = profile.scheme.bits if kind.experts_quantized else 0
+    return kind.columns or kind.expert_bytes * 8 // (3 * profile.hidden_size * (bits or 16))
 
 
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
@@ -497,22 +574,46 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
         kind = remote.profile.layer(index)
         packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
         rows = engine.max_num_batched_tokens * kind.experts_per_token
-        bits = remote.profile.scheme.bits if kind.experts_quantized else 0
-        total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
+        total = _total_columns(remote.profile, kind)
         parts = _shares_by_rank(remote, index)
         columns = total if remote.by_experts else ceil(total * max(parts[rank] for rank in ranks))
         scratch_bytes = max(
             scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
         )
-    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes)
+    slab_bytes = ceil(_slab_growth_bytes(remote, engine) / remote.sets[0].count)
+    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + slab_bytes
+
+
+def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
+    """Returns the bytes by which larger steps enlarge the slab, through which rows and answers pass.
+
+    The slab is pinned memory of the pod (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES has the
+    slab of small steps.
+    """
+    row_bytes = (1 + remote.ranks) * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    choice_bytes = 8 * max(remote.profile.layer(index).experts_per_token for index in remote.layers)
+    return max(engine.max_num_batched_tokens - CPU_BATCH_TOKENS, 0) * (row_bytes + choice_bytes)
+
+
+def ranks_fit(remote: FeedForwardPart, engine: EngineSettings) -> bool:
+    """Reports whether each feed-forward rank has the memory for its share."""
+    return all(
+        rank_set.memory_bytes is None or _needed_bytes(remote, engine, numbers) <= rank_set.memory_bytes
+        for rank_set, numbers in remote.numbered_sets
+    )
+
+
+def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, numbers: range) -> int:
+    """Returns the most bytes that one of these ranks needs."""
+    weight_bytes = max(rank_weight_bytes(remote, engine, number) for number in numbers)
+    return weight_bytes + peak_extra_bytes(remote, engine, numbers)
 
 
 def _check_memory(rank_set: RankSet, numbers: range, remote: FeedForwardPart, engine: EngineSettings) -> None:
     """Raises PlanError if the memory of a rank of this set is too small for its share."""
     if rank_set.memory_bytes is None:
         return
-    weight_bytes = max(rank_weight_bytes(remote, engine, number) for number in numbers)
-    needed_bytes = weight_bytes + peak_extra_bytes(remote, engine, numbers)
+    needed_bytes = _needed_bytes(remote, engine, numbers)
     if needed_bytes > rank_set.memory_bytes:
         more = "feedForward.ranks" if not rank_set.pods else "pods"
         raise PlanError(
@@ -542,7 +643,7 @@ def feed_forward_seconds(
         rates: speed of each feed-forward rank, in rank order.
     """
     rows = load.requests * load.tokens
-    there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    exchanges_s = exchange_seconds(remote, engine, rates, rows)
     seconds: list[float] = []
     for rank_set, numbers in remote.numbered_sets:
         rank_rates = rates[numbers[0]]
@@ -554,11 +655,26 @@ def feed_forward_seconds(
             has_head=False,
             engine=engine,
         )
-        exchange_s = rank_rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
+        computing_s = reads.seconds(rank_rates) * _busiest_rank_factor(remote, numbers, rows)
+        seconds += [computing_s + exchanges_s[numbers[0]]] * rank_set.count
+    return tuple(seconds)
+
+
+def exchange_seconds(
+    remote: FeedForwardPart, engine: EngineSettings, rates: Sequence[Rates], rows: int
+) -> tuple[float, ...]:
+    """Returns the seconds of all layers' exchanges between the GPU and each feed-forward rank.
+
+    Args:
+        rates: speed of each feed-forward rank, in rank order.
+    """
+    there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    seconds: list[float] = []
+    for rank_set, numbers in remote.numbered_sets:
+        exchange_s = rates[numbers[0]].exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
         if rank_set.pods:
             exchange_s += NETWORK_S + there_and_back / NETWORK_BYTES_PER_S
-        computing_s = reads.seconds(rank_rates) * _busiest_rank_factor(remote, numbers, rows)
-        seconds += [computing_s + len(remote.layers) * exchange_s] * rank_set.count
+        seconds += [len(remote.layers) * exchange_s] * rank_set.count
     return tuple(seconds)
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.planning.feed_forward import FeedForwardPart, feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import FeedForwardPart
+from heteroinfer_operator.planning.gpu_experts import predict_wait
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import FeedForwardWait, StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import Rates
@@ -31,7 +32,7 @@ def build_feed_forward_wait(
     def seconds(load: StepLoad) -> float:
         if remote is None:
             return 0.0
-        return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
+        return predict_wait(remote, plan.engine, rates[0], rates[-remote.ranks :], load).seconds
 
     return seconds
 

@@ -12,6 +12,7 @@ from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.planning.expert_ring import ExpertRing
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
@@ -60,21 +61,27 @@ class GpuFloor:
     compiling: int
 
     @classmethod
-    def for_settings(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "GpuFloor":
+    def for_settings(
+        cls, profile: ModelProfile, engine: EngineSettings, tensor: int, ring: ExpertRing | None = None
+    ) -> "GpuFloor":
         """Returns the memory that a GPU rank needs besides weights and KV cache with these settings.
 
         Args:
             tensor: number of ranks in a stage.
+            ring: memory for experts of feed-forward ranks that the GPU computes, which is not in the result;
+                None without.
         """
         layer_elements = (
             _elements_per_token(kind, profile, tensor) for kind in dict.fromkeys(profile.layers)
         )
-        elements = _HIDDEN_STATES * profile.hidden_size + max(layer_elements, default=0)
+        element_bytes = ELEMENT_BYTES[engine.dtype]
+        layer_bytes = max(layer_elements, default=0) * element_bytes
+        if ring is not None:
+            layer_bytes = max(layer_bytes, ring.token_bytes)
+        token_bytes = _HIDDEN_STATES * profile.hidden_size * element_bytes + layer_bytes
         return cls(
             graphs=0 if engine.eager_gpu else GRAPHS_BYTES,
-            activations=int(
-                engine.max_num_batched_tokens * elements * ELEMENT_BYTES[engine.dtype] * _RESERVED_PER_USED
-            ),
+            activations=int(engine.max_num_batched_tokens * token_bytes * _RESERVED_PER_USED),
             sampling=engine.max_num_seqs * profile.vocab_size * SAMPLING_BYTES,
             compiling=0 if engine.eager_gpu else profile.embedding_bytes // tensor,
         )

@@ -216,7 +216,7 @@ def gpu_memory_mib(
 
     def least_bytes(rank: RankAssignment) -> int:
         """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
-        plan_bytes = rank.weight_bytes + rank.kv_cache_bytes
+        plan_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
         least = ceil(plan_bytes / GPU_USABLE)
         if gpu_floor is None:
             return least

@@ -11,6 +11,7 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
+from heteroinfer_operator.planning.expert_ring import ExpertRing
 from heteroinfer_operator.planning.gpu_floor import (
     BESIDE_ON_GPUS,
     GPU_USABLE,
@@ -133,6 +134,7 @@ class Sizes:
         encoder_bytes: encoder on each rank, in bytes; 0 if the group does not serve it.
         gpu_floor: memory that a GPU needs besides weights and KV cache.
         kv: KV cache of one rank.
+        ring: memory of the GPU for experts of feed-forward ranks, or None.
     """
 
     profile: ModelProfile
@@ -144,16 +146,24 @@ class Sizes:
     encoder_bytes: int
     gpu_floor: GpuFloor
     kv: KvCache
+    ring: ExpertRing | None = None
 
     @classmethod
     def for_settings(
-        cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, batches: int
+        cls,
+        profile: ModelProfile,
+        engine: EngineSettings,
+        tensor: int,
+        *,
+        batches: int,
+        ring: ExpertRing | None = None,
     ) -> "Sizes":
         """Returns the sizes of one rank for these settings.
 
         Args:
             tensor: number of ranks in a stage.
             batches: batches that may be scheduled at once.
+            ring: memory of the GPU for experts of feed-forward ranks, or None.
         """
         element_bytes = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element_bytes, ELEMENT_BYTES.get(profile.dtype, element_bytes))
@@ -175,8 +185,9 @@ class Sizes:
                 max(ceil(packing_copy) - PACKED_IN_OVERHEAD_BYTES, 0) for packing_copy in packing_copies
             ),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
-            gpu_floor=GpuFloor.for_settings(profile, engine, tensor),
+            gpu_floor=GpuFloor.for_settings(profile, engine, tensor, ring),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
+            ring=ring,
         )
 
     def layer_weight_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
@@ -294,10 +305,11 @@ class RankBudget:
 
     Attributes:
         role: name of the rank's role.
-        budget: bytes for weights and KV cache, or None if unknown.
+        budget: bytes for weights, KV cache and ring, or None if unknown.
         table_bytes: part of the budget for embedding, head and encoder.
         reserved_bytes: bytes that a GPU needs besides weights and KV cache, if they limit its budget;
             otherwise 0.
+        ring_bytes: part of the budget for experts of feed-forward ranks.
     """
 
     role: str
@@ -305,11 +317,12 @@ class RankBudget:
     budget: int | None
     table_bytes: int
     reserved_bytes: int = 0
+    ring_bytes: int = 0
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes for layers and their KV cache, or None if unknown; may be negative."""
-        return None if self.budget is None else self.budget - self.table_bytes
+        return None if self.budget is None else self.budget - self.table_bytes - self.ring_bytes
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
         """Returns the bytes for KV cache after layers first..end-1, or None if unknown; may be negative."""
@@ -396,6 +409,7 @@ def stage_budgets(
             budget=rank_budget(seat, inventory, floor),
             table_bytes=sizes.table_bytes(stage, len(stages), device),
             reserved_bytes=floor if floor_bounds_budget else 0,
+            ring_bytes=0 if sizes.ring is None else sizes.ring.total_bytes,
         )
 
     return tuple(

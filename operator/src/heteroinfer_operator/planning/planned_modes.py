@@ -14,7 +14,7 @@ from heteroinfer_contract.plan import (
     RankAssignment,
 )
 from heteroinfer_contract.printable import format_bytes
-from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.api import HeteroInferenceSpec, LoadSpec
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
     FeedForwardPart,
@@ -24,6 +24,7 @@ from heteroinfer_operator.planning.feed_forward import (
     rank_weight_bytes,
     stage_rank_missing_bytes,
 )
+from heteroinfer_operator.planning.gpu_experts import RingChooser
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import StepLoad, count_reads
@@ -182,21 +183,26 @@ def check_cpu_support(
 
 def choose_mode(
     mode: Mode,
-    roles: Sequence[RoleSpec],
+    spec: HeteroInferenceSpec,
     topology: Topology,
     profile: ModelProfile,
     engine: EngineSettings,
     inventory: Inventory,
 ) -> PlannedMode:
-    """Returns the mode with its ranks' parts of the model.
-
-    Args:
-        roles: all roles of the group.
+    """Returns the mode with its ranks' parts of the model, and the engine's settings for it.
 
     Raises:
         PlanError: feed-forward ranks cannot compute this model, or their part does not fit.
     """
-    remote = None
+    remote: FeedForwardPart | None = None
     if mode is Mode.FEED_FORWARD:
-        remote = choose_feed_forward_part(roles, topology, profile, engine, inventory)
+        without_ring = choose_feed_forward_part(spec.roles, topology, profile, engine, inventory)
+        chooser = RingChooser(
+            topology=topology,
+            profile=profile,
+            engine=engine,
+            inventory=inventory,
+            load=spec.planning.load or LoadSpec(),
+        )
+        remote, engine = chooser.choose(without_ring)
     return PlannedMode(topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote)

@@ -124,9 +124,10 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     )
     stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
-    mode = choose_mode(wanted_mode, spec.roles, topology, profile, engine, inventory)
+    mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
+    engine, ring = mode.engine, None if mode.remote is None else mode.remote.ring
     batches = batches_at_once(wanted_mode, stages, first_device)
-    sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches)
+    sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches, ring=ring)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     layers = choose_layers(stage_spec, topology, budgets, sizes)
     untimed_plan = Plan(
@@ -248,6 +249,7 @@ def _assign_layers(
                 end_layer=end,
                 kv_cache_bytes=num_blocks * sizes.kv.block_bytes(first, end),
                 weight_bytes=weights + sizes.table_bytes(stage, len(layers), seat.placed.device),
+                ring_bytes=0 if sizes.ring is None else sizes.ring.num_bytes,
             )
         )
     return tuple(ranks)

@@ -12,6 +12,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.planning.feed_forward import (
     FeedForwardPart,
     build_feed_forward_part,
+    build_ring,
     feed_forward_rates,
     feed_forward_seconds,
 )
@@ -124,7 +125,11 @@ def find_sizes(
         return None
     stage_profile = profile if remote is None else remote.remaining
     sizes = Sizes.for_settings(
-        stage_profile, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once
+        stage_profile,
+        plan.engine,
+        plan.tensor_parallel_size,
+        batches=plan.batches_at_once,
+        ring=None if remote is None else remote.ring,
     )
     return sizes, remote
 
@@ -145,6 +150,8 @@ def _find_feed_forward_part(
         return None
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
-    return build_feed_forward_part(
+    remote = build_feed_forward_part(
         sets, profile, parts[0].layers, by_experts=parts[0].by_experts, shares=shares
     )
+    ring_bytes = plan.ranks[0].ring_bytes
+    return replace(remote, ring=build_ring(remote, plan.engine, ring_bytes)) if ring_bytes else remote

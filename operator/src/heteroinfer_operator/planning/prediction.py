@@ -390,11 +390,20 @@ def _compute_s(
     return max(reads.seconds(rates[rank.rank]), _launch_s(plan, sizes, rank, load))
 
 
+def captured_rows(engine: EngineSettings) -> int:
+    """Returns the most rows of a GPU's step that a CUDA graph holds; 0 without CUDA graphs."""
+    return 0 if engine.eager_gpu else _max_captured(engine)
+
+
+def _max_captured(engine: EngineSettings) -> int:
+    """Returns the rows of the largest CUDA graph that vLLM captures with these settings."""
+    return min(2 * engine.max_num_seqs, _MAX_CAPTURED_REQUESTS)
+
+
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: StepLoad) -> float:
     """Returns the seconds in which a GPU launches a mixture's kernels one by one; 0 with a CUDA graph."""
-    max_captured = min(2 * plan.engine.max_num_seqs, _MAX_CAPTURED_REQUESTS)
-    if rank.device is not Device.GPU or load.requests * load.tokens <= max_captured:
+    if rank.device is not Device.GPU or load.requests * load.tokens <= _max_captured(plan.engine):
         return 0.0
     # If feed-forward ranks have the experts of a layer, the GPU still launches that layer's other kernels.
-    is_mixture = any(kind.experts for kind in sizes.profile.layers)
+    is_mixture = rank.ring_bytes > 0 or any(kind.experts for kind in sizes.profile.layers)
     return rank.num_layers * MIXTURE_LAUNCH_S if is_mixture else 0.0

@@ -186,6 +186,16 @@ EXCHANGE_BYTES_PER_S: Final = 14e9
 """Rate at which rows go to a feed-forward rank and back: 12 to 16 GB/s after the first row
 (docs/user/benchmarks.md)."""
 
+LINK_BYTES_PER_S: Final = 55e9
+"""Rate of copies from pinned host memory to a GPU with 16 lanes of PCIe 5 (H200, 2026-11-27)."""
+_OLDER_LINKS: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("A100", "L40S", "L40", "L4", "A40", "A30", "A10G", "A10"), LINK_BYTES_PER_S / 2),
+        **dict.fromkeys(("V100", "T4"), LINK_BYTES_PER_S / 4),
+    }
+)
+"""Rates of copies to GPUs with PCIe 4 and 3, by products of GPU_NOMINAL: each generation doubled the rate."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -200,6 +210,7 @@ class Rates:
         source: description of the rates for users: a calibration, or defaults.
         error: range of a time that is predicted with these rates.
         exchange_s: seconds of a layer's exchange between a GPU and this feed-forward rank, besides computing.
+        link: bytes that a GPU copies from pinned host memory.
         plain_kernel: measured rates of the kernel for `plain` with more rows, or None.
         quantized_kernel: measured rates of the kernel for `quantized` with more rows, or None.
         experts_kernel: measured rates of the kernel for `experts`, by rows of each expert, or None.
@@ -213,6 +224,7 @@ class Rates:
     source: str
     error: ErrorRange
     exchange_s: float = EXCHANGE_S
+    link: float = LINK_BYTES_PER_S
     plain_kernel: KernelRate | None = None
     quantized_kernel: KernelRate | None = None
     experts_kernel: KernelRate | None = None
@@ -407,15 +419,11 @@ def gpu_rates(
         product: product label of GPU feature discovery, or "".
         scheme: format of the model's quantized weights.
     """
-    nominal = next(
-        (
-            figures
-            for label_part, figures in GPU_NOMINAL.items()
-            if f"-{label_part}-".lower() in f"-{product}-".lower()
-        ),
-        None,
-    )
-    error = GPU_ERROR
+    known = next((name for name in GPU_NOMINAL if f"-{name}-".lower() in f"-{product}-".lower()), "")
+    nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
+    link = _OLDER_LINKS.get(known.partition("-")[0], LINK_BYTES_PER_S)
+    if calibration is not None:
+        link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:
         rate, operations = calibration.gpu.bytes_per_s, calibration.gpu.operations_per_s
         source = describe_calibration(calibration)
@@ -434,6 +442,7 @@ def gpu_rates(
         operations=operations,
         source=source,
         error=error,
+        link=link,
     )
 
 

@@ -123,7 +123,7 @@ def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
         )
 
 
-def _name_activation(profile: ModelProfile) -> str:
+def name_activation(profile: ModelProfile) -> str:
     """Returns vLLM's name of the experts' activation function."""
     if profile.limited_experts and profile.architecture in STEP_LIMITS:
         return "swiglustep"
@@ -132,7 +132,7 @@ def _name_activation(profile: ModelProfile) -> str:
 
 def _check_activation(profile: ModelProfile, supported: frozenset[str], remedy: str) -> None:
     """Raises PlanError if the kernel does not support the experts' activation function."""
-    if (activation := _name_activation(profile)) not in supported:
+    if (activation := name_activation(profile)) not in supported:
         raise build_cpu_error(
             f"{profile.architecture} with the experts' activation {activation}",
             f"the kernel for experts in {_describe_experts_format(profile)} supports "

@@ -1,0 +1,99 @@
+"""The memory with which a GPU computes a part of the experts of its feed-forward ranks, and its speed. Pure.
+
+The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
+(vllm_heteroinfer/feed_forward/gpu_experts.py).
+"""
+
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Final
+
+from heteroinfer_operator.planning.rates import Rates
+
+SLOTS: Final = 3
+"""Copies that are in flight or wait to be unpacked, as in the worker."""
+_ALIGNMENT_BYTES: Final = SLOTS * 2**15
+"""Most bytes by which the worker's ring exceeds its planned size: each copy into a slot is aligned."""
+_SLOT_S: Final = 200e-6
+"""Seconds of the host for a slot: about 20 launches of kernels and copies; an estimate."""
+_PAGE_BYTES, _ENTRY_BYTES = 4096, 8
+"""The GPU may keep an entry of its page table for each page of host memory that it maps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedLayers:
+    """Layers with equal experts, which the GPU copies from feed-forward ranks.
+
+    Attributes:
+        count: number of these layers.
+        experts: experts of a layer.
+        chosen: experts of a token.
+        inner: intermediate columns of an expert.
+        packed_bytes: bytes of a layer's experts, as the feed-forward ranks hold them.
+    """
+
+    count: int
+    experts: int
+    chosen: int
+    inner: int
+    packed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRing:
+    """A ring for the layers of feed-forward ranks.
+
+    Attributes:
+        num_bytes: size of the ring, `RankAssignment.ring_bytes`.
+        hidden: elements of a row.
+        element_bytes: bytes of an element of rows and unpacked experts.
+    """
+
+    num_bytes: int = field(default=0)
+    hidden: int
+    element_bytes: int
+    layers: tuple[CopiedLayers, ...]
+
+    def bytes_for(self, experts: int) -> int:
+        """Returns the bytes of a ring whose slots have room for so many experts."""
+        packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
+        plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
+        return experts * (SLOTS * packed + plain)
+
+    @property
+    def experts_per_slot(self) -> int:
+        """Experts that the GPU copies and computes at once."""
+        return max(self.num_bytes // self.bytes_for(1), 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of intermediate values for each token of a batch whose experts the GPU computes.
+
+        `fused_experts` has two intermediate values and a result. The other values are the sum in float32, and
+        the answer of the ranks.
+        """
+        values = max(each.chosen * (max(2 * each.inner, self.hidden) + each.inner) for each in self.layers)
+        return values * self.element_bytes + self.hidden * (2 * self.element_bytes + 4)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of GPU memory besides intermediate values, at most."""
+        mapped_bytes = sum(each.count * each.packed_bytes for each in self.layers)
+        return self.num_bytes + _ALIGNMENT_BYTES + ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
+
+    def seconds(self, rows: int, gpu: Rates) -> float:
+        """Returns the seconds in which the GPU copies and computes all experts of all layers."""
+        return sum(each.count * self._layer_s(each, rows, gpu) for each in self.layers)
+
+    def _layer_s(self, layer: CopiedLayers, rows: int, gpu: Rates) -> float:
+        """Returns the seconds in which the GPU copies and computes all experts of a layer."""
+        element, choices = self.element_bytes, rows * layer.chosen
+        plain_bytes = layer.experts * 3 * layer.inner * self.hidden * element
+        # For each slot, the GPU writes and reads the intermediate values of all choices, and adds to the sum.
+        slot_bytes = choices * (6 * layer.inner + 2 * self.hidden) * element + rows * self.hidden * (
+            8 + element
+        )
+        slots = ceil(layer.experts / self.experts_per_slot)
+        computing_s = 2 * choices * 3 * layer.inner * self.hidden / gpu.operations + slots * _SLOT_S
+        computing_s += (slots * slot_bytes + layer.packed_bytes + 2 * plain_bytes) / gpu.plain
+        return max(layer.packed_bytes / gpu.link, computing_s)

@@ -1,0 +1,219 @@
+"""Lets a GPU compute a part of the experts of its feed-forward ranks in long prompts. Pure.
+
+Chooses the ring and the tokens of a step, and predicts the wait for layers that GPU and CPUs share.
+docs/decisions/2026-11-27-gpu-experts.md explains the rules and their figures.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Final
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_operator.api import LoadSpec
+from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
+from heteroinfer_operator.planning.expert_ring import ExpertRing
+from heteroinfer_operator.planning.feed_forward import (
+    FeedForwardPart,
+    build_ring,
+    exchange_seconds,
+    feed_forward_rates,
+    feed_forward_seconds,
+    ranks_fit,
+    stage_rank_left_bytes,
+    stage_sizes,
+    with_one_more_layer,
+)
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.memory import Sizes
+from heteroinfer_operator.planning.prediction import StepLoad, captured_rows, count_reads
+from heteroinfer_operator.planning.rates import Rates, gpu_rates
+from heteroinfer_operator.planning.topology import Topology
+from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
+"""Activations of experts that a GPU computes with copied weights, as in the worker."""
+BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
+"""Tokens of a step that the plan tries."""
+_MUCH_TOKENS: Final = 8192
+"""A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
+LEAST_GAIN: Final = 0.95
+"""The GPU takes experts only if a layer's time falls to this part of that of CPUs alone, as in the worker."""
+_SLOT_PART: Final = 0.2
+"""Part of a layer's experts in a slot of a full ring; 28 of 128 were measured."""
+_LARGE_PART, _SMALL_PART, _SMALL_RING_BYTES = 1 / 8, 1 / 2, 2**30
+"""The ring takes at most 1/8 of the free memory, or 1 GiB if that is more, but never more than a half. The KV
+cache of further requests takes the rest."""
+
+
+def find_obstacle(topology: Topology, remote: FeedForwardPart) -> str | None:
+    """Returns why the GPU cannot compute experts of these feed-forward ranks; None if it can."""
+    kinds = [remote.profile.layer(index) for index in remote.layers]
+    if topology.stages[0][0].placed.device is not Device.GPU:
+        return "the rank with attention has no GPU"
+    if any(each.pods for each in remote.sets):
+        return "some feed-forward ranks are in other pods"
+    if any(kind.experts < 2 or not kind.experts_per_token for kind in kinds):
+        return "MLPs of dense layers are not copied"
+    if name_activation(remote.profile) not in ACTIVATIONS or remote.profile.limited_experts:
+        return "the GPU's kernel lacks the activation of the experts"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWait:
+    """The predicted wait for the layers of feed-forward ranks in a step.
+
+    Attributes:
+        cpu_s: seconds if CPUs compute all experts.
+        seconds: seconds with the GPU's part; `cpu_s` if it has none.
+        gpu_part: part of the experts that the GPU computes, from 0 to 1.
+    """
+
+    cpu_s: float
+    seconds: float
+    gpu_part: float = 0.0
+
+
+def predict_wait(
+    remote: FeedForwardPart, engine: EngineSettings, gpu: Rates, rates: Sequence[Rates], load: StepLoad
+) -> SharedWait:
+    """Predicts the wait for feed-forward ranks in a step of this load.
+
+    Args:
+        gpu: rates of the rank with attention.
+        rates: rates of each feed-forward rank, in rank order.
+    """
+    cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
+    rows = load.requests * load.tokens
+    if remote.ring is None or rows <= captured_rows(engine):
+        return SharedWait(cpu_s=cpu_s, seconds=cpu_s)
+    exchange_s = max(exchange_seconds(remote, engine, rates, rows))
+    gpu_s = remote.ring.seconds(rows, gpu)
+    # With this part both sides end at the same time. The GPU also copies during the exchange.
+    part = min(cpu_s / (cpu_s - exchange_s + gpu_s), 1.0)
+    if part * gpu_s > LEAST_GAIN * cpu_s:
+        return SharedWait(cpu_s=cpu_s, seconds=cpu_s)
+    return SharedWait(cpu_s=cpu_s, seconds=part * gpu_s, gpu_part=part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingChooser:
+    """Chooses a ring and the tokens of a step for a plan of mode FeedForward that fits without a ring.
+
+    Attributes:
+        profile: the whole model.
+        engine: settings with the tokens of a step in which CPUs compute all experts.
+        load: load for which the ring must pay.
+    """
+
+    topology: Topology
+    profile: ModelProfile
+    engine: EngineSettings
+    inventory: Inventory
+    load: LoadSpec
+
+    def choose(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings]:
+        """Returns the part of the model with a ring, and the settings; both unchanged if no ring pays.
+
+        A ring takes memory of the KV cache, or one more layer moves to the CPUs. The plan with which the load
+        takes the least time is chosen.
+        """
+        if find_obstacle(self.topology, remote) is not None:
+            return remote, self.engine
+        options = [self._best_choice(remote), (remote, self.engine)]
+        more = with_one_more_layer(self.topology, self.profile, remote)
+        if more is not None:
+            options.append(self._best_choice(more))
+        return min((each for each in options if each is not None), key=lambda each: self._load_s(*each))
+
+    def _best_choice(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings] | None:
+        """Returns the part with a ring, and the settings, with which long prompts are fastest; None without.
+
+        Steps with more tokens copy each expert less often. But they leave less memory for the ring, and a
+        small ring slows the GPU down.
+        """
+
+        def tokens_per_s(choice: tuple[FeedForwardPart, EngineSettings]) -> float:
+            tokens = choice[1].max_num_batched_tokens
+            return tokens / self._step_s(*choice, tokens)
+
+        return max(self._choices(remote), key=tokens_per_s, default=None)
+
+    def _choices(self, remote: FeedForwardPart) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
+        """Yields parts with a ring that fit the memory and pay, with the settings."""
+        longest_s = LEAST_GAIN * self._step_s(remote, self.engine, CPU_BATCH_TOKENS)
+        for tokens in BATCH_TOKENS:
+            if tokens > _MUCH_TOKENS >= self.engine.max_model_len:
+                continue
+            engine = replace(self.engine, max_num_batched_tokens=tokens)
+            ring = self._largest_ring(remote, engine, full=tokens > _MUCH_TOKENS)
+            if ring is None:
+                continue
+            shared = replace(remote, ring=ring)
+            # A step takes no longer than without the GPU's part, so that decoding keeps its pace beside it.
+            if self._step_s(shared, engine, tokens) <= longest_s:
+                yield shared, engine
+
+    def _largest_ring(
+        self, remote: FeedForwardPart, engine: EngineSettings, *, full: bool
+    ) -> ExpertRing | None:
+        """Returns the largest ring for which the memory of GPU and pod suffices, or None.
+
+        Args:
+            full: whether only a full ring counts.
+        """
+        empty_ring = build_ring(remote, engine, 0)
+        free_bytes = stage_rank_left_bytes(
+            self.topology, replace(remote, ring=empty_ring), engine, self.inventory
+        )
+        if free_bytes is None or free_bytes <= 0 or not ranks_fit(remote, engine):
+            return None
+        most_bytes = min(max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES), int(free_bytes * _SMALL_PART))
+        most = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
+        per_slot = min(most_bytes // empty_ring.bytes_for(1), most)
+        if not per_slot or (full and per_slot < most):
+            return None
+        return replace(empty_ring, num_bytes=empty_ring.bytes_for(per_slot))
+
+    @property
+    def _gpu(self) -> Rates:
+        """Rates of the rank with attention."""
+        role = self.topology.stages[0][0].placed.role.name
+        product, calibration = self.inventory.gpu_product.get(role, ""), self.inventory.calibration.get(role)
+        return gpu_rates(product, calibration, self.profile.scheme.name)
+
+    def _step_s(self, remote: FeedForwardPart, engine: EngineSettings, tokens: int) -> float:
+        """Returns the predicted wait for feed-forward ranks in a step with a chunk of so many tokens."""
+        rates = feed_forward_rates(remote, engine, self.inventory)
+        return predict_wait(remote, engine, self._gpu, rates, StepLoad(tokens=tokens)).seconds
+
+    def _load_s(self, remote: FeedForwardPart, engine: EngineSettings) -> float:
+        """Returns the predicted seconds of the load, without the GPU's time for prompts."""
+        prompt = min(self.load.prompt_tokens, max(engine.max_model_len - 1, 1))
+        output = min(self.load.output_tokens, max(engine.max_model_len - prompt, 1))
+        chunks, rest = divmod(prompt, engine.max_num_batched_tokens)
+        prompt_s = chunks * self._step_s(remote, engine, engine.max_num_batched_tokens)
+        if rest:
+            prompt_s += self._step_s(remote, engine, rest)
+        sizes = stage_sizes(self.topology, remote, engine)
+        requests = min(self.load.requests, self._requests_at_once(remote, engine, sizes, prompt + output))
+        load = StepLoad(requests=requests, context=prompt + output // 2)
+        rates = feed_forward_rates(remote, engine, self.inventory)
+        step_s = predict_wait(remote, engine, self._gpu, rates, load).seconds
+        layers = remote.remaining.num_layers
+        step_s += count_reads(sizes, 0, layers, load, has_head=True, engine=engine).seconds(self._gpu)
+        return self.load.requests * (prompt_s + output * step_s / requests)
+
+    def _requests_at_once(
+        self, remote: FeedForwardPart, engine: EngineSettings, sizes: Sizes, tokens: int
+    ) -> int:
+        """Returns the number of requests of this many tokens that run at the same time; at least 1."""
+        free_bytes = stage_rank_left_bytes(self.topology, remote, engine, self.inventory) or 0
+        block_bytes = sizes.kv.block_bytes(0, remote.remaining.num_layers)
+        if not block_bytes:
+            return engine.max_num_seqs
+        blocks = sizes.kv.sequence_blocks + free_bytes // block_bytes
+        short = stage_sizes(self.topology, remote, replace(engine, max_model_len=tokens))
+        return max(min(blocks // max(short.kv.sequence_blocks, 1), engine.max_num_seqs), 1)
