@@ -247,7 +247,8 @@ def test_kernel_scratch_is_counted_for_the_largest_share() -> None:
         kinds = tuple(replace(kind, experts_per_token=min(64, kind.experts)) for kind in model.kinds)
         planned = plan(of_ranks(4), replace(model, kinds=kinds))
         assert planned.remote is not None
-        return peak_extra_bytes(planned.remote, planned.plan.engine, range(4))
+        engine = replace(planned.plan.engine, max_num_batched_tokens=2048)
+        return peak_extra_bytes(planned.remote, engine, range(4))
 
     rows = 2048 * 64
     assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
@@ -504,7 +505,7 @@ def test_steps_by_load_include_feed_forward_ranks() -> None:
 
 
 def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
-    planned = plan(feed_forward(), mixture())
+    planned = plan(feed_forward(own={"layers": 12}), mixture())
     kv = planned.sizes.kv
     blocks = planned.plan.ranks[0].kv_cache_bytes // kv.block_bytes(0, 24)
     assert blocks > kv.sequence_blocks
@@ -516,7 +517,9 @@ def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     of_gpu, of_cpu = describe_memory(planned)
     assert of_gpu.startswith("stage 0, role gpu: 24 layers ")
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
-    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to 1.39 GiB for the process and for "
+    assert planned.remote is not None
+    extra = format_bytes(peak_extra_bytes(planned.remote, planned.plan.engine, (0,)))
+    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} for the process and for "
     assert of_cpu.startswith(words)
     text = describe_plan(planned, "moe", ShownParts(explain=True))
     assert "role gpu, feed-forward: default rates for CPUs" in text
