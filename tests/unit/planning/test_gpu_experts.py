@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from heteroinfer_contract.calibration import Calibration, Direction, Transfer
@@ -151,7 +151,10 @@ def models(draw: st.DrawFn) -> ModelProfile:
 
 @st.composite
 def specs(draw: st.DrawFn) -> HeteroInferenceSpec:
-    own = {"ranks": draw(st.integers(1, 4)), "layers": draw(st.none() | st.integers(1, 48))}
+    own: dict[str, Any] = {
+        "ranks": draw(st.integers(1, 4)),
+        "layers": draw(st.none() | st.integers(1, 48)),
+    }
     return asked(
         f"{draw(st.integers(6, 100))}Gi",
         f"{draw(st.integers(3, 80))}Gi",
@@ -237,9 +240,9 @@ def test_more_gpu_memory_never_gives_slower_prompts(less: int, more: int, layers
     try:
         slower = tokens_per_s(less)
     except PlanError:
-        assume(False)
-        return
-    assert tokens_per_s(less + more) >= 0.999 * slower
+        event("refused")
+    else:
+        assert tokens_per_s(less + more) >= 0.999 * slower
 
 
 def test_little_memory_for_ranks_means_smaller_steps() -> None:
