@@ -22,7 +22,7 @@ _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedLayers:
-    """Layers with equal experts, which the GPU copies from feed-forward ranks.
+    """Layers with equal experts. The GPU copies these experts from feed-forward ranks.
 
     Attributes:
         count: number of these layers.
@@ -55,7 +55,7 @@ class ExpertRing:
     layers: tuple[CopiedLayers, ...]
 
     def bytes_for(self, experts: int) -> int:
-        """Returns the bytes of a ring whose slots have room for so many experts."""
+        """Returns the bytes of a ring whose slots have room for this number of experts."""
         packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
         plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
         return experts * (SLOTS * packed + plain)

@@ -10,10 +10,10 @@ from typing import Final
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.planning.feed_forward import FeedForwardPart
-from heteroinfer_operator.planning.gpu_experts import predict_wait
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import FeedForwardWait, StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import Rates
+from heteroinfer_operator.planning.ring_choice import predict_wait
 from heteroinfer_operator.vllm_support.engine_options import KEEP_ALIVE, EngineOptions
 
 KEEP_ALIVE_S: Final = 15

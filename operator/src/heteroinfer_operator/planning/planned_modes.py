@@ -24,11 +24,11 @@ from heteroinfer_operator.planning.feed_forward import (
     rank_weight_bytes,
     stage_rank_missing_bytes,
 )
-from heteroinfer_operator.planning.gpu_experts import RingChooser
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import StepLoad, count_reads
 from heteroinfer_operator.planning.rates import Rates
+from heteroinfer_operator.planning.ring_choice import RingChooser
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
 

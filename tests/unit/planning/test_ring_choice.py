@@ -18,12 +18,12 @@ from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
 from heteroinfer_operator.planning.feed_forward import peak_extra_bytes, rank_weight_bytes
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
-from heteroinfer_operator.planning.gpu_experts import RingChooser, predict_wait
 from heteroinfer_operator.planning.group_plan import gpu_memory_mib
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import find_sizes, predict_again
 from heteroinfer_operator.planning.prediction import StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import LINK_BYTES_PER_S, gpu_rates
+from heteroinfer_operator.planning.ring_choice import RingChooser, predict_wait
 from heteroinfer_operator.quantity import parse_bytes
 from tests.unit.calibrated import CALIBRATION
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec

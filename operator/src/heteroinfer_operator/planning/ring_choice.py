@@ -48,7 +48,7 @@ cache of further requests takes the rest."""
 
 
 def find_obstacle(topology: Topology, remote: FeedForwardPart) -> str | None:
-    """Returns why the GPU cannot compute experts of these feed-forward ranks; None if it can."""
+    """Returns the reason why the GPU cannot compute these experts; None if there is no reason."""
     kinds = [remote.profile.layer(index) for index in remote.layers]
     if topology.stages[0][0].placed.device is not Device.GPU:
         return "the rank with attention has no GPU"
@@ -185,7 +185,7 @@ class RingChooser:
         return gpu_rates(product, calibration, self.profile.scheme.name)
 
     def _step_s(self, remote: FeedForwardPart, engine: EngineSettings, tokens: int) -> float:
-        """Returns the predicted wait for feed-forward ranks in a step with a chunk of so many tokens."""
+        """Returns the predicted wait for feed-forward ranks in a step with a chunk of this length."""
         rates = feed_forward_rates(remote, engine, self.inventory)
         return predict_wait(remote, engine, self._gpu, rates, StepLoad(tokens=tokens)).seconds
 
