@@ -168,7 +168,7 @@ def test_two_releases_can_be_uninstalled_in_either_order(
     assert not [name for name in left.split() if any(release in name for release in releases.values())]
 
 
-def test_the_crd_goes_first_and_takes_everything_along(
+def test_deleting_the_crd_deletes_all_children_without_an_operator(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]]
 ) -> None:
     """The last test: neither the resource nor its pods wait for the operator, which is gone."""

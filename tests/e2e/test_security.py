@@ -165,7 +165,7 @@ def heteroinfer(cluster: NodeCluster, *arguments: str) -> str:
     return done.stdout
 
 
-def test_top_shows_what_the_leader_says_now(pair: Resource) -> None:
+def test_top_shows_the_leaders_present_report(pair: Resource) -> None:
     value = json.loads(heteroinfer(pair.cluster, "top", pair.name, "-o", "json"))
     assert value["note"] == ""
     (group,) = value["resources"][0]["groups"]
@@ -202,7 +202,7 @@ def everything_reported(cluster: NodeCluster) -> dict[str, str]:
     return reported
 
 
-def test_a_secret_is_reported_to_nobody(pair: Resource) -> None:
+def test_secrets_are_in_no_report(pair: Resource) -> None:
     cluster = pair.cluster
     follower = pair.pods()[1]["metadata"]["name"]
     for name in SECRET_ENV:
@@ -229,7 +229,7 @@ def test_a_secret_is_reported_to_nobody(pair: Resource) -> None:
     assert found == []
 
 
-def test_the_other_operator_takes_over(pair: Resource) -> None:
+def test_the_second_operator_takes_over(pair: Resource) -> None:
     cluster = pair.cluster
 
     def holder() -> str:

@@ -54,7 +54,7 @@ def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_ranks_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+def test_both_ranks_report_different_calls(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 

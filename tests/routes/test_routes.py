@@ -201,7 +201,7 @@ def test_tokens_are_those_of_the_reference(gateway: Gateway, model: tuple[Path, 
         assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, answer["token_ids"]), text
 
 
-def test_without_the_key_nothing_is_answered_and_no_other_path_is_there(gateway: Gateway) -> None:
+def test_requests_with_another_key_or_to_other_paths_are_refused(gateway: Gateway) -> None:
     assert gateway.ask("/v1/models", key="another")[0] == 401
     assert gateway.ask("/metrics")[0] == 404
     assert gateway.ask("/v1/../metrics")[0] == 404

@@ -31,7 +31,7 @@ def test_the_rule_finds_each_way_to_start_a_task() -> None:
     assert list(_starts(source)) == ["asyncio.create_task", "loop.create_task", "ensure_future"]
 
 
-def test_every_task_has_somebody_who_sees_its_exception() -> None:
+def test_the_exception_of_every_task_is_seen() -> None:
     found = Counter(
         {
             name: len(starts)

@@ -33,7 +33,7 @@ def test_the_rule_finds_each_way_to_start_a_thread() -> None:
     assert list(_starts(source)) == ["threading.Thread", "Thread", "threading.Timer"]
 
 
-def test_every_thread_has_somebody_who_sees_its_exception() -> None:
+def test_the_exception_of_every_thread_is_seen() -> None:
     found = Counter(
         {
             name: len(starts)

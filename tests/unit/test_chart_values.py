@@ -21,7 +21,7 @@ def test_every_value_has_a_comment() -> None:
     assert not missing, f"values.yaml: these have no comment above them: {missing}"
 
 
-def test_the_readme_and_the_schema_say_what_values_yaml_says() -> None:
+def test_the_readme_and_the_schema_match_values_yaml() -> None:
     assert readme.README.read_text() == readme.render_readme(), WRITE
     assert readme.SCHEMA.read_text() == readme.render_schema(), WRITE
 

@@ -354,7 +354,7 @@ def test_a_test_that_is_not_there_is_found(text: str) -> None:
     assert len(list(wrong_tests(text))) == 1
 
 
-def test_what_a_table_calls_before_may_be_gone() -> None:
+def test_a_table_may_name_removed_tests_in_its_before_column() -> None:
     page = "| shown before by | shown now by |\n|---|---|\n| `test_was` | `test_compiled_ranks_serve` |"
     assert list(wrong_tests(page)) == []
     assert list(wrong_tests(f"{page}\n\n| a |\n|---|\n| `test_was` |")) == ["test_was"]
@@ -426,7 +426,7 @@ def test_every_name_in_a_file_that_a_text_refers_to_is_there() -> None:
         ("`vllm/config.py::ModelConfig`, `aiohttp/client.py::ClientSession._request@3.14`", []),
     ],
 )
-def test_a_name_that_its_file_has_not_is_found(text: str, odd: list[str]) -> None:
+def test_finds_references_to_missing_names(text: str, odd: list[str]) -> None:
     assert wrong_references(text) == odd
 
 

@@ -284,7 +284,7 @@ def imported_by_roots(imports: grimp.ImportGraph) -> dict[str, set[str]]:
     return {root: imports.find_modules_directly_imported_by(root) for root in IN_NO_LAYER}
 
 
-def test_a_root_package_imports_what_it_does_today(imports: grimp.ImportGraph) -> None:
+def test_root_packages_import_only_the_recorded_modules(imports: grimp.ImportGraph) -> None:
     assert set(OPTIONS.session_options["root_packages"]) == IN_NO_LAYER.keys()
     found = imported_by_roots(imports)
     for root, file in ((root, modules_below(SOURCES)[root].relative_to(ROOT)) for root in IN_NO_LAYER):

@@ -195,7 +195,7 @@ def build_egress_policy(name: str, *rules: dict[str, Any]) -> str:
     )
 
 
-def test_a_node_offers_devices_that_it_does_not_have(node_cluster: NodeCluster) -> None:
+def test_a_test_node_can_advertise_fake_gpus(node_cluster: NodeCluster) -> None:
     node_cluster.offer("nvidia.com/gpu", 2)
     path = r"jsonpath={.status.allocatable.nvidia\.com/gpu}"
     processes.wait_until(

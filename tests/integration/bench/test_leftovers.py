@@ -41,7 +41,7 @@ def shared() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_processes_and_files_that_remain_are_named(tmp_path: Path, shared: Path) -> None:
+def test_reports_remaining_processes_and_files(tmp_path: Path, shared: Path) -> None:
     before = frozenset(SHARED_MEMORY.iterdir())
     folder, bound = tmp_path / "folder", tmp_path / "bound"
     folder.mkdir()

@@ -71,7 +71,7 @@ os._exit(0)
 """
 
 
-def test_a_rank_says_for_whom_it_waits_after_others_have_come(tmp_path: Path) -> None:
+def test_a_rank_reports_the_rank_that_it_still_waits_for(tmp_path: Path) -> None:
     """Else it would be taken for the one that hangs."""
     assert run_script(WORKER_PYTHON, WAITS, str(tmp_path / "store")).answer() == [2, None]
 
@@ -102,7 +102,7 @@ def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_ranks_at_different_calls_are_named_on_both_sides(group: Group) -> None:
+def test_both_ranks_report_different_calls(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_named_within_the_time_out(group: Group) -> None:
     assert ": did not provide " in reported["message"]
 
 
-def test_a_killed_rank_is_the_one_that_is_named() -> None:
+def test_an_error_names_the_killed_rank() -> None:
     group = Group(devices=("cpu", "cpu"), timeout_s=2.0)
     with running(group, "until_error", elements=1000) as ranks:
         for rank in ranks:
@@ -164,7 +164,7 @@ def test_announcements_come_in_order_and_do_not_wait(group: Group) -> None:
 
 
 @pytest.mark.parametrize("share_host", PATHS.values(), ids=PATHS)
-def test_names_the_rank_whose_announcement_never_comes(share_host: bool) -> None:
+def test_reports_a_rank_that_never_announces_its_call(share_host: bool) -> None:
     with running(Group(share_host=share_host), "silence") as (first, second):
         second.next_event()
         reported = second.next_event()

@@ -33,7 +33,7 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-def test_what_is_measured_is_what_plan_uses(tmp_path: Path) -> None:
+def test_the_plan_uses_the_measured_rates(tmp_path: Path) -> None:
     done = run("calibrate", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     kept = tmp_path / "heteroinfer" / "calibration.json"
@@ -73,7 +73,7 @@ while True:
 
 
 @pytest.mark.parametrize(("script", "readings", "max_s"), [(DAEMON, 1, 4.0), (FLOOD, 0, 8.0)])
-def test_whoever_holds_a_measurements_output_holds_up_nothing(
+def test_an_open_output_pipe_does_not_delay_the_calibration(
     tmp_path: Path, script: str, readings: int, max_s: float
 ) -> None:
     package = tmp_path / "vllm_heteroinfer" / "calibration"

@@ -78,7 +78,7 @@ def wanted(*rules: AccessRule) -> set[tuple[str, str, str, str]]:
 KEY_RULES = rights.key_rules("rel-heteroinfer-operator-key", "rel-heteroinfer-key")
 
 
-def test_the_cluster_role_grants_exactly_what_the_operator_uses(plane: Cluster) -> None:
+def test_the_cluster_role_grants_exactly_the_operators_rights(plane: Cluster) -> None:
     objects = render(plane)
     (cluster_role,) = of_operator(objects)
     assert rules_of(cluster_role) == wanted(*rights.SERVED, *rights.CLUSTER)
@@ -276,7 +276,7 @@ def test_security_contexts_follow_the_values_of_the_chart(plane: Cluster) -> Non
         render(plane, "workerPods.podSecurityContext.runAsUsr=1")
 
 
-def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
+def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> None:
     objects = render(
         plane,
         "scope=Namespaced",
@@ -463,7 +463,7 @@ ON_NODES = (
         ),
     ],
 )
-def test_the_api_server_accepts_what_is_rendered(plane: Cluster, values: tuple[str, ...]) -> None:
+def test_the_api_server_accepts_the_rendered_objects(plane: Cluster, values: tuple[str, ...]) -> None:
     """All but the test pod, whose service account a dry run does not find."""
     objects = [o for o in render(plane, *values) if o["kind"] != "Pod"]
     listed = yaml.safe_dump_all({**o, "metadata": at_home(o)} for o in objects)

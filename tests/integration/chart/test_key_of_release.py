@@ -154,7 +154,7 @@ async def test_an_upgrade_of_a_release_that_never_ran_has_one_key(release: Relea
     assert (release.key(OWN), release.key(FORMER)) == (key, key)
 
 
-async def test_a_key_that_a_former_operator_made_meanwhile_is_the_key(release: Release) -> None:
+async def test_a_key_that_a_former_operator_created_after_a_rollback_is_used(release: Release) -> None:
     """The release went back with an emptied Secret: the operator of the former chart made another key."""
     release.helm("install", FORMER_CHART, *VALUES)
     release.fill_former()
@@ -168,7 +168,7 @@ async def test_a_key_that_a_former_operator_made_meanwhile_is_the_key(release: R
     assert (release.key(OWN), release.key(FORMER)) == (newer, newer)
 
 
-async def test_a_secret_of_another_release_is_left_alone(release: Release) -> None:
+async def test_a_secret_of_another_release_is_not_changed(release: Release) -> None:
     """Somebody's Secret of the former name is no part of this release."""
     metadata: dict[str, Any] = {"name": FORMER, "namespace": release.namespace}
     body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"x": "eA=="}}

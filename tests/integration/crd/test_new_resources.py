@@ -23,7 +23,7 @@ GPU, CPU = ("--gpu-memory", "24Gi"), ("--cpus", "16", "--cpu-memory", "64Gi")
     ],
 )
 @pytest.mark.parametrize("uri", ["", "pvc://models/of-a-claim", "hf://org/Model-1.5"])
-def test_the_api_server_accepts_what_is_written(
+def test_the_api_server_accepts_the_written_resource(
     name: str, options: tuple[str, ...], uri: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     folder = str(write_shape(shape(name), tmp_path / "Model_1.5"))

@@ -67,11 +67,11 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_kubectl_apply_is_refused_in_words(fields: dict[str, Any], said: str, cluster: Cluster) -> None:
+def test_kubectl_apply_reports_the_refusal(fields: dict[str, Any], said: str, cluster: Cluster) -> None:
     assert said in refusal(cluster, resource(**fields))
 
 
-def test_a_name_too_long_for_host_names_is_refused_in_words(cluster: Cluster) -> None:
+def test_a_name_too_long_for_host_names_is_refused_with_a_message(cluster: Cluster) -> None:
     said = refusal(cluster, resource("a" * 41))
     assert "name must have at most 40 characters" in said
     assert "(got 41 characters). Choose a shorter name" in said

@@ -44,7 +44,7 @@ REFUSED = {
 """What cannot be served, and words of the refusal at the rank."""
 
 
-def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path: Path) -> None:
+def test_a_mixture_on_two_ranks_serves_sleeps_and_reports_a_killed_rank(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model)
     env = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -123,7 +123,7 @@ def mappable_bytes(pid: int) -> int:
     return found
 
 
-def test_shared_experts_stay_a_frozen_pod_goes_on_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_shared_experts_stay_a_frozen_pod_continues_and_a_stopped_rank_is_reported(tmp_path: Path) -> None:
     model = make_model("qwen2_moe", tmp_path)
     with serving("qwen2_moe", model, tmp_path) as group:
         expected = reference(model)
@@ -144,7 +144,7 @@ def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: P
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_ranks_of_another_pod_serve_as_one_and_the_stopped_one_is_named(tmp_path: Path) -> None:
+def test_ranks_of_another_pod_serve_and_a_stopped_rank_is_reported(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     with serving("qwen3_moe", model, tmp_path, shares=(1, 1), pods=(1, 1)) as group:
         assert answers(group) == reference(model)
@@ -154,7 +154,7 @@ def test_ranks_of_another_pod_serve_as_one_and_the_stopped_one_is_named(tmp_path
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
 
 
-def test_ranks_of_two_pods_serve_beside_one_of_the_asking_pod_and_the_killed_one_is_named(
+def test_ranks_of_two_pods_and_of_the_asking_pod_serve_and_a_killed_rank_is_reported(
     tmp_path: Path,
 ) -> None:
     model = make_model("qwen3_moe", tmp_path)
@@ -172,7 +172,7 @@ def test_another_pod_serves_the_mlps_of_a_dense_model_and_outlives_no_asking_ran
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_ranks_that_have_whole_experts_count_their_own_and_report_what_they_raise(tmp_path: Path) -> None:
+def test_ranks_with_whole_experts_count_them_and_report_their_errors(tmp_path: Path) -> None:
     """Of a mixture whose gate and up columns are in one tensor."""
     model, trigger = make_model("gpt_oss", tmp_path), tmp_path / "trigger"
     env = {
@@ -216,7 +216,7 @@ def has_counted_each_layer(group: Group) -> bool:
     ],
     ids=["tensor", "kind", "layer"],
 )
-def test_weights_that_a_layer_has_not_are_named(lost: str, words: str, tmp_path: Path) -> None:
+def test_reports_weights_that_the_checkpoint_lacks(lost: str, words: str, tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     (file,) = model.glob("*.safetensors")
     size = int.from_bytes(file.read_bytes()[:8], "little")

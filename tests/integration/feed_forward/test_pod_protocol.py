@@ -34,19 +34,19 @@ def check_named(named: list[Any]) -> None:
         assert seconds < NAMED_WITHIN_S, words
 
 
-def test_names_the_pod_whose_rank_was_killed_by_its_connection() -> None:
+def test_a_broken_connection_blames_the_pod_of_a_killed_rank() -> None:
     named = play("killed", "--pods", "2", "--times", "2")["named"]
     check_named(named)
     assert any("its connection broke" in words for *_, words in named), named
 
 
-def test_names_the_pod_whose_rank_was_stopped_and_has_the_ask() -> None:
+def test_blames_the_pod_of_a_stopped_rank_that_has_received_the_ask() -> None:
     named = play("stopped", "--pods", "2", "--times", "2")["named"]
     check_named(named)
     assert all("its machine has the ask" in words for *_, words in named), named
 
 
-def test_names_the_pod_whose_connection_is_half_open() -> None:
+def test_blames_the_pod_with_a_half_open_connection() -> None:
     named = play("cut", "--pods", "2", "--times", "2", before=OWN_NETWORK)["named"]
     check_named(named)
     assert all("acknowledge" in words for *_, words in named), named
@@ -66,7 +66,7 @@ def test_answers_stay_right_with_a_delay_of_milliseconds_which_is_measured() -> 
         assert min(asks_ms, measured_ms) >= 2 * int(delay_ms)
 
 
-def test_strangers_are_refused_and_keep_nobody_out() -> None:
+def test_foreign_connections_are_refused_and_delay_no_rank() -> None:
     got = play("strangers")
     assert all(got["refused"]), got
     assert got["same_token"]

@@ -55,11 +55,11 @@ def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since(lan
     assert "gave up" in got["refused"]  # no token of that step is answered
 
 
-def test_names_the_lane_that_was_late_though_it_answered_before_the_watch_looked() -> None:
+def test_blames_a_late_lane_that_answered_before_the_check() -> None:
     assert play("given up late", "--lanes", "3") == {"seen late": 3, "named by the device": 3}
 
 
-def test_counts_no_time_in_which_the_asking_rank_was_frozen() -> None:
+def test_a_frozen_asking_rank_blames_no_lane() -> None:
     got = play("frozen", "--lanes", "3")
     assert (got["named"], got["watch"]) == ("", [])
     assert got["longest_s"] > 3.0  # the freeze met an ask under way
@@ -67,7 +67,7 @@ def test_counts_no_time_in_which_the_asking_rank_was_frozen() -> None:
     assert got["exit_codes"] == [0, 0, 0]
 
 
-def test_names_a_lane_that_is_stopped_alone_in_time() -> None:
+def test_reports_a_lane_that_is_stopped_while_the_asking_rank_runs() -> None:
     got = play("silent", "--lanes", "3")
     assert [rank for rank, _ in got["named"]] == [3, 3]
     assert all(seconds < 2.0 for _, seconds in got["named"]), got
@@ -77,7 +77,7 @@ def test_an_ask_that_does_not_fit_is_refused() -> None:
     assert set(play("misfits")["said"]) == {"an MLP's", "an expert's", "type", "rows", "width"}
 
 
-def test_a_lane_is_stuck_by_what_it_took_when_it_warmed_up() -> None:
+def test_the_time_limit_of_a_lane_follows_its_warm_up_times() -> None:
     got = play("limits")
     assert got["fast"] == pytest.approx([1.502, 3.5])
     assert got["slow layer"] == pytest.approx([10.002, 12.0])

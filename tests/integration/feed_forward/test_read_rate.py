@@ -46,7 +46,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_rank_that_hangs_before_it_is_asked_is_who_the_others_wait_for(tmp_path: Path) -> None:
+def test_reports_a_rank_that_hangs_before_its_first_work(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     env = {"PYTHONPATH": str(Path(__file__).parent / "hanging"), "HANGS": "2"}
     with serving("qwen3_moe", model, tmp_path, shares=[BY_RATE, BY_RATE], env=env, ready=False) as group:
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_before_it_is_asked_is_who_the_others_wait_for(tmp_pat
             time.sleep(0.1)
 
 
-def test_the_rank_whose_cores_are_busy_has_the_smaller_share(tmp_path: Path) -> None:
+def test_a_rank_on_busy_cores_gets_a_smaller_share(tmp_path: Path) -> None:
     first, *_, last = sorted(os.sched_getaffinity(0))
     plan = feed_forward_plan(tmp_path, num_layers=1, remote=[0], shares=[BY_RATE, BY_RATE])
     env = {**os.environ, **plan.to_env(), **ONE_THREAD}
@@ -131,7 +131,7 @@ print(json.dumps([bool(linear._prepared), sorted(set(counts))]))
 """
 
 
-def test_measuring_leaves_alone_what_is_turned_off_and_takes_no_more_than_weights(tmp_path: Path) -> None:
+def test_measuring_uses_no_disabled_kernel_and_no_more_memory_than_weights(tmp_path: Path) -> None:
     plan = feed_forward_plan(tmp_path, num_layers=1, remote=[0], shares=[BY_RATE, BY_RATE])
     said = {}
     for kernels in ("auto", "onednn"):

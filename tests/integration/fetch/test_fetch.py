@@ -145,7 +145,7 @@ def test_a_file_above_the_limit_of_content_networks_is_fetched_in_parts(
     assert "pvc://CLAIM/PATH" in failure.message
 
 
-def test_what_serving_needs_is_fetched_and_nothing_else(hub: HubServer, cache: Path) -> None:
+def test_only_files_that_serving_needs_are_fetched(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         model = fetch.model()
     check_folder(hub, cache)
@@ -256,7 +256,7 @@ def test_reports_a_hub_at_which_no_server_listens(tmp_path: Path, cache: Path) -
     assert gone.endpoint in failure.message
 
 
-def test_a_file_that_was_cut_short_is_fetched_again_alone(hub: HubServer, cache: Path) -> None:
+def test_only_a_truncated_file_is_fetched_again(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         fetch.model()
     os.truncate(folder_of(hub, cache) / SHARDS[0], 10)
@@ -326,7 +326,7 @@ def test_two_fetches_of_one_model_do_the_work_once(hub: HubServer, cache: Path) 
     assert sum(hub.seen.sent_bytes.values()) < total + CHUNK_BYTES
 
 
-def test_the_next_commit_takes_over_what_it_shares(hub: HubServer, cache: Path) -> None:
+def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         first = fetch.model()
     repository = hub.repositories[MODEL]
@@ -374,20 +374,20 @@ def test_reports_a_model_that_the_hub_does_not_have(hub: HubServer, cache: Path)
     assert "tokenSecretRef" in failure.message, "it may be private"
 
 
-def test_an_impossible_model_name_names_the_field(hub: HubServer, cache: Path) -> None:
+def test_reports_spec_model_uri_for_an_invalid_model_name(hub: HubServer, cache: Path) -> None:
     failure = refuse(hub, cache, "--repository", "acme/ti--ny").failure()
     assert failure.reason is FailureReason.MODEL_NOT_FOUND
     assert "spec.model.uri" in failure.message
 
 
-def test_a_missing_revision_names_the_field(hub: HubServer, cache: Path) -> None:
+def test_reports_spec_model_revision_for_a_missing_revision(hub: HubServer, cache: Path) -> None:
     failure = refuse(hub, cache, "--revision", "v9").failure()
     assert failure.reason is FailureReason.MODEL_NOT_FOUND
     assert "v9" in failure.message
     assert "spec.model.revision" in failure.message
 
 
-def test_a_private_model_needs_its_token_which_goes_nowhere_else(hub: HubServer, cache: Path) -> None:
+def test_the_token_of_a_private_model_is_sent_only_to_the_hub(hub: HubServer, cache: Path) -> None:
     hub.repositories[MODEL].token = TOKEN
     assert refuse(hub, cache).failure().reason is FailureReason.MODEL_NOT_FOUND
     with fetching(hub, cache, HF_TOKEN=TOKEN) as fetch:

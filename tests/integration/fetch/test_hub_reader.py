@@ -234,7 +234,7 @@ def test_offline_mode_refuses_hubs(hub: HubServer, tmp_path: Path) -> None:
     assert hub.seen.requests == []
 
 
-def test_a_hub_that_pauses_each_time_it_is_asked_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+def test_gives_up_a_hub_that_pauses_every_request(hub: HubServer, tmp_path: Path) -> None:
     hub.pause_after_bytes = 100
     began = time.monotonic()
     with time_limit(0.5):

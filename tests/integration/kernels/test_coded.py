@@ -61,7 +61,7 @@ def test_threads_change_no_bit(name: str, path: str, on_path: Asking) -> None:
 
 
 @pytest.mark.parametrize("path", CODED_SETS)
-def test_what_is_no_number_is_as_in_float64(path: str, on_path: Asking) -> None:
+def test_nan_and_infinity_spread_as_in_float64(path: str, on_path: Asking) -> None:
     """NaN and infinity reach the outputs that they reach in float64, and no other."""
     for rows in (1, 3, 20):
         said = on_path("not_numbers", path=path, rows=rows)

@@ -60,7 +60,7 @@ asyncio.run(api_server.serve(None, RankReporter(socket.socket(fileno=int(sys.arg
 """
 
 
-def test_a_watcher_that_raises_ends_the_api_server_in_words() -> None:
+def test_an_error_in_a_watcher_ends_the_api_server_with_a_message() -> None:
     """It would hear of no drain, and outlive its engine."""
     channel, theirs = RankChannel.open_pair()
     with theirs:

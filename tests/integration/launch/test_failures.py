@@ -292,7 +292,7 @@ def test_the_failure_shows_the_blamed_ranks_own_error(tmp_path: Path, do: str) -
     assert failure.last_log == "RuntimeError: expert weights: Input/output error"
 
 
-def test_an_own_error_that_sounds_like_a_lost_peer_is_named(tmp_path: Path) -> None:
+def test_an_own_error_with_the_text_of_a_lost_peer_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1, 1, 1), do={1: "nfs"}) as group:
         group.start()
         group.wait_ready()

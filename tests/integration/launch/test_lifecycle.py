@@ -122,7 +122,7 @@ def test_a_stray_pod_is_refused_and_the_group_keeps_running(
         assert [pod.is_ready() for pod in group.pods[:2]] == [True, True]
 
 
-def test_stranger_on_the_control_port_is_sent_away(tmp_path: Path) -> None:
+def test_a_foreign_connection_to_the_control_port_is_refused(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -158,7 +158,7 @@ def test_a_pod_waits_for_the_others_longer_than_the_startup_timeout(tmp_path: Pa
         group.wait_ready()
 
 
-def test_a_load_whose_bytes_move_has_no_deadline(tmp_path: Path) -> None:
+def test_a_load_has_no_deadline_while_its_bytes_increase(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "crawl"}, startup_timeout_s=2) as group:
         group.start()
         wait_until(lambda: bool(group.pods[0].is_alive() and group.status().ranks[1].loaded_bytes), 30)

@@ -116,7 +116,7 @@ def ask_and_read_nothing(strangers: contextlib.ExitStack, port: int) -> None:
     stranger.sendall(f"GET {names.PATH_GROUP} HTTP/1.1\r\n\r\n".encode())
 
 
-def test_the_open_ports_do_not_tell_whose_group_it_is(tmp_path: Path) -> None:
+def test_open_ports_do_not_reveal_the_group(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -142,7 +142,7 @@ def test_a_head_is_answered_without_a_body(tmp_path: Path) -> None:
     assert only_head == head, "the head of what a GET would get"
 
 
-def test_a_group_without_a_key_is_as_before(tmp_path: Path) -> None:
+def test_a_group_without_a_key_shows_its_uid_to_everyone(tmp_path: Path) -> None:
     with tiny_group(tmp_path, key=None) as group:
         group.start()
         group.wait_ready()

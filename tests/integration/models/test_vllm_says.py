@@ -93,7 +93,7 @@ def test_activations_of_experts_are_those_of_the_table(kernels: dict[str, Any]) 
         assert CPU_EXPERTS[SchemeName(scheme)].activations == set(activations), scheme
 
 
-def test_kernels_for_experts_need_amx_where_the_table_says_so(kernels: dict[str, Any]) -> None:
+def test_kernels_for_experts_need_amx_as_the_table_states(kernels: dict[str, Any]) -> None:
     with_amx, without = kernels["experts"]
     assert set(with_amx.values()) == {True}
     needs = {SchemeName(scheme): not runs for scheme, runs in without.items()}
@@ -121,7 +121,7 @@ def test_no_library_of_vllm_for_cpus_has_the_scan_of_mamba_1(kernels: dict[str, 
     assert kernels["scan"] == []
 
 
-def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels: dict[str, Any]) -> None:
+def test_kv_caches_have_the_type_and_heads_of_the_table(kernels: dict[str, Any]) -> None:
     plain, fp8 = kernels["head_sizes"]["auto"], kernels["head_sizes"]["fp8"]
     assert set(plain) == CPU_HEAD_SIZES
     if fp8 is not None:  # this CPU has AVX-512
@@ -129,7 +129,7 @@ def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels
     assert kernels["overflows"], "a cache of another type may be planned on CPUs now"
 
 
-def test_latents_are_for_amx_and_of_the_type_that_the_table_says(kernels: dict[str, Any]) -> None:
+def test_latents_need_amx_and_have_the_type_of_the_table(kernels: dict[str, Any]) -> None:
     with_amx, without = kernels["latent"]
     assert with_amx == {"name": "AMX_MLA", "dtypes": [CPU_LATENT_DTYPE], "fp8": False, "block_of_32": True}
     assert (without["name"], without["fp8"], without["block_of_32"]) == ("CPU_MLA", False, False)
@@ -152,7 +152,7 @@ def classes(said_of_classes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return dict(said_of_classes["classes"])
 
 
-def test_whose_images_attend_both_ways_is_in_the_table(said_of_classes: dict[str, Any]) -> None:
+def test_models_with_bidirectional_image_attention_are_listed(said_of_classes: dict[str, Any]) -> None:
     types = said_of_classes["both_ways"]
     assert types == ["bagel", "gemma3", "molmo2", "moondream3", "paligemma"]
     # An architecture for each, one with two names; and Gemma-4, whose config says it.
@@ -165,14 +165,14 @@ def test_whose_images_attend_both_ways_is_in_the_table(said_of_classes: dict[str
     }
 
 
-def test_whose_pipeline_calls_layers_of_other_stages_is_in_the_table(
+def test_models_that_use_layers_of_other_stages_are_listed(
     classes: dict[str, dict[str, Any]],
 ) -> None:
     broken = {name for name, said in classes.items() if said.get("pipeline") and said["all_layers"]}
     assert broken == BROKEN_PIPELINE
 
 
-def test_what_has_kv_blocks_of_its_own_is_a_class_of_vllm(classes: dict[str, dict[str, Any]]) -> None:
+def test_models_with_own_kv_blocks_are_vllm_classes(classes: dict[str, dict[str, Any]]) -> None:
     assert len(classes) > 200
     assert set(classes) >= OWN_CPU_BLOCKS
 

@@ -44,7 +44,7 @@ async def test_version_without_rights_names_them(
     assert "Ask an administrator" in errors
 
 
-async def test_check_finds_what_is_missing_and_asks_for_the_operators_rights(
+async def test_check_finds_missing_parts_and_missing_rights(
     server: ApiServer, install: Install, control_plane: Cluster, node: str, tmp_path: Path
 ) -> None:
     config = control_plane.kubeconfig

@@ -241,7 +241,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_keeps_clients_from_the_service_is_mended(
+async def test_changes_that_block_clients_of_the_service_are_undone(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log") as process:

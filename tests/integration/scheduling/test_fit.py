@@ -133,7 +133,7 @@ async def one_is_placed(server: ApiServer, namespace: str) -> bool:
     return any(found)
 
 
-async def test_a_group_keeps_to_the_zone_that_has_capacity_for_all_of_it(
+async def test_a_group_uses_the_zone_with_capacity_for_all_its_pods(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(

@@ -107,7 +107,7 @@ async def test_pods_get_the_objects_and_labels_of_their_gang_scheduler(
 
 
 @pytest.mark.parametrize("gang", [Gang.COSCHEDULING, Gang.NATIVE])
-async def test_objects_say_nothing_that_their_schema_does_not_know(
+async def test_objects_have_only_fields_of_their_schema(
     plane: Cluster, server: ApiServer, namespace: str, gang: Gang
 ) -> None:
     if gang is Gang.COSCHEDULING:
@@ -124,7 +124,7 @@ async def test_objects_say_nothing_that_their_schema_does_not_know(
         await server.create(kind.path(namespace), {**built, "spec": {**built["spec"], "more": 1}}, strict)
 
 
-async def test_a_version_that_nobody_knows_is_named_and_not_used(
+async def test_an_unknown_api_version_is_reported_and_not_used(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """Volcano's API in a version of the future."""

@@ -6,7 +6,7 @@ from tests.integration.specs.checking import check_specs
 COUNT = 300
 
 
-def test_each_spec_is_refused_in_words_or_becomes_objects_that_the_api_server_takes(cluster: Cluster) -> None:
+def test_each_spec_is_refused_with_a_message_or_becomes_valid_objects(cluster: Cluster) -> None:
     result = check_specs(cluster, COUNT, number=20261121)
     assert not result.findings, "\n\n".join(result.findings[:5])
     assert result.counts["planned"] > COUNT / 10, result.line

@@ -24,7 +24,7 @@ def test_standstills_count_while_a_test_ran() -> None:
     ("stands_still", "fails_again", "code", "runs"),
     [(True, False, 0, 2), (True, True, 1, 2), (False, False, 1, 1)],
 )
-def test_what_failed_is_run_once_more_if_the_machine_stood_still(
+def test_failed_tests_run_again_if_the_machine_stalled(
     tmp_path: Path, stands_still: bool, fails_again: bool, code: int, runs: int
 ) -> None:
     (tmp_path / "test_it.py").write_text(

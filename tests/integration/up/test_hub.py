@@ -46,7 +46,7 @@ def test_a_hubs_model_is_fetched_once_and_planned_from_the_cache(
     assert hub.seen.sent_bytes == {}
 
 
-def test_a_model_that_the_hub_has_not_is_an_error_in_words(tmp_path: Path, hub: HubServer, port: str) -> None:
+def test_a_missing_model_prints_an_error_and_no_traceback(tmp_path: Path, hub: HubServer, port: str) -> None:
     with up(tmp_path, hub, port, "hf://acme/other") as refused:
         assert refused.wait_exit(DEADLINE_S) == 1
         errors = [line for line in refused.lines if line.startswith("error: ")]

@@ -112,7 +112,7 @@ def test_up_refuses_a_missing_file(tmp_path: Path) -> None:
     assert "none.yaml: No such file or directory" in errors
 
 
-def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir: Path, port: str) -> None:
+def test_a_gpu_role_without_a_gpu_reports_the_missing_gpu(tmp_path: Path, model_dir: Path, port: str) -> None:
     """It waits, as the user chose; Ctrl-C is then a success."""
     shortage = {"onGPUShortage": {"action": "Wait"}}
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
@@ -126,7 +126,7 @@ def test_gpu_role_without_a_gpu_says_what_it_waits_for(tmp_path: Path, model_dir
         assert up.stop(signal.SIGTERM) == 0
 
 
-def test_gpu_role_that_runs_on_the_cpu_says_so(tmp_path: Path, model_dir: Path, port: str) -> None:
+def test_reports_a_gpu_role_that_runs_on_the_cpu(tmp_path: Path, model_dir: Path, port: str) -> None:
     """CPUOnly after no time: the same group at once, all of it on the CPU."""
     shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "0s"}}
     role = {**CPU_ROLE, "pods": 1}

@@ -95,9 +95,7 @@ def test_ending_a_leaders_process_ends_the_group_despite_running_requests(
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
 
-def test_an_engine_that_hangs_is_named_and_a_long_step_is_waited_for(
-    group: Group, reference: Reference
-) -> None:
+def test_a_hanging_engine_is_reported_and_a_long_step_is_not(group: Group, reference: Reference) -> None:
     enough = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(answer_until, enough, group, reference)

@@ -66,7 +66,7 @@ def test_each_tensor_is_counted_and_the_whole_is_the_files(model: Path) -> None:
     assert (found["restored"], found["seen"], found["loader"]) == (True, True, "DefaultModelLoader")
 
 
-def test_a_format_with_a_loader_of_its_own_is_left_alone(model: Path) -> None:
+def test_the_dummy_format_keeps_its_own_loader(model: Path) -> None:
     found = load(model, "dummy")
     assert (found["said"], found["restored"], found["seen"]) == ([], True, True)
 

@@ -72,7 +72,7 @@ def test_two_pods_split_every_layer(skipping: Skipping, reference: Reference) ->
     check_one_samples(skipping.group, reference)
 
 
-def test_a_skipped_collective_is_named_by_both_sides(skipping: Skipping, reference: Reference) -> None:
+def test_both_ranks_report_a_skipped_collective(skipping: Skipping, reference: Reference) -> None:
     """Without headers the ranks would add up rows of different layers, or wait for each other.
 
     The last test of the group.

@@ -106,7 +106,7 @@ _NO_DEFAULT = re.compile(
 )
 
 
-def test_every_optional_field_of_the_spec_has_its_default_in_words() -> None:
+def test_every_optional_field_of_the_spec_describes_its_default() -> None:
     """`kubectl explain` shows no default but those in descriptions."""
     silent = []
     for path, node in NODES:
@@ -125,13 +125,13 @@ def test_every_description_is_one_line_that_ends_like_a_sentence() -> None:
     assert odd == []
 
 
-def test_nothing_is_left_of_what_structural_schemas_lack() -> None:
+def test_the_crd_has_no_keyword_that_structural_schemas_lack() -> None:
     lacking = {"$ref", "$defs", "title", "const", "propertyNames", "nullable"}
     assert [path for path, node in NODES if lacking & node.keys()] == []
     assert [path for path, node in NODES if node.get("additionalProperties") is False] == []
 
 
-def test_every_rule_is_in_words() -> None:
+def test_every_rule_has_a_message() -> None:
     rules = [rule for _, node in NODES for rule in node.get("x-kubernetes-validations", ())]
     assert len(rules) > 15
     assert all(rule["message"] and "\n" not in rule["message"] for rule in rules)

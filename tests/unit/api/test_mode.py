@@ -87,7 +87,7 @@ def moved(*roles: dict[str, Any]) -> tuple[FeedForwardSpec | None, str]:
     return next((each.feed_forward for each in modes if each.mode is Mode.FEED_FORWARD), None), refused
 
 
-def test_feed_forward_ranks_get_what_cpu_roles_offer_and_no_more() -> None:
+def test_feed_forward_ranks_get_exactly_the_resources_of_the_cpu_roles() -> None:
     own, _ = moved(role("gpu"), role("cpu", cpu="16", memory="64Gi", pods=2, ranksPerPod=2))
     assert own == FeedForwardSpec(ranks=4, cpu="8", memory="32768Mi")
     own, _ = moved(role("gpu"), role("cpu", cpu="7", memory="10Gi"), role("cpus", cpu="4", memory="5Gi"))

@@ -71,7 +71,7 @@ def test_a_quantity_is_parsed_exactly(text: object, value: Fraction) -> None:
         None,
     ],
 )
-def test_what_is_no_quantity_is_refused(text: object) -> None:
+def test_invalid_quantities_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="must be a quantity such as 80Gi"):
         quantity.parse_quantity(text)
 
@@ -163,14 +163,14 @@ def test_a_duration_is_parsed_into_seconds(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1", "m", "1d", "1.5h", "-1s", "1m ", "1m1m1m1m1m", "1000000s"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a duration"):
         quantity.parse_duration_s(text)
 
 
 @settings(max_examples=30)  # building examples from a pattern is slow
 @given(st.from_regex(quantity.RESOURCE_PATTERN.replace("$", r"\Z")))
-def test_what_the_schema_takes_can_be_parsed(text: str) -> None:
+def test_quantities_that_the_schema_accepts_can_be_parsed(text: str) -> None:
     assert quantity.parse_quantity(text) >= 0
 
 

@@ -264,7 +264,7 @@ def test_an_integer_is_a_quantity() -> None:
         (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: must be 'CPU' or 'GPU' (got 'TPU')"),
     ],
 )
-def test_bad_input_is_refused_in_words(raw: dict[str, Any], expected: str) -> None:
+def test_bad_input_is_refused_with_a_message(raw: dict[str, Any], expected: str) -> None:
     assert problems(raw) == expected
 
 
@@ -323,7 +323,7 @@ def test_a_spec_that_is_too_large_is_refused_with_a_reason() -> None:
     assert parse_stored_spec(spec).roles[1].name == "b", "what is stored is read all the same"
 
 
-def test_bounds_of_pods_fields_take_nothing_from_what_is_stored() -> None:
+def test_new_limits_of_pod_fields_do_not_refuse_stored_specs() -> None:
     template = {
         "labels": {"team name": "a b"},
         "tolerations": [{"effect": "NoSchedule"}],

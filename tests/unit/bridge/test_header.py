@@ -74,7 +74,7 @@ def test_each_part_of_a_call_has_its_own_header(call: dict[str, Any], part: int)
     assert f"part {part}" in describe(header_of_part(header, part))
 
 
-def test_describes_a_call_in_words() -> None:
+def test_describes_a_call() -> None:
     header = pack_header(
         Operation.ALL_REDUCE, shape=(16, 4096), dtype="torch.bfloat16", step=12, count=7, history=0xAB
     )

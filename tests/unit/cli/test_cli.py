@@ -100,7 +100,7 @@ contexts:
 """
 
 
-def test_a_context_that_the_kubeconfig_lacks_is_named(
+def test_reports_a_context_that_the_kubeconfig_lacks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "config"

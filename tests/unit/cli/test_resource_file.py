@@ -78,7 +78,7 @@ def test_refuses_files_that_are_not_yaml(tmp_path: Path) -> None:
         "restartedAt: !!timestamp 2020-01-01",
     ],
 )
-def test_values_that_json_has_not_are_refused(tmp_path: Path, text: str) -> None:
+def test_values_that_json_lacks_are_refused(tmp_path: Path, text: str) -> None:
     assert "a value has a type that JSON lacks" in refused(tmp_path, f"{GOOD}  x:\n    {text}\n")
 
 

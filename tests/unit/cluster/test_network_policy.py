@@ -60,7 +60,7 @@ def test_without_policies_nothing_is_dropped() -> None:
         ),
     ],
 )
-def test_a_rule_lets_in_exactly_whom_it_names(rule: dict[str, Any], expected: list[str] | None) -> None:
+def test_a_rule_admits_exactly_the_named_peers(rule: dict[str, Any], expected: list[str] | None) -> None:
     everybody = ["ip saddr { 10.0.0.2, 10.0.0.3, 10.0.0.4 } tcp dport 8000 accept"]
     assert rules_for(rule) == [*(everybody if expected is None else expected), "drop"]
 
@@ -76,7 +76,7 @@ def test_a_pod_that_has_no_address_any_more_is_left_out(change: dict[str, str]) 
     assert "10.0.0.3" not in build_ruleset([policy], [PODS[0], gone], NAMESPACES)
 
 
-def test_an_egress_policy_isolates_what_a_pod_sends_and_nothing_else() -> None:
+def test_an_egress_policy_isolates_only_outgoing_traffic() -> None:
     policy = build_policy(role="server")
     policy["spec"] |= {
         "policyTypes": ["Egress"],

@@ -89,7 +89,7 @@ def test_columns_that_no_unit_divides_are_refused() -> None:
         ),
     ],
 )
-def test_what_stays_together_is_a_kernels_block_and_a_scales_columns(
+def test_the_column_unit_covers_a_kernel_block_and_a_scale(
     quantization: dict[str, Any] | None, unit: int
 ) -> None:
     assert column_unit_of(quantization) == unit

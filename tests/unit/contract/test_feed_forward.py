@@ -114,7 +114,7 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(
+def test_inconsistent_feed_forward_plans_are_refused_with_a_reason(
     ranks: tuple[RankAssignment, ...], mode: Mode, words: str
 ) -> None:
     with pytest.raises(ContractError, match=words):

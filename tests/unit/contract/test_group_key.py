@@ -25,7 +25,7 @@ def test_keys_of_other_operators_groups_or_epochs_do_not_verify_a_code() -> None
 
 
 @given(st.tuples(texts, st.lists(texts, max_size=3)), st.tuples(texts, st.lists(texts, max_size=3)))
-def test_a_code_is_of_one_purpose_and_of_its_very_parts(
+def test_a_code_is_valid_for_one_purpose_and_exactly_its_parts(
     one: tuple[str, list[str]], other: tuple[str, list[str]]
 ) -> None:
     key = KEY.of_epoch(1)
@@ -69,7 +69,9 @@ def test_a_signed_text_is_good_under_its_name_only() -> None:
 
 
 @given(st.lists(texts, max_size=4), st.lists(texts, max_size=4), texts)
-def test_the_code_of_an_object_is_of_its_very_parts(one: list[str], other: list[str], wrong: str) -> None:
+def test_the_code_of_an_object_is_valid_for_exactly_its_parts(
+    one: list[str], other: list[str], wrong: str
+) -> None:
     key = RecordKey.of_operator(b"o" * 32)
     assert key.verifies(key.code(*one), *other) is (one == other)
     assert not key.verifies(wrong, *one)

@@ -105,7 +105,7 @@ def test_finds_the_class_of_the_language_model() -> None:
     assert of_2026("Hy3-preview").text_type == ""
 
 
-def test_profiles_of_earlier_versions_have_none_of_it() -> None:
+def test_profiles_of_earlier_versions_get_defaults_for_new_fields() -> None:
     stored = json.loads(of_2026("Hy3-preview").to_json())
     for name in ("expert_scheme", "text_architecture", "text_type", "host_table_bytes", "faults"):
         del stored[name]

@@ -242,7 +242,7 @@ def test_layers_for_speculation_are_not_served(tmp_path: Path) -> None:
     assert len(profile.layer_bytes) == LAYERS
 
 
-def test_quantization_is_named(tmp_path: Path) -> None:
+def test_reads_the_quantization(tmp_path: Path) -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
     assert read_profile(write_model(tmp_path, config=config)).quantization == "fp8"
 

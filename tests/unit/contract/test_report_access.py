@@ -34,7 +34,7 @@ def test_the_key_gives_the_report_and_from_then_on_at_once() -> None:
     assert reader.read(answer(guard, reader.headers(), late), "whole") == "whole"
 
 
-def test_no_key_another_key_and_an_old_version_give_what_everybody_gets() -> None:
+def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
     guard = ReportGuard(KEY)
     assert ReportReader(None).read(answer(guard, {}, 1.0), "part") == "part"
     assert ReportReader(KEY).read({}, "of 0.1.0") == "of 0.1.0"
@@ -59,7 +59,7 @@ def test_invalid_challenges_are_not_accepted(text: str) -> None:
     assert ReportGuard(KEY).accepted_challenge(text, 1.0) is None
 
 
-def test_an_answer_of_somebody_else_is_refused() -> None:
+def test_an_answer_without_the_leaders_signature_is_refused() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
     said = answer(guard, reader.headers(), 1.0)

@@ -111,7 +111,7 @@ def test_a_suspended_resource_with_pods_is_reported_as_a_lie() -> None:
         ({"Stalled": ("True", "ModelCacheNotGiven")}, Verdict.WAITS),
     ],
 )
-def test_what_is_not_ready_moves_or_says_why_not(said: Said, verdict: Verdict) -> None:
+def test_an_unready_resource_progresses_or_reports_a_reason(said: Said, verdict: Verdict) -> None:
     assert judge(seen(said={"Ready": ("False", "Starting"), **said}))[0] is verdict
 
 
@@ -124,7 +124,7 @@ def test_pods_of_two_epochs_are_found_by_name() -> None:
     assert find_two_epochs(both) == ["group 0 has epochs ['70', '71']"]
 
 
-def test_workers_are_known_by_owner_and_name_whatever_their_labels() -> None:
+def test_workers_are_recognized_by_owner_and_name_without_labels() -> None:
     assert is_worker(BOTH[0], "life-1")
     assert not is_worker(BOTH[0], "life-2")
     assert not is_worker(pod("life-1-inspect-abc"), "life-1")

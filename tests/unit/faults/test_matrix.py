@@ -18,7 +18,7 @@ def test_each_row_has_a_name_of_its_own() -> None:
     assert len({fault.name for fault in MATRIX}) == len(MATRIX)
 
 
-def test_the_page_has_each_row_and_what_is_expected_of_it() -> None:
+def test_the_page_has_each_fault_and_its_expected_result() -> None:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     rows = {
         cells[1]: cells for line in lines if len(cells := [cell.strip() for cell in line.split("|")]) == 9
@@ -36,7 +36,7 @@ def test_a_table_has_a_line_for_each_row() -> None:
     assert table.count("| 1.2 s |") == len(MATRIX)
 
 
-def test_a_turn_is_from_the_last_old_pod_to_the_last_new_one() -> None:
+def test_a_turn_lasts_from_the_last_old_pod_to_the_last_new_pod() -> None:
     changes = [
         pod("ADDED", 1.0, "a-1", 1),
         pod("ADDED", 1.1, "b-1", 1),

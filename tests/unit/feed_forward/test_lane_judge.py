@@ -51,7 +51,7 @@ def test_names_no_lane_if_none_was_late() -> None:
     assert verdict.lane is None
 
 
-def test_a_lane_that_failed_is_told_from_one_that_is_late() -> None:
+def test_a_failed_lane_is_distinguished_from_a_late_lane() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
     verdict = judge.judge(state(1, (1, 1), failed=(False, True), gave_up=True), 0.1)
     assert verdict is not None

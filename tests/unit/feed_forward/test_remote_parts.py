@@ -13,7 +13,7 @@ def test_layers_are_read_from_names() -> None:
     assert layer_of("vision_tower.vision_model.encoder.layers.3.mlp") is None
 
 
-def test_layers_without_such_a_part_are_named() -> None:
+def test_reports_layers_without_experts_or_mlp() -> None:
     check_found({1, 2}, [1, 2], "m")
     with pytest.raises(ContractError, match=r"\(layers \[0\] have neither\)"):
         check_found({1, 2}, [0, 1], "m")

@@ -35,7 +35,7 @@ def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason
         raise error
 
 
-def test_no_token_and_no_signature_is_in_words() -> None:
+def test_messages_contain_no_token_and_no_signature() -> None:
     said = HUB.clean(f"no 'https://cdn/file?sig=abc' for {TOKEN}\n at /path?sig=abc")
     assert said == "no 'https://cdn/file' for *** at /path"
     assert TOKEN not in repr(HUB)

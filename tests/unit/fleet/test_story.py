@@ -48,7 +48,7 @@ def order(status: GroupStatus, pods: list[PodView]) -> list[str]:
     return [story.name[-1] for story in build_stories(status, pods, epochs(pods)[-1])]
 
 
-def test_the_pod_whose_own_failure_ended_the_epoch_is_listed_before_other_failed_pods() -> None:
+def test_the_pod_that_ended_the_epoch_is_listed_before_other_failed_pods() -> None:
     peers = replace(KILLED, reason=FailureReason.POD_LOST, message="gone").to_json()
     pods = [pod(0), pod(1, ended=ended(71, peers)), pod(2, ended=ended(70, KILLED.to_json()))]
     first, second, _ = build_stories(group(ran=False), pods, 1)

@@ -53,7 +53,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "healthy"), [(b"HTTP/1.1 200 OK\r\n", True), (b"HTTP/1.1 500 No\r\n", False), (b"", False)]
 )
-async def test_an_answer_is_an_answer_whatever_turns_there_were(answer: bytes, healthy: bool) -> None:
+async def test_an_answer_counts_even_if_the_process_was_not_scheduled(answer: bytes, healthy: bool) -> None:
     said, asked = await results(answer, lambda: 0.0, 2)
     assert said == [healthy] * 2
     assert asked <= 3

@@ -107,7 +107,7 @@ def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankRepo
     assert said[-1]
 
 
-def test_last_words_to_a_supervisor_that_is_gone_are_dropped(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_messages_to_a_closed_channel_are_dropped(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     channel.close()
     reporter.send_failure(Failure(reason=FailureReason.RANK_RAISED, message="nobody hears this"))
@@ -233,7 +233,7 @@ def test_notices_a_closed_channel(ends: tuple[RankChannel, RankReporter]) -> Non
 
 
 @pytest.mark.parametrize("env", [{}, {names.ENV_RANK_CHANNEL_FD: "x"}, {names.ENV_RANK_CHANNEL_FD: "999"}])
-def test_rank_without_supervisor_is_refused_in_words(env: dict[str, str]) -> None:
+def test_a_rank_without_a_supervisor_is_refused_with_a_message(env: dict[str, str]) -> None:
     with pytest.raises(ContractError, match="Start ranks with `heteroinfer-worker`"):
         RankReporter.from_env(env)
 

@@ -76,7 +76,7 @@ def test_a_long_step_does_not_count_as_silence() -> None:
 @given(
     ticks=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=200),
 )
-def test_it_is_overdue_after_just_so_long_without_answers_and_busy_ranks(
+def test_an_engine_is_overdue_after_a_limit_without_answers_and_busy_ranks(
     ticks: list[tuple[bool, bool, bool]],
 ) -> None:
     """Whatever comes before: only the last silence without a busy rank counts, as a model of it says."""

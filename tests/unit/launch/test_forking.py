@@ -7,7 +7,7 @@ ENVIRONMENTS = st.dictionaries(st.sampled_from("ABCDE"), st.sampled_from(["", "0
 
 
 @given(ENVIRONMENTS, ENVIRONMENTS)
-def test_difference_turns_one_environment_into_the_other(
+def test_the_difference_converts_one_environment_into_another(
     first: dict[str, str], other: dict[str, str]
 ) -> None:
     changed = environment_changes(first, other)

@@ -33,7 +33,7 @@ def _machine(root: Path, *, gpus: int = 0) -> tuple[Path, Path]:
     return proc, cgroup
 
 
-def test_node_without_limits_has_what_the_kernel_calls_available(tmp_path: Path) -> None:
+def test_a_node_without_limits_has_the_kernels_available_memory(tmp_path: Path) -> None:
     proc, cgroup = _machine(tmp_path)
     (cgroup / "a" / "memory.max").write_text("max\n")
     node = observe_node(proc, cgroup, {})

@@ -149,7 +149,7 @@ WEB = [{"protocol": "TCP", "port": 80}, {"protocol": "TCP", "port": 443}]
         from_config_map("https_proxy"),
     ],
 )
-def test_a_resource_opens_nothing_beyond_what_the_installation_allows(spec: HeteroInferenceSpec) -> None:
+def test_a_resource_opens_no_more_egress_than_the_installation_allows(spec: HeteroInferenceSpec) -> None:
     [rule] = rules_of_fetch(spec)
     assert rule["ports"] == WEB
     v4, v6 = (block["ipBlock"] for block in rule["to"])
@@ -225,7 +225,7 @@ def stored(**of_spec: object) -> dict[str, Any]:
     return {"metadata": {"namespace": "default", "name": "p"}, "spec": of_spec}
 
 
-def test_a_policy_of_others_counts_if_it_is_about_egress() -> None:
+def test_a_foreign_policy_counts_if_it_restricts_egress() -> None:
     restricted_selectors = read_isolating_policy(stored(podSelector={}, policyTypes=["Ingress", "Egress"]))
     assert restricted_selectors is not None
     assert restricted_selectors.selector == {}

@@ -123,7 +123,7 @@ def test_the_environment_gives_back_launch_and_plan() -> None:
         assert len(launch.addresses) == len(PLAN.pods)
 
 
-def test_what_the_plan_owns_wins_over_the_users_template() -> None:
+def test_fields_of_the_plan_override_the_users_template() -> None:
     pod = MANIFESTS["pod-1"]
     assert pod["metadata"]["labels"]["team"] == "search"
     assert pod["spec"]["restartPolicy"] == "Never"

@@ -22,7 +22,7 @@ def specs_of(world: World) -> dict[str, dict[str, Any]]:
     return {name: item["spec"] for name, item in world.manifests.items() if item["kind"] == "Pod"}
 
 
-def test_every_pod_pulls_as_the_installation_says() -> None:
+def test_every_pod_has_the_pull_settings_of_the_installation() -> None:
     specs = specs_of(pulling(PULLS))
     assert len(specs) == 3, "two workers, and one that read the model"
     for name, spec in specs.items():

@@ -70,7 +70,7 @@ def test_a_roles_template_reaches_its_workers() -> None:
     assert container["resources"]["limits"], "the role's own stay"
 
 
-def test_a_pod_that_reads_the_model_has_what_its_files_need() -> None:
+def test_a_pod_that_reads_the_model_has_the_fields_for_its_files() -> None:
     made = model_pod(spec(PLATFORM))["spec"]
     assert made["securityContext"] == {**PodSecurity().pod, **PLATFORM["securityContext"]}
     assert (made["serviceAccountName"], made["dnsPolicy"]) == ("models", "None")

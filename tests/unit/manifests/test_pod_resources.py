@@ -50,7 +50,7 @@ def test_helper_pods_take_the_installations_resources_and_the_resources_own_firs
     assert model_pod(spec) == ({"limits": {"ephemeral-storage": "1Gi", "cpu": "3"}}, "1Gi")
 
 
-def test_defaults_stay_within_what_the_user_gave() -> None:
+def test_defaults_stay_within_the_users_requests_and_limits() -> None:
     completed = LIMITED.complete_roles(spec_of(resources={"requests": {"cpu": "8"}}))
     assert completed.roles[0].resources == Resources(
         requests={"cpu": "8"}, limits={"cpu": "8", "memory": "4Gi"}
@@ -71,7 +71,7 @@ def test_resources_of_the_model_pod_are_another_pod_and_no_revision(uri: str) ->
     assert identity.labels_of_name(OWNER, model_pod_name(given, OWNER)) is not None
 
 
-def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:
+def test_an_installation_without_defaults_does_not_change_a_spec() -> None:
     spec = spec_of()
     assert PodResources().complete_roles(spec) is spec
 
@@ -109,7 +109,7 @@ def test_a_wrong_setting_is_named(text: str, said: str) -> None:
         ("serviceaccount default not found", "not found"),
     ],
 )
-def test_a_refusal_names_the_field_that_mends_it(said: str, advice: str) -> None:
+def test_a_refusal_names_the_field_to_change(said: str, advice: str) -> None:
     spec = spec_of()
     pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
     assert advice in refusal_message(CreateObject(manifest=pod), said)

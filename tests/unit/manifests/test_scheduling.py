@@ -31,7 +31,7 @@ def test_the_taint_of_gpu_nodes_is_tolerated_once() -> None:
     assert "tolerations" not in role_fields(parsed, parsed.roles[0], Device.CPU), "it stays off GPU nodes"
 
 
-def test_a_group_stays_with_itself_and_where_all_of_it_has_capacity() -> None:
+def test_a_group_stays_in_one_place_with_capacity_for_all_its_pods() -> None:
     made = fields(
         gpu(template={"nodeSelector": {"a": "b"}}),
         NodeAssignment(domain=("zone", "2")),

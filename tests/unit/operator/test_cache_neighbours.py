@@ -67,13 +67,13 @@ def test_a_resource_that_does_not_use_the_claim_is_not_a_neighbour(namespace: Na
     assert namespace.neighbours() == []
 
 
-def test_a_resource_whose_pods_mount_the_claim_is_a_neighbour(namespace: Namespace) -> None:
+def test_a_resource_is_a_neighbour_if_its_pods_mount_the_claim(namespace: Namespace) -> None:
     namespace.show_resource("two", MOVED)
     namespace.show_pod("two", "shared")
     assert namespace.neighbours() == ["two"]
 
 
-def test_a_resource_whose_revision_names_the_claim_is_a_neighbour(namespace: Namespace) -> None:
+def test_a_resource_is_a_neighbour_if_its_revision_names_the_claim(namespace: Namespace) -> None:
     """Its group restarts with that revision while the model of the spec is not available."""
     namespace.show_resource("two", MOVED)
     namespace.show_revision("two", FETCHES)

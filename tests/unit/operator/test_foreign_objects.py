@@ -347,7 +347,7 @@ def test_caches_accept_any_pod(stored: Manifest) -> None:
     assert len(state.reserved_demands()) <= 1
 
 
-def test_an_unreadable_pod_of_ours_exists_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_pod_of_the_operator_exists_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
     """Without the pod its epoch would end. With its last known state a dead rank could seem Ready."""
     state = ClusterState(None, namespaces=(), touched=lambda key: None, nodes_changed=lambda: None)  # type: ignore[arg-type]  # as above
     (cache,) = [each for each in state.awaited_caches() if each.collection.label.startswith("pods of")]

@@ -161,7 +161,7 @@ def test_every_mode_has_figures_or_a_reason() -> None:
     assert "GPU only: roles: memory for" in text
 
 
-def test_reports_what_a_larger_gpu_would_gain() -> None:
+def test_reports_the_gain_of_a_larger_gpu() -> None:
     planned = plan(auto(gpu(deviceMemory="12Gi"), cpu(resources=CPUS)), shapes()["dense"])
     assert planned.choice is not None
     (gain,) = planned.choice.gains
@@ -169,7 +169,7 @@ def test_reports_what_a_larger_gpu_would_gain() -> None:
     assert planned.request.spec.roles[0].device_memory == "12Gi", "the plan adds nothing"
 
 
-def test_reports_what_more_feed_forward_memory_would_gain() -> None:
+def test_reports_the_gain_of_more_feed_forward_memory() -> None:
     small = {"requests": {"cpu": "2", "memory": "30Gi"}}
     own = {"cpu": "14", "memory": "8Gi"}
     roles = (gpu(deviceMemory="16Gi", feedForward=own), cpu(resources=small))
@@ -199,7 +199,7 @@ def test_a_reason_that_all_modes_share_stands_once() -> None:
     assert len(caught.value.message.splitlines()) == 1
 
 
-def test_unknown_memory_uses_what_is_listed() -> None:
+def test_auto_mode_with_unknown_memory_uses_the_mode_of_the_roles() -> None:
     pipeline = plan(auto(gpu(), cpu(resources=CPUS)), shapes()["dense"])
     assert title(pipeline) == "Pipeline"
     own = {"cpu": "14", "memory": "64Gi"}
@@ -242,7 +242,7 @@ def on_nodes(spec: HeteroInferenceSpec, *nodes: NodeView) -> tuple[Planned, Capa
     return plan_group(request, capacity), capacity
 
 
-def test_a_mode_whose_pods_have_no_node_does_not_fit() -> None:
+def test_a_mode_does_not_fit_if_its_pods_fit_on_no_node() -> None:
     """FeedForward in the GPU's pod is faster, but needs 14 CPUs on the GPU's node."""
     spec = auto(gpu(deviceMemory="24Gi"), cpu(resources=CPUS))
     together, _ = on_nodes(spec, node("a", 32, gpus=1), node("b", 32))

@@ -104,7 +104,7 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
         ("Zamba2ForCausalLM", "several of its layers share an MLP"),
     ],
 )
-def test_refuses_layers_whose_mlps_cannot_move(name: str, why: str) -> None:
+def test_refuses_models_with_mlps_that_cannot_move(name: str, why: str) -> None:
     with pytest.raises(PlanError, match=rf"does not support {name}: {why}\. Use mode Pipeline") as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
@@ -177,7 +177,7 @@ def cuts(planned: Planned) -> set[bool]:
     return {rank.feed_forward.by_experts for rank in planned.plan.ranks if rank.feed_forward is not None}
 
 
-def test_experts_whose_gates_are_in_one_tensor_are_shared_whole() -> None:
+def test_experts_with_gates_and_ups_in_one_tensor_are_not_split() -> None:
     model = mixture()
     together = replace(model, kinds=tuple(replace(kind, gates_together=True) for kind in model.kinds))
     assert cuts(plan(feed_forward(own={"ranks": 2}), together)) == {True}
@@ -330,7 +330,7 @@ UNSHARED = pytest.mark.parametrize(
 
 
 @UNSHARED
-def test_mlps_whose_columns_ranks_cannot_share_are_refused(unit: int, columns: int, why: str) -> None:
+def test_mlps_with_indivisible_columns_are_refused(unit: int, columns: int, why: str) -> None:
     dense = profile(kinds=(replace(DENSE, columns=columns),), kind_of_layer=(0,) * 32)
     with pytest.raises(
         PlanError, match=rf"role gpu, layer 26: {why}.*\. Use .*: lower feedForward.ranks"
@@ -340,7 +340,7 @@ def test_mlps_whose_columns_ranks_cannot_share_are_refused(unit: int, columns: i
 
 
 @UNSHARED
-def test_experts_whose_columns_ranks_cannot_share_are_shared_whole(unit: int, columns: int, why: str) -> None:
+def test_experts_with_indivisible_columns_are_not_split(unit: int, columns: int, why: str) -> None:
     model = in_units(unit, columns)
     planned = plan(of_ranks(4), model)
     assert cuts(planned) == {True}

@@ -71,7 +71,7 @@ def test_faster_nodes_have_larger_shares() -> None:
     assert one == pytest.approx(other, rel=0.15), "both take equally long"
 
 
-def test_a_small_node_has_what_fits_its_memory() -> None:
+def test_a_small_node_gets_a_part_that_fits_its_memory() -> None:
     roles = cpu(name="large", memory="64Gi"), cpu(name="small", memory="3Gi")
     planned = plan(pods(*roles), in_units(32))
     large, small = planned.plan.ranks[1:]

@@ -12,7 +12,7 @@ from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 KEEP_ALIVE = ("--sse-keep-alive-interval", "15")
 
 
-def test_a_plan_whose_first_token_may_take_long_keeps_its_streams_alive() -> None:
+def test_a_plan_with_a_slow_first_token_keeps_its_streams_alive() -> None:
     """8,192 tokens through a model of 8B on CPUs take most of a minute."""
     assert plan(spec(cpu())).plan.engine.extra_args == KEEP_ALIVE
 
@@ -20,7 +20,7 @@ def test_a_plan_whose_first_token_may_take_long_keeps_its_streams_alive() -> Non
 @pytest.mark.parametrize(
     ("roles", "max_model_len"), [([cpu()], 64), ([gpu()], 8192)], ids=["short prompts", "a GPU"]
 )
-def test_a_plan_whose_first_token_comes_soon_has_no_keep_alive(
+def test_a_plan_with_a_fast_first_token_has_no_keep_alive(
     roles: list[dict[str, object]], max_model_len: int
 ) -> None:
     planned = plan(spec(*roles, engine={"maxModelLen": max_model_len}))

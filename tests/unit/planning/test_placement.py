@@ -273,7 +273,7 @@ def test_pods_that_must_be_near_each_other_are_in_the_zone_that_holds_all(
     assert {name[0] for name in found.nodes} == {"abc"[held.index(pods)]}
 
 
-def test_pods_that_no_zone_holds_together_are_refused_with_what_is_missing() -> None:
+def test_reports_the_missing_capacity_if_no_zone_has_space_for_all_pods() -> None:
     assert reported(app(4, near=(NEAR,)), *zone("a", 3), *zone("b", 2)) == (
         f"no single value of {ZONE} has enough free capacity: "
         "a: needs 4 pods (role r) with 4 CPUs, and there is capacity for 3; "

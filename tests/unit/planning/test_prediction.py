@@ -77,7 +77,7 @@ def test_other_types_than_bf16_run_on_slower_kernels() -> None:
         ("", 4800),
     ],
 )
-def test_a_gpu_is_as_fast_as_its_label_says(product: str, nominal: int) -> None:
+def test_the_label_of_a_gpu_decides_its_planned_speed(product: str, nominal: int) -> None:
     known = rank_s(gpu(), Inventory(gpu_product={"gpu": product}))
     assert known == pytest.approx(rank_s(gpu()) * 4800 / nominal)
 

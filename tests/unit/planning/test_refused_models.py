@@ -67,7 +67,7 @@ def test_names_the_format_that_runs_it_with_its_size() -> None:
     assert "the same model in bf16 (about 727 GiB), with the same roles" in ways
 
 
-def test_names_no_way_for_a_model_that_vllm_cannot_load() -> None:
+def test_suggests_nothing_for_a_model_that_vllm_cannot_load() -> None:
     (reason,) = refusal("Mistral-Small-4-119B", beside_gpu("80Gi", HUGE), **FEED_FORWARD)
     assert "contains a language model of type mistral4. vLLM 0.32 has no class for this type" in reason
 
@@ -85,7 +85,7 @@ def test_the_class_inside_is_checked_like_the_model_s_own() -> None:
         plan(spec(gpu(), cpu(memory=HUGE)), of_gpus, NODES)
 
 
-def test_what_vllm_drops_without_an_error_is_refused_on_all_devices() -> None:
+def test_a_model_with_silently_dropped_weights_is_refused_on_all_devices() -> None:
     (reason,) = refusal("Laguna-XS.2", gpu(deviceMemory="141Gi"))
     assert "silently drops the routers' bias (e_score_correction_bias)" in reason
 

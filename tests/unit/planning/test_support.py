@@ -226,9 +226,7 @@ def test_experts_of_stages_are_in_every_format_of_our_kernels() -> None:
         ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=1024)}, "supports multiples of 1024 only"),
     ],
 )
-def test_feed_forward_ranks_refuse_only_what_their_kernels_cannot_compute(
-    changed: dict[str, Any], why: str
-) -> None:
+def test_feed_forward_ranks_refuse_models_without_a_kernel(changed: dict[str, Any], why: str) -> None:
     model = replace(recorded_profiles()["Qwen3-235B-A22B-FP8"], **changed)
     role = gpu(feedForward={"ranks": 1, "cpu": "56", "memory": "3Ti"}, deviceMemory="141Gi")
     with pytest.raises(PlanError, match=why):

@@ -226,7 +226,7 @@ def test_a_lost_status_does_not_reuse_pod_names(world: World, lost: dict[str, An
     assert len(workers) == len(set(workers)), workers
 
 
-def test_an_unknown_value_in_the_status_is_ignored_alone(world: World) -> None:
+def test_only_the_unknown_value_in_a_status_is_ignored(world: World) -> None:
     world.serve()
     pods = ranks(world)
     world.end_pod(pods[1])

@@ -33,7 +33,7 @@ def test_a_deleting_pod_on_a_lost_node_is_force_deleted(nodes: tuple[NodeView, .
 
 
 @pytest.mark.parametrize("nodes", [None, (node(),), (node(silent_s=30),)], ids=["unread", "well", "silent"])
-def test_a_pod_whose_node_may_be_alive_is_not_force_deleted(nodes: tuple[NodeView, ...] | None) -> None:
+def test_a_pod_on_a_possibly_live_node_is_not_force_deleted(nodes: tuple[NodeView, ...] | None) -> None:
     assert decide_left_pods([LEFT], nodes, NOW) == ()
 
 

@@ -116,7 +116,7 @@ def test_a_replaced_pod_that_disappears_after_it_had_a_node_ends_the_epoch() -> 
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_a_new_process_ends_an_epoch_whose_pod_vanished_unless_the_status_tells(written: bool) -> None:
+def test_after_a_restart_a_vanished_pod_ends_the_epoch_unless_the_status_lists_it(written: bool) -> None:
     world = pods_of(3)
     world.live(3)
     (_, second, _) = made = world.workers()

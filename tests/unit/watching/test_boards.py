@@ -67,7 +67,7 @@ def test_only_variables_that_a_dashboard_has_are_used() -> None:
         assert known <= used, board.uid
 
 
-def test_every_alert_says_what_to_do_and_has_its_runbook() -> None:
+def test_every_alert_has_instructions_and_a_runbook() -> None:
     text = (REPOSITORY / "docs/user/runbooks.md").read_text()
     sections = dict(zip(*[iter(re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
     assert set(sections) == set(ALERTS)

@@ -127,7 +127,7 @@ def test_a_rank_without_a_cache_needs_no_headroom() -> None:
     assert headroom.grant(PLAN.ranks[1], 0, headroom.KvHeadroom(size_bytes=-MIB, explanation="")) == (0, "")
 
 
-def test_no_headroom_at_all_is_an_error_in_words() -> None:
+def test_a_rank_without_headroom_reports_an_error() -> None:
     with pytest.raises(
         MemoryError, match=r"rank 2 \(role gpu, GPU\): memory for the KV cache is -1.0 MiB.*deviceMemory"
     ):

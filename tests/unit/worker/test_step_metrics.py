@@ -67,7 +67,7 @@ def test_a_step_has_no_more_transfer_than_time() -> None:
 
 
 @pytest.mark.parametrize("ends", ["before the call is left", "after it", "in the next step"])
-def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
+def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
     """The GPU's last copy may be done before the worker's call returns, or long after."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
