@@ -14,7 +14,7 @@ from tests.cluster.running_cluster import ensure_tools
 from tests.integration.operator.ipv6_cluster import MODEL, SERVICES
 from tests.integration.worker.conftest import make, refer
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.unhurried]
+pytestmark = pytest.mark.timeout(900)
 
 # The new root has a folder for the model and a /run of its own, with the state of the cluster: its processes
 # have ids of a namespace of their own, which ends with the test. Else it has what the machine has.
