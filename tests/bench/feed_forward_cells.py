@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import BY_RATE, Device, Plan
+from tests.bench.exchange_trace import read_steps, to_table
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
@@ -49,6 +50,7 @@ PROMPT_TRIES = 3
 CAPTURE = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]})
 ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 GIB = 1 << 30
+TRACING = Path(__file__).parent / "traced_exchange"
 WARM_STEPS = 8
 POLL_S = 0.02
 CELL_LIMIT_S = 150.0
@@ -150,13 +152,25 @@ class Ours:
         plan = plan_of(self.model, self.way.off, options, ring_mib=ring_mib)
         if options.cpu:
             plan = on_cpu(plan)
-        env = {**OUR_ENV, **routing(options.shape), **dict(self.way.env)}
+        env = {**OUR_ENV, **routing(options.shape), **dict(self.way.env), **self._tracing()}
         self._group = self._stack.enter_context(
             start_group(plan, self.logs, env=env, startup_timeout_s=options.start_timeout)
         )
         threads = dict(self.way.env).get("OMP_NUM_THREADS", str(options.threads))
         stream = {**dict(self.way.env), "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "-1"}
         self.stream = Child("stream", {"gib": options.stream_gib}, stream)
+
+    @property
+    def trace(self) -> Path:
+        """The file with the timelines of long steps."""
+        return self.logs / "trace.jsonl"
+
+    def _tracing(self) -> dict[str, str]:
+        """Returns the variables that make the rank with the GPU write timelines."""
+        if not self.options.trace or self.way.kind != "shared":
+            return {}
+        path = os.pathsep.join(filter(None, [str(TRACING), os.environ.get("PYTHONPATH", "")]))
+        return {"PYTHONPATH": path, "EXCHANGE_TRACE": str(self.trace.resolve())}
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """As `Running`."""
@@ -190,6 +204,14 @@ class Ours:
         if self.stream is not None:
             self.stream.close()
         self._stack.close()
+        if self.trace.exists():
+            print(f"{self.way.name}, {self.trace}:\n{to_table(read_steps(self.trace))}", flush=True)
+            shown = ("measured", "GPU computes", "compute all experts")
+            text = (self.logs / "pod-0.log").read_text(errors="replace")
+            print(
+                "\n".join(line for line in text.splitlines() if any(word in line for word in shown)),
+                flush=True,
+            )
 
 
 def max_len_of(options: argparse.Namespace) -> int:
@@ -816,6 +838,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a batch, of every way")
     parser.add_argument("--ring-mib", type=int, default=1024, help="of `shared`")
+    parser.add_argument("--trace", action="store_true", help="show where the time of `shared` goes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")

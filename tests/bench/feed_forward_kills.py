@@ -9,7 +9,9 @@ forward ranks gets SIGKILL (with --also-asking sometimes the rank that asks). It
 s, every process, port and shared memory of the group must go, and at the end the GPU's memory must be
 what it was. Groups take turns in architectures (two mixtures of experts, one with shared experts, and a
 dense model) and in having one or two feed-forward ranks. With --freeze S each group is frozen for S
-seconds under load before the kill, must go on, and must answer as before. Exits 1 after any failure.
+seconds under load before the kill, must go on, and must answer as before. With --copies the GPU
+computes half of the experts of mixtures in every step, so that ranks die while it copies from their
+memory. Exits 1 after any failure.
 """
 
 import argparse
@@ -28,9 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from heteroinfer_contract import metric_names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.plan import BY_RATE, Device
 from tests.bench.leftovers import SHARED_MEMORY, observe, shared_memory_of_nobody, wait_gone
+from tests.gpu.scrape import scrape
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.feed_forward.groups import (
@@ -40,13 +44,16 @@ from tests.integration.feed_forward.groups import (
     make_model,
     reference,
 )
-from tests.integration.worker.groups import Group, start_group
+from tests.integration.worker.groups import REPOSITORY, Group, start_group
 
 END_TIMEOUT_S = 20.0
 LONG_ANSWER = 400
+FIXED_DIVISION = REPOSITORY / "tests/gpu/fixed_division"
 DRIVERS_OWN_MIB = 64
 """A group's smallest context on a GPU takes several times as much."""
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "llama")
+MIXTURES = ARCHITECTURES[:2]
+RING_BYTES = 1 << 20
 LANES = (1, 2)
 
 
@@ -90,14 +97,17 @@ class Model:
     expected: list[list[int]]
 
 
-def environment(*, cpu: bool) -> dict[str, str]:
+def environment(*, cpu: bool, copies: bool) -> dict[str, str]:
     """Returns what every pod gets; compilers keep their work for the groups that follow."""
+    folders = [str(FIXED_DIVISION), os.environ.get("PYTHONPATH", "")]
+    division = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "GPU_PART": "0.5"} if copies else {}
     caches = Path(tempfile.gettempdir()) / "heteroinfer-kills"
     env = {
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        **division,
     }
     return env if cpu else env | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TRITON_F32_DEFAULT": "ieee"}
 
@@ -116,12 +126,16 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
         remote=range(first, tiny_models.LAYERS),
         shares=[BY_RATE] * kill.lanes,
         device=Device.CPU if options.cpu else Device.GPU,
-        eager_gpu=False,
+        eager_gpu=options.copies,
+        ring_bytes=RING_BYTES if options.copies else 0,
         extra_args=() if options.cpu else ("--attention-backend", "TRITON_ATTN"),
     )
     try:
         with start_group(
-            plan, folder, env=environment(cpu=options.cpu), startup_timeout_s=options.start_timeout
+            plan,
+            folder,
+            env=environment(cpu=options.cpu, copies=options.copies),
+            startup_timeout_s=options.start_timeout,
         ) as group:
             ALIVE.append(group)
             kill = replace(kill, ready_s=group.wait_ready(options.start_timeout))
@@ -154,6 +168,8 @@ def strike(group: Group, kill: Kill) -> Kill:
         thread.start()
     try:
         wait_for_steps(group)
+        if group.plan.ranks[0].ring_bytes:
+            assert scrape(group, 0).total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0, "no expert was copied"
         after_s = random.Random().uniform(0.0, 1.5)
         time.sleep(after_s)
         sent, start = time.time(), time.monotonic()
@@ -299,6 +315,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="add every life to this file")
     parser.add_argument("--logs", type=Path, help="of the groups; default: a new folder")
     parser.add_argument("--cpu", action="store_true", help="the rank that asks on a CPU too")
+    parser.add_argument("--copies", action="store_true", help="the GPU copies experts of mixtures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="kills-"))
@@ -310,7 +327,7 @@ def main() -> int:
             return Model(architecture=architecture, folder=folder, expected=reference(folder))
 
         with ThreadPoolExecutor(len(ARCHITECTURES)) as pool:
-            models = list(pool.map(make, ARCHITECTURES))
+            models = list(pool.map(make, MIXTURES if options.copies else ARCHITECTURES))
         kills = run(models, options, logs)
     time.sleep(1.0)
     print(to_markdown(kills))

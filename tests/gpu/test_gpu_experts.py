@@ -1,19 +1,39 @@
 """Experts that a GPU copies from the memory of feed-forward ranks: unpacked weights, and right tokens."""
 
 import json
+import os
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import metric_names
-from heteroinfer_contract.names import ENV_GPU_PART
 from heteroinfer_contract.plan import BY_RATE, Device
+from tests.gpu.asking import BF16_GAP, BF16_SHARE, bf16_gaps, score, texts_of
+from tests.gpu.conftest import REFERENCE_ENV
 from tests.gpu.machine import visible_gpus
+from tests.gpu.reference import make
 from tests.gpu.scrape import scrape
-from tests.gpu.test_feed_forward import ENV, FLOAT32
-from tests.integration.feed_forward.groups import answers, make_model, reference, serving
-from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+from tests.gpu.test_feed_forward import BF16_SPREAD, ENV, FLOAT32
+from tests.integration.feed_forward import tiny_models
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
+from tests.integration.feed_forward.groups import ONE_THREAD, answers, make_model, reference, serving
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, fetch, start_group
+
+COUNTED_AFTER_S = 1.0
+"""Feed-forward ranks publish their counters four times a second."""
+
+CAPTURED_ROWS = 16
+MIXED_PROMPTS = [
+    [(7 * length + 13 * place) % 500 + 1 for place in range(length)]
+    for length in (6, CAPTURED_ROWS - 1, CAPTURED_ROWS, CAPTURED_ROWS + 1, 40, 100, 210, 330)
+]
+KV_BLOCKS, KV_BLOCK_BYTES = 24, tiny_models.LAYERS * 32 * 2 * 2 * 32 * 4
+"""Fewer blocks than all prompts need at once. A block has 32 tokens of 2 heads of 32 elements in float32."""
 
 pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
 
@@ -24,6 +44,12 @@ def test_unpacked_weights_are_those_of_the_checkpoint() -> None:
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) > 30
     assert not any(errors.values()), errors
+
+
+def fixed_division(part: str) -> dict[str, str]:
+    """Returns the variables with which the GPU computes a fixed part of the experts, with any rows."""
+    folders = [str(Path(__file__).parent / "fixed_division"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "GPU_PART": part}
 
 
 @pytest.mark.parametrize("shares", [(BY_RATE,), (BY_RATE, BY_RATE)], ids=["one", "two"])
@@ -42,7 +68,7 @@ def test_tokens_are_those_of_transformers(
         shares=shares,
         by_experts=by_experts,
         device=Device.GPU,
-        env={**ENV, ENV_GPU_PART: part},
+        env={**ENV, **fixed_division(part)},
         eager_gpu=True,
         ring_bytes=1 << 20,
         extra_args=FLOAT32,
@@ -52,7 +78,72 @@ def test_tokens_are_those_of_transformers(
         total = scrape(group, 0).total
         assert total(metric_names.GPU_EXPERT_ROWS_TOTAL) > 0
         assert total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0
+        time.sleep(COUNTED_AFTER_S)
         computed = scrape(group, 1).total(metric_names.FEED_FORWARD_EXPERTS_TOTAL)
         assert answers(group) == expected
+        time.sleep(COUNTED_AFTER_S)
         more = scrape(group, 1).total(metric_names.FEED_FORWARD_EXPERTS_TOTAL) - computed
         assert (more > 0) == (part != "1")
+
+
+@pytest.mark.parametrize("part", ["0.5", "1"])
+def test_bf16_logprobs_are_near_those_of_stock_vllm(part: str, tmp_path: Path) -> None:
+    """Of the best token at every position of what stock vLLM answers on the GPU alone."""
+    model = make_model("qwen3_moe", tmp_path, "bfloat16", BF16_SPREAD)
+    out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")
+    stock = make("vllm", model, out, *options, env=REFERENCE_ENV, give_up=threading.Event())
+    with serving(
+        "qwen3_moe",
+        model,
+        tmp_path / "group",
+        device=Device.GPU,
+        env={**ENV, **fixed_division(part)},
+        eager_gpu=True,
+        ring_bytes=1 << 20,
+        dtype="bfloat16",
+    ) as group:
+        gaps = bf16_gaps(stock, score(group, texts_of(stock), best=5))
+        assert scrape(group, 0).total(metric_names.GPU_EXPERT_ROWS_TOTAL) > 0
+    within = sum(gap <= BF16_GAP for gap in gaps) / len(gaps)
+    print(f"part {part}: {within:.1%} of {len(gaps)} positions within {BF16_GAP}, most {max(gaps):.3f}")
+    assert within >= BF16_SHARE, sorted(gaps)[:: len(gaps) // 20]
+
+
+@pytest.mark.parametrize("part", ["0.5", "1"])
+def test_tokens_of_mixed_chunked_cached_and_preempted_requests(part: str, tmp_path: Path) -> None:
+    """Only steps with more rows than the captured graphs use the GPU's experts; prompts lie on both sides."""
+    model = make_model("qwen3_moe", tmp_path)
+    expected = reference(model, MIXED_PROMPTS)
+    captured = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, CAPTURED_ROWS]})
+    plan = feed_forward_plan(
+        model,
+        num_layers=tiny_models.LAYERS,
+        remote=range(tiny_models.LAYERS),
+        device=Device.GPU,
+        ring_bytes=1 << 20,
+        eager_gpu=False,
+        max_num_batched_tokens=64,
+        extra_args=(*FLOAT32, "--compilation-config", captured),
+    )
+    asking = replace(plan.ranks[0], kv_cache_bytes=KV_BLOCKS * KV_BLOCK_BYTES)
+    plan = replace(plan, ranks=(asking, *plan.ranks[1:]))
+    with start_group(plan, tmp_path, env={**ONE_THREAD, **ENV, **fixed_division(part)}) as group:
+        group.wait_ready()
+
+        def ask_all() -> list[list[int]]:
+            with ThreadPoolExecutor(len(MIXED_PROMPTS)) as pool:
+                return list(pool.map(lambda p: group.complete(p, tiny_models.ANSWER_TOKENS), MIXED_PROMPTS))
+
+        def engine_total(name: str) -> float:
+            text = fetch(group.url + "/metrics") or ""
+            lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+            assert lines, name
+            return sum(float(line.split()[-1]) for line in lines)
+
+        for _ in range(3):  # later rounds read the prefix cache
+            assert ask_all() == expected
+        alone = [group.complete(prompt, tiny_models.ANSWER_TOKENS) for prompt in MIXED_PROMPTS]
+        assert alone == expected
+        assert scrape(group, 0).total(metric_names.GPU_EXPERT_ROWS_TOTAL) > 0
+        assert engine_total("vllm:num_preemptions_total") > 0
+        assert engine_total("vllm:prefix_cache_hits_total") > 0

@@ -13,13 +13,18 @@ import torch
 
 from heteroinfer_contract.column_shares import Span
 from tests.integration.kernels.coded_weights import FORMATS, draw_coded, widen
-from vllm_heteroinfer.feed_forward import gpu_experts, offered_weights
-from vllm_heteroinfer.feed_forward.cuda_exchange import Kernels, register_memory
+from vllm_heteroinfer.feed_forward import offered_weights
+from vllm_heteroinfer.feed_forward.cuda_exchange import register_memory
+from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, Load, RankExperts
 from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.held_experts import OwnPart, PackedMatrix
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
+from vllm_heteroinfer.feed_forward.ring_slots import SlotContent
+from vllm_heteroinfer.feed_forward.stream_times import StreamTimes
+from vllm_heteroinfer.feed_forward.unpacking import Unpacker
+from vllm_heteroinfer.feed_forward.weight_ring import WeightRing
 from vllm_heteroinfer.kernels import linear, weight_memory
-from vllm_heteroinfer.kernels.coded import Code, Format, code_places, register
+from vllm_heteroinfer.kernels.coded import Code, Format, register
 from vllm_heteroinfer.kernels.coded_experts import allocate_part, pack_expert_into
 from vllm_heteroinfer.kernels.experts import FP8, pack_experts
 from vllm_heteroinfer.kernels.weight_memory import WeightMemory
@@ -48,21 +53,22 @@ def unpack(
     layer_recipe = LayerRecipe(
         experts=EXPERTS, topk=2, hidden=HIDDEN, inner=INNER, activation="silu", method="", parameters={}
     )
-    parts, memories = [], [offered_weights.map_weights(each, rank) for rank, each in enumerate(offers)]
-    for each, memory in zip(offers, memories, strict=True):
+    memories = [offered_weights.map_weights(each, rank) for rank, each in enumerate(offers)]
+    for memory in memories:
         register_memory(memory)
-        layer = each.layers[0]
-        matrices = [
-            gpu_experts._Matrix(
-                offered, memory, code_places(register(), Code(offered.code)).to(device), gated
-            )
-            for offered, gated in ((layer.w13, True), (layer.w2, False))
-        ]
-        parts.append(gpu_experts._Part(layer, *matrices))
-    found = gpu_experts._SharedLayer(layer_recipe, parts)
-    ring = gpu_experts._Ring(Kernels(device, gpu_experts.SOURCE), [found], 1 << 24, torch.bfloat16)
-    group = gpu_experts._Group(first, count, tuple(parts))
-    w13, w2 = ring.unpack(ring.copy(group), group, layer_recipe)
+    ranks = tuple(RankExperts(each.layers[0], memory) for each, memory in zip(offers, memories, strict=True))
+    layer = GpuLayer(0, layer_recipe, ranks)
+    ring = WeightRing([layer], 1 << 24, torch.bfloat16, Unpacker(device), StreamTimes())
+    # A longer load that the ring has copied early serves, too.
+    early = Load(SlotContent(layer=0, first=first, experts=EXPERTS - first), ranks)
+    ring.copy_early(early)
+    load = Load(SlotContent(layer=0, first=first, experts=count), ranks)
+    copied_bytes = ring.copied_bytes
+    w13, w2 = (each[:count].clone() for each in ring.unpack(ring.copy(load), load, layer_recipe))
+    assert ring.copied_bytes == copied_bytes
+    again = ring.unpack(ring.copy(load), load, layer_recipe)
+    assert ring.copied_bytes > copied_bytes
+    assert all(torch.equal(one, other[:count]) for one, other in zip((w13, w2), again, strict=True))
     torch.cuda.synchronize()
     for memory in memories:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -5,14 +5,25 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from heteroinfer_contract.errors import ContractError
 from tests.integration.kernels.coded_weights import FORMATS, draw_coded
-from vllm_heteroinfer.feed_forward.gpu_experts import ExpertChoices
-from vllm_heteroinfer.feed_forward.offered_weights import OfferedWeights, map_weights
+from vllm_heteroinfer.feed_forward.cuda_exchange import SOURCE as KERNELS
+from vllm_heteroinfer.feed_forward.cuda_exchange import compile_source
+from vllm_heteroinfer.feed_forward.expert_choices import ExpertChoices
+from vllm_heteroinfer.feed_forward.gpu_layers import find_gpu_layers
+from vllm_heteroinfer.feed_forward.offered_weights import (
+    OfferedLayer,
+    OfferedMatrix,
+    OfferedWeights,
+    map_weights,
+)
+from vllm_heteroinfer.feed_forward.recipe import LayerRecipe, Recipe
+from vllm_heteroinfer.feed_forward.unpacking import SOURCE as UNPACK
 from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, code_places, pack, packed_layout, register
 from vllm_heteroinfer.kernels.weight_memory import WeightMemory
 
@@ -22,14 +33,14 @@ SPANS = {
     "unequal": ((0, 5), (5, 6), (6, 13)),
     "each": tuple((number, number + 1) for number in range(4)),
 }
-PER_SLOT = 3
+SLOT_EXPERTS = 3
 
 
 def wrong_choices(spans: tuple[tuple[int, int], ...]) -> list[str]:
     """Returns the errors in the choices for each number of experts."""
     total, wrong = spans[-1][1], []
     before: set[int] = set()
-    choices = ExpertChoices(spans, PER_SLOT, torch.device("cpu"))
+    choices = ExpertChoices(spans, SLOT_EXPERTS, torch.device("cpu"))
     ids = torch.tensor([[-1, *range(total)]], dtype=torch.int32)
     for number in range(total + 1):
         ranges = choices.ranges(number)
@@ -48,7 +59,7 @@ def wrong_choices(spans: tuple[tuple[int, int], ...]) -> list[str]:
             wrong.append(f"{number}: takes {ranges} of {spans}")
         before = taken
     for first in range(total):
-        for count in range(1, min(PER_SLOT, total - first) + 1):
+        for count in range(1, min(SLOT_EXPERTS, total - first) + 1):
             found = choices.expert_map(first, count).tolist()
             if found != [
                 expert - first if first <= expert < first + count else -1 for expert in range(total)
@@ -106,6 +117,105 @@ def offer_from_a_process() -> dict[str, Any]:
     return {"values": values, "refused": refused, "gone": not os.path.exists(f"/proc/{owner.pid}")}
 
 
+def offered(**changes: Any) -> OfferedMatrix:
+    """Returns w13 of 6 experts of 64 columns and 64 inputs in bf16, which are not packed, with changes."""
+    values = {
+        "offset": 0,
+        "expert_bytes": 64 * 64 * 2,
+        "columns": 64,
+        "inputs": 64,
+        "has_headers": False,
+        "block_scales": None,
+        "scale_shape": None,
+        "dtype": "bfloat16",
+        "code": -1,
+    }
+    return OfferedMatrix(**{**values, **changes})
+
+
+def errors_in_offers() -> dict[str, str]:
+    """Returns the error of each wrong matrix in an offer, and "" for right ones."""
+    memory = WeightMemory()
+    memory.copy(torch.zeros(6 * 64 * 64 * 2, dtype=torch.uint8))
+    scaled = {"code": 2, "expert_bytes": 64 * 64, "dtype": "float8_e4m3fn", "block_scales": 0}
+    matrices = {
+        "plain": offered(),
+        "scaled": offered(**scaled, scale_shape=(2, 1)),
+        "type": offered(dtype="float32"),
+        "scales": offered(**scaled, scale_shape=(1, 1)),
+        "end": offered(offset=1 << 21),
+        "no place": offered(scale_shape=(2, 1)),
+    }
+    found = {}
+    for name, matrix in matrices.items():
+        layer = OfferedLayer(layer=3, first_expert=0, experts=6, first_column=0, w13=matrix, w2=matrix)
+        offer = OfferedWeights(
+            pid=os.getpid(), fd=memory.fd, name=memory.name, num_bytes=memory.num_bytes, layers=(layer,)
+        )
+        offer = OfferedWeights.from_json(offer.to_json())
+        try:
+            map_weights(replace(offer, layers=(replace(layer, w2=offered()),)), 1)
+            found[name] = ""
+        except ContractError as error:
+            found[name] = str(error)
+    return found
+
+
+def found_layers() -> dict[str, Any]:
+    """Returns the layers that a GPU finds in the offers of two ranks, with columns or with experts."""
+    layer = LayerRecipe(experts=6, topk=2, hidden=64, inner=64, activation="silu", method="", parameters={})
+    layers = {
+        0: layer,
+        1: layer,
+        2: replace(layer, inner=128),
+        3: replace(layer, activation="swigluoai"),
+        4: replace(layer, topk=0, experts=1),
+        5: layer,
+        6: layer,
+    }
+    recipe = Recipe(layers=layers, dtype="bfloat16", max_rows=8, unit=32)
+
+    def offer(rank: int, *, by_experts: bool) -> OfferedWeights:
+        parts = []
+        for number in (0, 1, 2, 3, 6):
+            inner = layers[number].inner if by_experts else layers[number].inner // 2
+            dtype = "float32" if number == 6 else "bfloat16"
+            matrix = offered(
+                offset=number << 20, columns=2 * inner, expert_bytes=2 * inner * 64 * 2, dtype=dtype
+            )
+            parts.append(
+                OfferedLayer(
+                    layer=number,
+                    first_expert=3 * rank if by_experts else 0,
+                    experts=3 if by_experts else 6,
+                    first_column=0 if by_experts else rank * inner,
+                    w13=matrix,
+                    w2=replace(matrix, columns=64, inputs=inner, expert_bytes=inner * 64 * 2),
+                )
+            )
+        return OfferedWeights(pid=1, fd=1, name="", num_bytes=1 << 30, layers=tuple(parts))
+
+    answer: dict[str, Any] = {}
+    for by_experts in (False, True):
+        offers = {1 + rank: offer(rank, by_experts=by_experts) for rank in range(2)}
+        found = find_gpu_layers(recipe, offers, lambda _: torch.empty(0))
+        loads = list(found[0].loads([(0, 5)] if not by_experts else [(0, 3), (3, 5)], 2))
+        answer["experts" if by_experts else "columns"] = {
+            "layers": sorted(found),
+            "kinds": [found[number].kind == found[0].kind for number in sorted(found)],
+            "spans": found[0].spans,
+            "expert_bytes": found[0].expert_bytes,
+            "loads": [(load.content.first, load.content.experts, len(load.ranks)) for load in loads],
+            "offsets": loads[-1].slot_offsets(2),
+        }
+    return answer
+
+
+def compiled_sources() -> dict[str, int]:
+    """Returns the bytes of the compiled CUDA sources; the compiler needs no GPU."""
+    return {source.name: len(compile_source(source, "sm_80")) for source in (KERNELS, UNPACK)}
+
+
 def main(_: str) -> None:
     """Answers all checks."""
     assert WeightMemory().name != WeightMemory().name
@@ -113,5 +223,8 @@ def main(_: str) -> None:
         "choices": {name: wrong_choices(spans) for name, spans in SPANS.items()},
         "misplaced": {name: misplaced_codes(name) for name in FORMATS},
         "memory": offer_from_a_process(),
+        "offers": errors_in_offers(),
+        "layers": found_layers(),
+        "compiled": compiled_sources(),
     }
     print(json.dumps(answer), flush=True)

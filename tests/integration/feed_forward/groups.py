@@ -46,9 +46,9 @@ def make_model(
     return Path(run_models(architecture, str(folder / f"{architecture}-{dtype}"), *options))
 
 
-def reference(model: Path) -> list[list[int]]:
-    """Returns transformers' greedy tokens after each of tiny_models.PROMPTS."""
-    tokens: list[list[int]] = json.loads(run_models("reference", str(model)))
+def reference(model: Path, prompts: Sequence[Sequence[int]] = tiny_models.PROMPTS) -> list[list[int]]:
+    """Returns transformers' greedy tokens after each prompt."""
+    tokens: list[list[int]] = json.loads(run_models("reference", str(model), json.dumps(prompts)))
     return tokens
 
 

@@ -11,3 +11,20 @@ def test_choices_layouts_and_memory() -> None:
     assert memory["values"] == [7, 8, 9]
     assert memory["gone"]
     assert "must be the weights of feed-forward rank 1" in memory["refused"]
+    offers = answer["offers"]
+    assert offers["plain"] == offers["scaled"] == ""
+    assert "feed-forward rank 1, layer 3, w13: an expert must have 4096 numbers of float32" in offers["type"]
+    assert "block scales of an expert must be (2, 1) (got (1, 1))" in offers["scales"]
+    assert "weights must end in" in offers["end"]
+    assert "must have a place and a shape" in offers["no place"]
+    assert all(answer["compiled"].values())
+    for found in answer["layers"].values():
+        assert found["layers"] == [0, 1, 2]
+        assert found["kinds"] == [True, True, False]
+        assert found["expert_bytes"] == 3 * 64 * 64 * 2
+    columns, experts = answer["layers"]["columns"], answer["layers"]["experts"]
+    assert columns["spans"] == [[0, 6]]
+    assert columns["loads"] == [[0, 2, 2], [2, 2, 2], [4, 1, 2]]
+    assert columns["offsets"] == [0, 16384, 16384, 24576, 24576, 40960, 40960, 49152]
+    assert experts["spans"] == [[0, 3], [3, 6]]
+    assert experts["loads"] == [[0, 2, 1], [2, 1, 1], [3, 2, 1]]

@@ -208,14 +208,14 @@ def build(architecture: str, settings: Mapping[str, Any], spread: float = SPREAD
     return model
 
 
-def reference(directory: Path) -> list[list[int]]:
-    """Returns transformers' greedy tokens in float32 after each of PROMPTS."""
+def reference(directory: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+    """Returns transformers' greedy tokens in float32 after each prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     answers: list[list[int]] = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         token_ids = list(prompt)
         with torch.inference_mode():
             for _ in range(ANSWER_TOKENS):
@@ -229,7 +229,7 @@ def reference(directory: Path) -> list[list[int]]:
 def main(argv: Sequence[str]) -> int:
     """Makes a model, or prints its reference."""
     if argv[:1] == ["reference"]:
-        print(json.dumps(reference(Path(argv[1]))))
+        print(json.dumps(reference(Path(argv[1]), *map(json.loads, argv[2:]))))
         return 0
     parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.tiny_models")
     parser.add_argument("architecture", choices=sorted(ARCHITECTURES))

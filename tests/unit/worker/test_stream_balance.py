@@ -1,87 +1,139 @@
-"""The GPU's part of the experts, and its measurement."""
+"""The number of experts on the GPU, and its measurement."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.feed_forward.stream_balance import LEAST_GAIN, Balance, LayerTimes, Measured, measure
+from vllm_heteroinfer.feed_forward.stream_balance import (
+    LEAST_GAIN,
+    LONGEST_S,
+    Balance,
+    LayerTimes,
+    Measured,
+    first_of_each_kind,
+    measure,
+    measured_sizes,
+)
 
 SECONDS = st.floats(1e-5, 10.0)
 EXPERTS = 120
 
 
 def measured(
-    rows: int, cpu_s: float, gpu_s: float, exchange_s: float = 0.0, experts: int = EXPERTS
+    rows: int, cpu_s: float, copy_s: float, exchange_s: float = 0.0, experts: int = EXPERTS
 ) -> Measured:
     return Measured(
         rows=rows,
         experts=experts,
-        cpu_alone_s=cpu_s + exchange_s,
+        cpus_alone_s=cpu_s + exchange_s,
         exchange_s=exchange_s,
-        gpu_alone_s=gpu_s,
+        gpu_alone_s=copy_s,
         cpu_s=cpu_s,
-        gpu_s=gpu_s,
+        copy_s=copy_s,
+        compute_s=copy_s / 10,
     )
 
 
 def test_both_sides_end_at_the_same_time() -> None:
-    part = Balance([measured(512, 0.03, 0.01)]).gpu_part(512)
-    assert part * 0.01 == pytest.approx((1 - part) * 0.03)
+    assert measured(512, 0.03, 0.01).gpu_experts(0.0, EXPERTS) == 90  # 90 / 120 * 10 ms, and 30 / 120 * 30 ms
 
 
 def test_the_gpu_copies_during_the_exchange_too() -> None:
-    part = Balance([measured(512, 0.03, 0.02, exchange_s=0.0025)]).gpu_part(512)
-    assert part * 0.02 == pytest.approx(0.0025 + (1 - part) * 0.03)
+    number = measured(512, 0.03, 0.02, exchange_s=0.005).gpu_experts(0.0, EXPERTS)
+    assert number / EXPERTS * 0.02 == pytest.approx(0.005 + (1 - number / EXPERTS) * 0.03, abs=5e-4)
 
 
-def test_the_gpu_takes_all_experts_if_it_is_faster_alone() -> None:
-    assert Balance([measured(512, 0.03, 0.001, exchange_s=0.01)]).gpu_part(512) == 1.0
+def test_the_gpu_copies_in_gaps_too_as_far_as_the_ring_has_room() -> None:
+    times = measured(512, 0.03, 0.02)
+    numbers = [times.gpu_experts(0.005, ahead) for ahead in (0, 30, EXPERTS)]
+    assert numbers == sorted(numbers)
+    assert numbers[0] == times.gpu_experts(0.0, EXPERTS) < numbers[-1]
+
+
+def test_the_gpu_takes_all_experts_if_it_is_about_as_fast_alone() -> None:
+    """That needs no answers of CPUs, and its time is surer."""
+    times = measured(8192, 1.0, 0.022)
+    assert times.period_s(119, 0.0, EXPERTS) < times.period_s(EXPERTS, 0.0, EXPERTS)
+    assert times.gpu_experts(0.0, EXPERTS) == EXPERTS
 
 
 def test_fewer_rows_than_measured_are_left_to_the_cpus() -> None:
     balance = Balance([measured(64, 0.01, 0.01), measured(128, 0.02, 0.01)])
-    assert balance.gpu_part(63) == 0.0
-    assert balance.gpu_part(64) == 0.5
-    assert balance.gpu_part(96) == pytest.approx((1 / 2 + 2 / 3) / 2)
-    assert balance.gpu_part(4096) == pytest.approx(2 / 3)
+    assert balance.gpu_experts(63, 0.0, EXPERTS) == 0
+    assert balance.gpu_experts(64, 0.0, EXPERTS) == 60
+    assert balance.gpu_experts(96, 0.0, EXPERTS) == 72
+    assert balance.gpu_experts(128, 0.0, EXPERTS) == 80
+
+
+def test_more_rows_than_measured_need_more_time_but_for_copies() -> None:
+    balance = Balance([measured(64, 0.01, 0.01)])
+    assert balance.gpu_experts(192, 0.0, EXPERTS) == measured(192, 0.03, 0.01).gpu_experts(0.0, EXPERTS)
 
 
 def test_a_size_at_which_the_gpu_does_not_help_is_left_to_the_cpus() -> None:
     balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
-    assert balance.gpu_part(64) == balance.gpu_part(100) == 0.0
-    assert balance.gpu_part(128) > 0
-    assert balance.first_rows == 128
-    assert Balance([measured(64, 0.001, 1.0)]).first_rows is None
+    assert balance.gpu_experts(64, 0.0, EXPERTS) == 0
+    assert balance.gpu_experts(128, 0.0, EXPERTS) > 0
 
 
-@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=6), st.integers(2, 256))
-def test_a_part_is_used_only_if_it_is_faster(times: list[tuple[float, float, float]], experts: int) -> None:
-    points = [measured(64 << index, *each, experts=experts) for index, each in enumerate(times)]
-    for point in points:
-        part = Balance(points).gpu_part(point.rows)
-        assert 0 <= part <= 1
-        assert part * experts == pytest.approx(round(part * experts))
-        if part:
-            cpus_s = point.exchange_s + (1 - part) * point.cpu_s if part < 1 else 0.0
-            assert max(part * point.gpu_s, cpus_s) <= LEAST_GAIN * point.cpu_alone_s * (1 + 1e-9)
-
-
-@given(cpu_s=SECONDS, gpu_s=SECONDS, experts=st.integers(2, 256), compiling_s=st.floats(0.0, 5.0))
-def test_measurements_find_the_rates_with_any_number_of_experts(
-    cpu_s: float, gpu_s: float, experts: int, compiling_s: float
+@given(
+    times=st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
+    gap_s=SECONDS,
+    experts=st.integers(2, 256),
+    data=st.data(),
+)
+def test_the_number_is_about_the_fastest(
+    times: tuple[float, ...], gap_s: float, experts: int, data: st.DataObject
 ) -> None:
-    """Of a host with constant rates, on which the first run with a number of rows also compiles."""
-    compiled: set[int] = set()
+    ahead = data.draw(st.integers(0, experts))
+    names = ("cpus_alone_s", "exchange_s", "gpu_alone_s", "cpu_s", "copy_s", "compute_s")
+    point = Measured(rows=64, experts=experts, **dict(zip(names, times, strict=True)))
+    number = point.gpu_experts(gap_s, ahead)
+    fastest_s = min(point.period_s(each, gap_s, ahead) for each in range(experts + 1))
+    assert point.period_s(number, gap_s, ahead) <= fastest_s / LEAST_GAIN**2 * (1 + 1e-9)
+
+
+@given(cpu_s=st.floats(1e-6, 1e-3), gpu_s=st.floats(1e-4, 1e-1), experts=st.integers(2, 256))
+def test_measurements_find_the_rates_with_any_number_of_experts(
+    cpu_s: float, gpu_s: float, experts: int
+) -> None:
+    """Of a host with constant rates."""
 
     def run(rows: int, number: int) -> LayerTimes:
         assert 0 <= number <= experts
-        compiles_s = 0.0 if rows in compiled or not number else compiling_s
-        if number:
-            compiled.add(rows)
-        cpus, gpu = rows * cpu_s * (experts - number) / experts, gpu_s * number / experts + compiles_s
-        return LayerTimes(wall_s=max(cpus, gpu), cpu_s=cpus, gpu_s=gpu)
+        cpus, gpu = rows * cpu_s * (experts - number) / experts, gpu_s * number / experts
+        return LayerTimes(period_s=max(cpus, gpu), cpu_s=cpus, copy_s=gpu, compute_s=gpu / 4)
 
     for point in measure(run, [64, 128], experts):
         assert point.cpu_s == pytest.approx(point.rows * cpu_s)
-        assert (point.gpu_s, point.gpu_alone_s) == pytest.approx((gpu_s, gpu_s))
+        assert (point.copy_s, point.gpu_alone_s, point.compute_s) == pytest.approx((gpu_s, gpu_s, gpu_s / 4))
         assert point.exchange_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_measures_no_more_rows_once_cpus_take_long() -> None:
+    runs: list[tuple[int, int]] = []
+
+    def run(rows: int, number: int) -> LayerTimes:
+        runs.append((rows, number))
+        cpu_s = rows / 128 * LONGEST_S * 1.1 * (16 - number) / 16
+        return LayerTimes(period_s=cpu_s, cpu_s=cpu_s, copy_s=0.01 * number, compute_s=0.001 * number)
+
+    assert [each.rows for each in measure(run, [64, 128, 256], 16)] == [64, 128]
+    assert runs.count((128, 0)) == 1
+
+
+def test_measured_sizes_are_above_captured_graphs() -> None:
+    assert list(measured_sizes(64, 1000)) == [128, 256, 512, 1000]
+    assert list(measured_sizes(0, 64)) == [64]
+    assert list(measured_sizes(0, 16)) == [16]
+
+
+def test_first_of_each_kind() -> None:
+    assert first_of_each_kind(lambda number: number // 10, range(8, 35, 3)) == [8, 11, 20, 32]
+
+
+def test_times_between_two_measurements_lie_between_them() -> None:
+    low, high = measured(64, 0.01, 0.01), measured(128, 0.03, 0.01)
+    assert low.mixed_with(high, 96) == replace(low, rows=96, cpu_s=0.02, cpus_alone_s=0.02)

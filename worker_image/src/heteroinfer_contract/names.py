@@ -107,9 +107,6 @@ ENV_CPU_LINEAR: Final = "HETEROINFER_CPU_LINEAR"
 ENV_MAX_INSTRUCTIONS: Final = "HETEROINFER_MAX_INSTRUCTIONS"
 """Highest instruction set that CPU kernels use: `avx2`, `avx512f`, `avx512_bf16` or `amx_bf16` (default).
 Tests and measurements set it, so that one machine computes as machines without the other sets do."""
-ENV_GPU_PART: Final = "HETEROINFER_GPU_PART"
-"""Part of the experts that the GPU computes itself in long asks, from 0 to 1; by default, the rank measures.
-Tests set it."""
 ENV_BRIDGE: Final = "HETEROINFER_BRIDGE"
 """`auto` (default): shared memory inside a pod or machine, else gloo. `shared_memory`, `gloo`: force one."""
 USER_ENV: Final = (ENV_METRICS, ENV_CPU_LINEAR, ENV_BRIDGE)

@@ -17,6 +17,8 @@ from vllm_heteroinfer.feed_forward.exchange import WATCH_INTERVAL_S, check_ask
 from vllm_heteroinfer.feed_forward.slab import Slab
 
 SOURCE: Final = Path(__file__).parent / "kernels.cu"
+HEADER: Final = "conversions.cuh"
+"""File that a source includes, in the source's folder."""
 THREADS: Final = 256
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
@@ -211,7 +213,7 @@ class CudaExchange:
 
 @functools.cache
 def compile_source(source: Path, architecture: str) -> bytes:
-    """Compiles a file of CUDA source to machine code.
+    """Compiles a file of CUDA source, which may include HEADER, to machine code.
 
     Args:
         architecture: such as `sm_90`.
@@ -221,7 +223,11 @@ def compile_source(source: Path, architecture: str) -> bytes:
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+    texts = (ctypes.c_char_p * 1)((source.parent / HEADER).read_bytes())
+    names = (ctypes.c_char_p * 1)(HEADER.encode())
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), 1, texts, names
+    )
     options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:

@@ -3,11 +3,9 @@
 // `ff_ask` writes rows into the slab, host memory that is mapped into the device, and raises the ask's number. `ff_get`
 // polls until every lane has answered, and sums the answers. The number counts up in device memory, so that a CUDA graph
 // can be replayed. slab.py has the layout of the slab, kernels/source/feed_forward.cpp the host's part.
-// NVRTC compiles this file when a rank starts, so it includes no headers.
+// NVRTC compiles this file when a rank starts, so it includes no other headers.
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "conversions.cuh"
 
 struct alignas(8) State {  // device memory
   u64 number;              // number of the last ask
@@ -71,36 +69,11 @@ __device__ u64 clock_ns() {
   return t;
 }
 
-// float32 of a float16, exact.
-__device__ float from_half(u16 v) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-}
-// float16 of a float32, rounded to nearest even.
-__device__ u16 to_half(float f) {
-  u16 v;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
-  return v;
-}
-// bfloat16 of a float32, rounded to nearest even.
-__device__ u16 to_bfloat16(float f) {
-  const u32 bits = __float_as_uint(f);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
-  return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
 // float32 of the first of two 16-bit elements in a word. `upper` returns the second.
 __device__ float lower(u32 w, u32 dtype) { return dtype == 1 ? __uint_as_float(w << 16) : from_half((u16)(w & 0xffff)); }
 __device__ float upper(u32 w, u32 dtype) {
   return dtype == 1 ? __uint_as_float(w & 0xffff0000u) : from_half((u16)(w >> 16));
 }
-// Two 16-bit elements in a word, rounded to nearest even.
-__device__ u32 narrow(float low, float high, u32 dtype) {
-  return dtype == 1 ? (u32)to_bfloat16(low) | (u32)to_bfloat16(high) << 16
-                    : (u32)to_half(low) | (u32)to_half(high) << 16;
-}
-
 // The sum of the lanes' answers at the i-th 16 bytes: added in float32 in the order of the lanes, and rounded once.
 __device__ uint4 sum_parts(const char* y, u64 stride, u32 lanes, u64 i, u32 dtype) {
   const uint4 first = load_part((const uint4*)y + i);

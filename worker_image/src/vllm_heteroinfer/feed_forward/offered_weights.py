@@ -5,8 +5,7 @@ The weights are in the rank's memfd. The GPU's process opens it through /proc, l
 
 import mmap
 import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import torch
@@ -17,8 +16,21 @@ from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.held_experts import PackedMatrix
 from vllm_heteroinfer.kernels.coded import Code, Format, Scale
 from vllm_heteroinfer.kernels.weight_memory import WeightMemory
+from vllm_heteroinfer.pod.memory_files import open_memfd
 
+SCALED: Final = 128
+"""Columns and inputs of a block scale."""
 _NOT_PACKED: Final = {"code": -1}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns torch's type by its name, such as "bfloat16"; raises ContractError for another name."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ContractError(
+            f"offered weights: dtype must be one of torch's (got {name!r}). Start all pods from one image"
+        )
+    return found
 
 
 def weights_key(rank: int) -> str:
@@ -34,6 +46,8 @@ class OfferedMatrix:
         offset: byte of the first expert in the memfd.
         expert_bytes: of one expert.
         block_scales: byte of the first expert's block scales in the memfd; None without.
+        scale_shape: rows and columns of an expert's block scales; None without.
+        dtype: of the tensor; of weights that are not packed, their type.
         code: with `scale`, `group` and `zeros` the format; -1 if the matrix is not packed.
     """
 
@@ -43,6 +57,8 @@ class OfferedMatrix:
     inputs: int
     has_headers: bool
     block_scales: int | None
+    scale_shape: tuple[int, int] | None
+    dtype: str
     code: int
     scale: int = 0
     group: int = 0
@@ -54,6 +70,33 @@ class OfferedMatrix:
         if self.code < 0:
             return None
         return Format(code=Code(self.code), scale=Scale(self.scale), group=self.group, zeros=self.zeros)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of an expert's block scales."""
+        return 0 if self.scale_shape is None else 4 * self.scale_shape[0] * self.scale_shape[1]
+
+    @property
+    def kind(self) -> "OfferedMatrix":
+        """This matrix without its place; equal for matrices that are unpacked in the same way."""
+        return replace(self, offset=0, block_scales=None)
+
+    def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
+        """Returns the error in this offer for a memory of `num_bytes`, or ""; `gated` is true for w13."""
+        halves = 2 if gated else 1
+        expected = (halves * -(-self.columns // halves // SCALED), -(-self.inputs // SCALED))
+        if (self.scale_shape is None) != (self.block_scales is None):
+            return "block scales must have a place and a shape, or neither"
+        if self.scale_shape is not None and tuple(self.scale_shape) != expected:
+            return f"block scales of an expert must be {expected} (got {tuple(self.scale_shape)})"
+        elements = self.columns * self.inputs
+        if self.format is None and self.expert_bytes != elements * dtype_of(self.dtype).itemsize:
+            return f"an expert must have {elements} numbers of {self.dtype} (got {self.expert_bytes} bytes)"
+        ends = [self.offset + experts * self.expert_bytes]
+        ends += [] if self.block_scales is None else [self.block_scales + experts * self.scale_bytes]
+        if max(ends) > num_bytes:
+            return f"weights must end in {num_bytes} bytes of memory (got {max(ends)})"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +166,8 @@ def _offer_matrix(memory: WeightMemory, matrix: PackedMatrix) -> OfferedMatrix:
         inputs=matrix.inputs,
         has_headers=matrix.has_headers,
         block_scales=None if scales is None else memory.offset_of(scales),
+        scale_shape=None if scales is None else (scales.shape[1], scales.shape[2]),
+        dtype=str(matrix.packed.dtype).removeprefix("torch."),
         **(_NOT_PACKED if form is None else asdict(form)),
     )
 
@@ -131,14 +176,18 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
     """Maps the weights of feed-forward rank `rank`: uint8 [num_bytes], valid after that rank has ended, too.
 
     Raises:
-        ContractError: this process cannot map the rank's memory.
+        ContractError: this process cannot map the rank's memory, or the offer is not of such weights.
     """
-    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
+    for layer in offer.layers:
+        for name, matrix in (("w13", layer.w13), ("w2", layer.w2)):
+            error = matrix.find_error(layer.experts, offer.num_bytes, gated=name == "w13")
+            if error:
+                raise ContractError(
+                    f"feed-forward rank {rank}, layer {layer.layer}, {name}: {error}. Start all pods "
+                    "from one image"
+                )
     try:
-        opened = os.readlink(path)
-        if opened != f"/memfd:{offer.name} (deleted)":
-            raise OSError(f"{path} must be the weights of feed-forward rank {rank} (got {opened})")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_memfd(offer.pid, offer.fd, offer.name, f"the weights of feed-forward rank {rank}")
     except OSError as error:
         raise ContractError(f"feed-forward rank {rank}: {error}. Run this rank in the GPU's pod") from error
     try:

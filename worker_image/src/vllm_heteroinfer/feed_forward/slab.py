@@ -12,7 +12,6 @@ import os
 import secrets
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -23,6 +22,7 @@ from heteroinfer_contract.plan import MAX_LANES
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.group.fingerprint import SAME_MODEL
+from vllm_heteroinfer.pod.memory_files import open_memfd
 
 MAGIC: Final = 0x464F_4657_4545_4446
 VERSION: Final = 2
@@ -316,13 +316,8 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
         ContractError: the offer has another shape, or this process cannot map its memory.
     """
     check_offer(offer.shape, expected, f"feed-forward lane {lane}")
-    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
-        # In another PID namespace this number means another process, whose file must not be changed.
-        opened = os.readlink(path)
-        if opened != f"/memfd:{offer.name} (deleted)":
-            raise OSError(f"{path} must be the slab of the rank that it serves (got {opened})")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_memfd(offer.pid, offer.fd, offer.name, "the slab of the rank that it serves")
     except OSError as error:
         raise ContractError(
             f"feed-forward lane {lane}: {error}. Run this rank in the pod of the rank that it serves"

@@ -1,12 +1,9 @@
 // A CUDA kernel that writes packed weights of experts as plain matrices, for prompts whose experts a GPU computes.
 //
 // Its input is a copy of what kernels/source/coded.h describes (and linear.h for weights without headers): blocks of 32
-// columns, each a header and units of 32 inputs. NVRTC compiles this file when a rank starts, so it includes no headers.
+// columns, each a header and units of 32 inputs. NVRTC compiles this file when a rank starts, so it includes no other headers.
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "conversions.cuh"
 
 struct Params {
   const u8* packed;     // [experts], each `expert_bytes`
@@ -27,21 +24,6 @@ enum { kBf16, kF16, kFp8, kInt8, kInt4, kFp4 };
 enum { kNoScale, kBlockF32, kColumnF32, kColumnBf16, kColumnF16, kColumnE8m0, kColumnE4m3 };
 constexpr u32 kColumns = 32, kUnit = 32, kUnits = 4, kThreads = 256;  // kUnits: that a thread block writes
 
-__device__ float from_half(u16 v) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-}
-__device__ u16 to_half(float f) {
-  u16 v;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
-  return v;
-}
-__device__ u16 to_bfloat16(float f) {
-  const u32 bits = __float_as_uint(f);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
-  return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
 // float32 of an e4m3fn number, exact.
 __device__ float from_fp8(u32 v) {
   const u32 exponent = v >> 3 & 15, mantissa = v & 7;
@@ -120,11 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ff_unpack(const Params p)
     return;
   }
   u32 words[8];
-  for (u32 i = 0; i < 8; i++) {
-    const float low = values[2 * i], high = values[2 * i + 1];
-    words[i] = p.dtype == 1 ? (u32)to_bfloat16(low) | (u32)to_bfloat16(high) << 16
-                            : (u32)to_half(low) | (u32)to_half(high) << 16;
-  }
+  for (u32 i = 0; i < 8; i++) words[i] = narrow(values[2 * i], values[2 * i + 1], p.dtype);
   uint4* out = (uint4*)((u16*)p.out + to);
   out[0] = make_uint4(words[0], words[1], words[2], words[3]);
   out[1] = make_uint4(words[4], words[5], words[6], words[7]);

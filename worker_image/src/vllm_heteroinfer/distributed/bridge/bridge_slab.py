@@ -12,7 +12,6 @@ import secrets
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
     ProcessGroupRanks,
 )
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
+from vllm_heteroinfer.pod.memory_files import open_memfd
 
 PARTS = 2
 """Buffers for each rank: see `BridgeLink`."""
@@ -203,12 +203,7 @@ def _try_to_map(offer: _SlabOffer, process_group: ProcessGroupRanks, device: tor
 
 def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
     """Maps the offered memory. Raises OSError if its descriptor leads to another file."""
-    path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
-    # In another PID namespace, this pid is a different process, whose file must not be written.
-    target = os.readlink(path)
-    if target != f"/memfd:{offer.name} (deleted)":
-        raise OSError(f"{path} must be the memory of the process group's first rank, but is {target}")
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_memfd(offer.pid, offer.fd, offer.name, "the memory of the process group's first rank")
     try:
         return BridgeSlab(fd, num_ranks)
     finally:

@@ -11,6 +11,7 @@ from prometheus_client import Counter
 from vllm.config import CUDAGraphMode
 
 from heteroinfer_contract import metric_names
+from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import (
     HostExchange,
@@ -26,6 +27,7 @@ from vllm_heteroinfer.feed_forward.relay import Relay, connect_all, relay_cpus
 from vllm_heteroinfer.feed_forward.slab import Slab, shape_of
 from vllm_heteroinfer.feed_forward.slab_lanes import asking_lanes, relayed_lanes
 from vllm_heteroinfer.feed_forward.spinning import spin_time_ns
+from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad, RankMode
 
@@ -118,7 +120,7 @@ class Asking(RankMode):
         exchange = self._open_exchange(slab, ready, describe_ask)
         probe(exchange, shape, self._device, len(self._ranks))
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
-        remote.connect(self._share_experts(exchange))
+        remote.connect(self._share_experts(exchange, runner))
         _logger.info(
             "rank %d: feed-forward ranks %s compute %d layers for it, at most %d rows of %d elements at once",
             context.rank.rank,
@@ -138,19 +140,21 @@ class Asking(RankMode):
 
         return CudaExchange(slab, self._device, limit_s=self._context.step_timeout_s)
 
-    def _share_experts(self, exchange: remote.Asks) -> remote.Asks:
+    def _share_experts(self, exchange: remote.Asks, runner: Any) -> remote.Asks:
         """Returns an exchange with which a GPU computes some experts itself, if the plan gives it memory."""
         context = self._context
         own, ranks = context.rank, self._ranks
         if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
             return exchange
-        from vllm_heteroinfer.feed_forward.gpu_experts import SharedExchange
+        from vllm_heteroinfer.feed_forward.shared_exchange import SharedExchange
 
         offers = {}
         for rank in ranks:
             key, awaited = weights_key(rank.rank), f"place of the weights of rank {rank.rank}"
             text = context.store.get(key, context.startup, what=awaited, rank=rank.rank)
             offers[rank.rank] = OfferedWeights.from_json(text)
+        loaded = weight_bytes(runner.get_model())
+        context.reporter.set_phase(RankPhase.WARMING_UP, loaded, loaded)  # the measurement takes seconds
         return SharedExchange(
             exchange,
             self._recipe,

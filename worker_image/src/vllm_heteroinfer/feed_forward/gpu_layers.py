@@ -1,0 +1,168 @@
+"""Layers whose experts a GPU can compute, and the places of their weights in ranks. Imports torch."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from vllm_heteroinfer.feed_forward.expert_reader import Range
+from vllm_heteroinfer.feed_forward.offered_weights import (
+    OfferedLayer,
+    OfferedMatrix,
+    OfferedWeights,
+    dtype_of,
+)
+from vllm_heteroinfer.feed_forward.recipe import LayerRecipe, Recipe
+from vllm_heteroinfer.feed_forward.ring_slots import SlotContent, align
+
+_logger = logging.getLogger(__name__)
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
+"""Gated activations that vLLM's kernel supports, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankExperts:
+    """A rank's experts of a layer, with all columns or some.
+
+    Attributes:
+        memory: the rank's mapped memory.
+    """
+
+    offered: OfferedLayer
+    memory: torch.Tensor
+
+    @property
+    def matrices(self) -> tuple[OfferedMatrix, OfferedMatrix]:
+        """w13 and w2."""
+        return self.offered.w13, self.offered.w2
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert in a slot."""
+        return sum(matrix.expert_bytes + matrix.scale_bytes for matrix in self.matrices)
+
+    @property
+    def arrays(self) -> list[tuple[int, int]]:
+        """Begin in the memory and bytes of an expert: of w13 codes and block scales, then of w2."""
+        return [
+            pair
+            for matrix in self.matrices
+            for pair in (
+                (matrix.offset, matrix.expert_bytes),
+                (matrix.block_scales or 0, matrix.scale_bytes),
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Experts that are copied into one slot, and the ranks that have them."""
+
+    content: SlotContent
+    ranks: tuple[RankExperts, ...]
+
+    def slot_offsets(self, slot_experts: int) -> list[int]:
+        """Returns the begin of each rank's arrays in a slot for `slot_experts` experts.
+
+        It does not depend on the number of experts in this load, so a load is the begin of a longer one.
+        """
+        offsets, at = [], 0
+        for rank in self.ranks:
+            for _, each in rank.arrays:
+                offsets.append(at)
+                at = align(at + slot_experts * each)
+        return offsets
+
+
+class GpuLayer:
+    """A layer whose experts the GPU can compute."""
+
+    def __init__(self, number: int, recipe: LayerRecipe, ranks: Sequence[RankExperts]) -> None:
+        self.number, self.recipe = number, recipe
+        self._ranks: dict[Range, tuple[RankExperts, ...]] = {}
+        for rank in ranks:  # ranks have columns of all experts, or all columns of some experts
+            span = (rank.offered.first_expert, rank.offered.first_expert + rank.offered.experts)
+            self._ranks[span] = (*self._ranks.get(span, ()), rank)
+
+    @property
+    def spans(self) -> tuple[Range, ...]:
+        """Ranges of experts that the same ranks have."""
+        return tuple(self._ranks)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """A value that is equal for layers of equal work: sizes, formats, and the parts of ranks."""
+        recipe = self.recipe
+        parts = tuple(
+            (span, rank.offered.first_column, *(matrix.kind for matrix in rank.matrices))
+            for span, ranks in self._ranks.items()
+            for rank in ranks
+        )
+        return (recipe.experts, recipe.inner, recipe.activation, parts)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the largest expert in a slot."""
+        return max(sum(rank.expert_bytes for rank in ranks) for ranks in self._ranks.values())
+
+    @property
+    def arrays(self) -> int:
+        """Most arrays of a slot."""
+        return max(sum(len(rank.arrays) for rank in ranks) for ranks in self._ranks.values())
+
+    def dense_bytes(self, itemsize: int) -> int:
+        """Bytes of an expert as plain matrices."""
+        return 3 * self.recipe.inner * self.recipe.hidden * itemsize
+
+    def loads(self, ranges: Sequence[Range], slot_experts: int) -> Iterator[Load]:
+        """Yields the experts of the ranges, in parts that fit a slot. Each span has one range."""
+        for (first, end), ranks in zip(ranges, self._ranks.values(), strict=True):
+            for begin in range(first, end, slot_experts):
+                experts = min(slot_experts, end - begin)
+                yield Load(SlotContent(layer=self.number, first=begin, experts=experts), ranks)
+
+
+def find_obstacle(layer: LayerRecipe) -> str | None:
+    """Returns why a GPU cannot compute a layer's experts with copied weights; None if it can."""
+    if not layer.topk or layer.experts == 1:
+        return "MLPs of dense layers are not copied"
+    if layer.activation not in ACTIVATIONS or (layer.limit, layer.alpha, layer.beta) != (None,) * 3:
+        return f"activation {layer.activation} with limits or factors, or without a gate"
+    return None
+
+
+def find_gpu_layers(
+    recipe: Recipe, offers: Mapping[int, OfferedWeights], map_memory: Callable[[int], torch.Tensor]
+) -> dict[int, GpuLayer]:
+    """Returns the layers that all ranks have offered and a GPU can compute, and logs why others stay on CPUs.
+
+    Args:
+        offers: of all feed-forward ranks, by rank.
+        map_memory: maps a rank's memory.
+    """
+    by_rank = {rank: {each.layer: each for each in offer.layers} for rank, offer in offers.items()}
+    obstacles: dict[str, list[int]] = {}
+    memories: dict[int, torch.Tensor] = {}
+    layers = {}
+    for number, layer in recipe.layers.items():
+        offered = {rank: found[number] for rank, found in by_rank.items() if number in found}
+        obstacle = find_obstacle(layer)
+        if obstacle is None and len(offered) < len(by_rank):
+            obstacle = "biases, or experts without a gate"
+        plain = [matrix for each in offered.values() for matrix in (each.w13, each.w2) if not matrix.format]
+        if obstacle is None and any(dtype_of(matrix.dtype) != dtype_of(recipe.dtype) for matrix in plain):
+            obstacle = "weights of another type than the rows"
+        if obstacle is not None:
+            obstacles.setdefault(obstacle, []).append(number)
+            continue
+        for rank in offered:
+            if rank not in memories:
+                memories[rank] = map_memory(rank)
+        ranks = [RankExperts(each, memories[rank]) for rank, each in offered.items()]
+        layers[number] = GpuLayer(number, layer, ranks)
+    for obstacle, numbers in obstacles.items():
+        _logger.warning("CPUs compute all experts of layers %s in long asks, too: %s", numbers, obstacle)
+    return layers

@@ -1,0 +1,242 @@
+"""Computes some experts of long asks on the GPU, with weights copied from feed-forward ranks of its pod.
+
+The GPU copies these experts through a ring of slots, unpacks and computes them. The ranks compute the other
+experts at the same time. The number of copied experts depends on the number of rows only. So no host thread
+waits for the router, and copies start before it has chosen experts.
+
+| module | content |
+|---|---|
+| `gpu_layers` | layers whose experts the GPU can compute |
+| `expert_choices` | the experts that the GPU computes, by their number |
+| `weight_ring`, `ring_slots` | copies of packed experts |
+| `unpacking`, `unpack.cu` | packed experts as plain matrices |
+| `slot_experts` | vLLM's kernel for experts |
+| `stream_balance`, `stream_times` | the number of experts, by measured times |
+
+Imports torch and vLLM.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from vllm_heteroinfer.feed_forward import slot_experts
+from vllm_heteroinfer.feed_forward.cuda_exchange import register_memory
+from vllm_heteroinfer.feed_forward.expert_choices import ExpertChoices
+from vllm_heteroinfer.feed_forward.expert_reader import Range
+from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, find_gpu_layers
+from vllm_heteroinfer.feed_forward.offered_weights import OfferedWeights, map_weights
+from vllm_heteroinfer.feed_forward.recipe import Recipe
+from vllm_heteroinfer.feed_forward.ring_slots import SLOTS
+from vllm_heteroinfer.feed_forward.stream_balance import Balance, LayerTimes, measure, measured_sizes
+from vllm_heteroinfer.feed_forward.stream_times import GapTimes, StreamTimes, total_s
+from vllm_heteroinfer.feed_forward.unpacking import Unpacker
+from vllm_heteroinfer.feed_forward.weight_ring import COPY, UNPACK, WeightRing
+
+_logger = logging.getLogger(__name__)
+
+COMPUTE: Final = "compute"
+"""Work in the times of an exchange, beside that of its ring."""
+REPEATS: Final = 3
+"""Equal layers of a measurement, one after the other."""
+
+
+class SharedExchange:
+    """Sends asks like `CudaExchange`, and computes some experts of long asks on the GPU."""
+
+    def __init__(
+        self,
+        exchange: Any,
+        recipe: Recipe,
+        offers: Mapping[int, OfferedWeights],
+        *,
+        ring_bytes: int,
+        captured_rows: int,
+        device: torch.device,
+        count: Callable[[int, int], None],
+    ) -> None:
+        """Maps the weights, creates the ring and measures.
+
+        Args:
+            offers: of all feed-forward ranks, which are in this pod, in their order.
+            ring_bytes: memory of the device for copied and unpacked experts. The ring has room for one expert
+                at least.
+            captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of shorter asks,
+                because a graph holds such asks.
+            count: counts the rows of an ask whose experts the GPU computed in part, and the bytes copied.
+
+        Raises:
+            ContractError: this process cannot map the weights of a rank.
+            CudaError: the device cannot copy from them.
+        """
+        self._exchange, self._recipe, self._count, self._device = exchange, recipe, count, device
+        self._captured_rows, self._dtype = captured_rows, getattr(torch, recipe.dtype)
+        self._choices: dict[tuple[Range, ...], ExpertChoices] = {}
+        self._balances: dict[object, Balance] = {}
+        self.times, self._gaps = StreamTimes(), GapTimes()
+        started = time.perf_counter()
+        _logger.info("maps the experts of feed-forward ranks and measures both sides")
+
+        def map_memory(rank: int) -> torch.Tensor:
+            memory = map_weights(offers[rank], rank)
+            register_memory(memory)
+            return memory
+
+        with torch.cuda.device(device):
+            self._layers = find_gpu_layers(recipe, offers, map_memory)
+            if not self._layers:
+                _logger.warning(
+                    "the plan lets the GPU compute experts of long asks, but the GPU can compute none"
+                )
+                return
+            layers = list(self._layers.values())
+            self._first_layer, self._last_layer = layers[0], layers[-1]
+            self._ring = WeightRing(layers, ring_bytes, self._dtype, Unpacker(device), self.times)
+            for layer in layers:
+                if layer.kind not in self._balances:
+                    self._balances[layer.kind] = self._measure(layer)
+        _logger.info(
+            "the GPU computes experts of %d layers of %d kinds. A copy has up to %d experts, the ring %d "
+            "bytes. Started in %.1f s",
+            len(self._layers),
+            len(self._balances),
+            self._ring.slot_experts,
+            self._ring.num_bytes,
+            time.perf_counter() - started,
+        )
+
+    def ask(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
+        shared, rows = self._layers.get(layer), x.shape[0]
+        # A graph's warm-up passes run outside of the capture, with the same numbers of rows.
+        if shared is None or ids is None or weights is None or rows <= self._captured_rows:
+            return self._exchange.ask(layer, x, ids, weights, padding)
+        self._gaps.asked(layer, rows)
+        number = self._balances[shared.kind].gpu_experts(
+            rows, self._gaps.gap_s(rows), SLOTS * self._ring.slot_experts
+        )
+        if number:
+            copied = self._ring.copied_bytes
+            answer = self._compute_and_ask(shared, number, x, ids, weights, padding)
+            if shared is self._last_layer:
+                self._copy_early(number)
+            self._count(rows, self._ring.copied_bytes - copied)
+        else:
+            answer = self._exchange.ask(layer, x, ids, weights, padding)
+        self._gaps.answered(layer, rows)
+        return answer
+
+    def _choices_of(self, layer: GpuLayer) -> ExpertChoices:
+        """Returns the choices of experts for a layer; equal layers have the same."""
+        if layer.spans not in self._choices:
+            self._choices[layer.spans] = ExpertChoices(layer.spans, self._ring.slot_experts, self._device)
+        return self._choices[layer.spans]
+
+    def _compute_and_ask(
+        self,
+        layer: GpuLayer,
+        number: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Computes `number` experts on the GPU while ranks compute the others, and returns the sum."""
+        if number == layer.recipe.experts:
+            return self._compute(layer, number, x, ids, weights).to(x.dtype)
+        left = self._choices_of(layer).left(ids, number)
+        receive = self._exchange.send(layer.number, x, left, weights, padding, beside_copies=True)
+        total = self._compute(layer, number, x, ids, weights)
+        return total.add_(receive()).to(x.dtype)
+
+    def _compute(
+        self, layer: GpuLayer, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the sum of `number` experts on the GPU, [rows, hidden] float32."""
+        choices, total = self._choices_of(layer), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        padded = slot_experts.pad_rows(x, ids, weights)
+        for load in layer.loads(choices.ranges(number), self._ring.slot_experts):
+            w13, w2 = self._ring.unpack(self._ring.copy(load), load, layer.recipe)
+            with self.times.span(COMPUTE, torch.cuda.current_stream()):
+                expert_map = choices.expert_map(load.content.first, load.content.experts)
+                total += slot_experts.compute_slot(layer.recipe, w13, w2, padded, expert_map)[: len(x)]
+        return total
+
+    def _copy_early(self, number: int) -> None:
+        """Copies the first layer's experts for the next step, while the link is free."""
+        layer = self._first_layer
+        ranges = self._choices_of(layer).ranges(min(number, layer.recipe.experts))
+        for load, _ in zip(layer.loads(ranges, self._ring.slot_experts), range(SLOTS), strict=False):
+            self._ring.copy_early(load)
+
+    # Measurement at start
+
+    def _measure(self, layer: GpuLayer) -> Balance:
+        """Compiles vLLM's kernels for all numbers of rows, and measures both sides with random rows."""
+        experts, topk, most = layer.recipe.experts, self._recipe.topk, self._recipe.max_rows
+        x = torch.randn((most, self._recipe.hidden), device=self._device).to(self._dtype)
+        ids = torch.rand((most, experts), device=self._device).topk(topk).indices.int()
+        weights = torch.full((most, topk), 1 / topk, device=self._device)
+
+        def run(rows: int, number: int) -> LayerTimes:
+            row_ids, row_weights = ids[:rows], weights[:rows]
+            torch.cuda.synchronize()
+            before = self._read_busy_ns()
+            answers = []
+            with self.times.recording() as spans:
+                for _ in range(REPEATS):
+                    if number:
+                        self._compute_and_ask(layer, number, x[:rows], row_ids, row_weights, None)
+                    else:
+                        self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
+                    answers.append(torch.cuda.Event(enable_timing=True))
+                    answers[-1].record()
+                torch.cuda.synchronize()
+            busy_ns = max(b - a for a, b in zip(before, self._read_busy_ns(), strict=True))
+            return LayerTimes(
+                period_s=answers[0].elapsed_time(answers[-1]) / 1e3 / (REPEATS - 1),
+                cpu_s=busy_ns / 1e9 / REPEATS,
+                copy_s=total_s(spans.get(COPY, [])) / REPEATS,
+                compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
+            )
+
+        started = time.perf_counter()
+        self._compile_kernels(layer, x, ids, weights)
+        compiled = time.perf_counter()
+        balance = Balance(measure(run, list(measured_sizes(self._captured_rows, most)), experts))
+        _logger.info(
+            "layers like %d: compiled in %.1f s, measured in %.1f s: %s",
+            layer.number,
+            compiled - started,
+            time.perf_counter() - compiled,
+            balance.describe(),
+        )
+        return balance
+
+    def _compile_kernels(
+        self, layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Computes one expert with each kernel that asks need, so that no request waits for a compiler."""
+        unit = slot_experts.ROW_UNIT
+        first = (self._captured_rows // unit + 1) * unit
+        numbers = range(first, max(first, len(x)) + unit, unit)
+        for rows in slot_experts.rows_of_each_kernel(
+            layer.recipe, self._ring.slot_experts, self._dtype, numbers
+        ):
+            self._compute(layer, 1, *(each[:rows] for each in (x, ids, weights)))
+        torch.cuda.synchronize()
+
+    def _read_busy_ns(self) -> list[int]:
+        """Returns the nanoseconds that each rank has computed so far."""
+        slab = self._exchange.slab
+        return [slab.read_lane(lane).busy_ns for lane in range(slab.shape.lanes)]

@@ -1,0 +1,79 @@
+"""Computes the experts of a slot with vLLM's kernel. Imports torch and vLLM.
+
+Source: vllm/model_executor/layers/fused_moe/fused_moe.py::fused_experts,
+vllm/model_executor/layers/fused_moe/fused_moe.py::try_get_optimal_moe_config@v0.32.0.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch.nn.functional import pad
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import _get_config_dtype_str
+from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts, try_get_optimal_moe_config
+
+from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
+from vllm_heteroinfer.feed_forward.stream_balance import first_of_each_kind
+
+ROW_UNIT: Final = 16
+"""Triton compiles a kernel again for row numbers that are not a multiple of it."""
+
+
+def pad_rows(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns rows, ids and weights with rows of weight 0 up to a multiple of ROW_UNIT."""
+    missing = -x.shape[0] % ROW_UNIT
+    if not missing:
+        return x, ids, weights
+    rows = (0, 0, 0, missing)
+    return pad(x, rows), pad(ids, rows), pad(weights, rows)
+
+
+def compute_slot(
+    recipe: LayerRecipe,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    expert_map: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the sum of a slot's experts for each row, [padded rows, hidden].
+
+    Args:
+        rows: the result of `pad_rows`.
+        expert_map: index in the slot by expert, -1 for others, int32 [experts].
+    """
+    x, ids, weights = rows
+    return fused_experts(
+        x,
+        w13,
+        w2,
+        weights,
+        ids,
+        activation=MoEActivation.from_str(recipe.activation),
+        global_num_experts=recipe.experts,
+        expert_map=expert_map,
+    )
+
+
+def rows_of_each_kernel(
+    recipe: LayerRecipe, slot_experts: int, dtype: torch.dtype, rows: Sequence[int]
+) -> list[int]:
+    """Returns numbers of rows that need different compiled kernels, one of each kernel.
+
+    Args:
+        rows: possible numbers, multiples of ROW_UNIT.
+    """
+
+    def config(number: int) -> object:
+        found = try_get_optimal_moe_config(
+            (slot_experts, 2 * recipe.inner, recipe.hidden),
+            (slot_experts, recipe.hidden, recipe.inner),
+            recipe.topk,
+            _get_config_dtype_str(dtype),
+            number,
+        )
+        return tuple(sorted(found.items()))
+
+    return first_of_each_kind(config, rows)

@@ -1,0 +1,80 @@
+"""Times on the GPU, measured with events in its streams. Imports torch."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class StreamTimes:
+    """Records how long work takes in a stream, while someone asks for it."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[Events]] | None = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict[str, list[Events]]]:
+        """Records inside this context. Yields the begin and end of each work, by its name."""
+        self._spans = {}
+        try:
+            yield self._spans
+        finally:
+            self._spans = None
+
+    @contextlib.contextmanager
+    def span(self, work: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Marks the work that this context puts into a stream."""
+        if self._spans is None:
+            yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._spans.setdefault(work, []).append((begin, end))
+
+
+def total_s(spans: list[Events]) -> float:
+    """Returns the seconds of all spans, whose ends the device has reached."""
+    return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+
+
+class GapTimes:
+    """Measures the time between a layer's answer and the next layer's ask on the device.
+
+    In this time the GPU computes attention, and layers whose experts are on the GPU. No host thread waits.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_row = 0.0
+        self._answered: tuple[int, int, torch.cuda.Event] | None = None
+        self._unread: deque[tuple[int, Events]] = deque()
+
+    def gap_s(self, rows: int) -> float:
+        """Returns the expected seconds with `rows` rows; 0 before the first measurement."""
+        return rows * self._s_per_row
+
+    def asked(self, layer: int, rows: int) -> None:
+        """Notes that the stream has reached the ask of a layer."""
+        if self._answered is not None:
+            before, before_rows, event = self._answered
+            self._answered = None
+            if before < layer and before_rows == rows:  # both in the same step
+                self._unread.append((rows, (event, _recorded())))
+        while self._unread and self._unread[0][1][1].query():
+            measured_rows, (begin, end) = self._unread.popleft()
+            s_per_row = begin.elapsed_time(end) / 1e3 / measured_rows
+            self._s_per_row += (s_per_row - self._s_per_row) / (4 if self._s_per_row else 1)
+
+    def answered(self, layer: int, rows: int) -> None:
+        """Notes that the stream has reached the answer of a layer."""
+        self._answered = (layer, rows, _recorded())
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

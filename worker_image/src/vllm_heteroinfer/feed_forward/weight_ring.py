@@ -1,0 +1,118 @@
+"""Slots on the GPU through which packed experts pass, and room for unpacked ones. Imports torch."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, Load, RankExperts
+from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
+from vllm_heteroinfer.feed_forward.ring_slots import SLOTS, SlotOrder, ring_sizes
+from vllm_heteroinfer.feed_forward.stream_times import StreamTimes
+from vllm_heteroinfer.feed_forward.unpacking import Unpacker
+
+COPY, UNPACK = "copy", "unpack"
+"""Work in the times of a ring."""
+
+
+class WeightRing:
+    """Slots and room on the current device. Copies run in a stream of their own.
+
+    Attributes:
+        slot_experts: most experts in a slot.
+        num_bytes: of slots and room.
+        copied_bytes: copied so far.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[GpuLayer],
+        num_bytes: int,
+        dtype: torch.dtype,
+        unpacker: Unpacker,
+        times: StreamTimes,
+    ) -> None:
+        """Allocates the memory.
+
+        Args:
+            num_bytes: of the memory. One expert always has room.
+            dtype: of unpacked experts.
+        """
+        sizes = ring_sizes(
+            num_bytes,
+            packed_bytes=max(layer.expert_bytes for layer in layers),
+            dense_bytes=max(layer.dense_bytes(dtype.itemsize) for layer in layers),
+            arrays=max(layer.arrays for layer in layers),
+            most_experts=max(layer.recipe.experts for layer in layers),
+        )
+        self.slot_experts, self.num_bytes, self.copied_bytes = sizes.slot_experts, sizes.num_bytes, 0
+        self._unpacker, self._times, self._order = unpacker, times, SlotOrder()
+        self._slots = [torch.empty(sizes.slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(SLOTS)]
+        self._room = torch.zeros(sizes.room_bytes // dtype.itemsize, dtype=dtype, device="cuda")
+        self._copied = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._stream = torch.cuda.Stream()
+
+    def copy(self, load: Load) -> int:
+        """Begins to copy a load, once its slot is free, and returns the slot."""
+        slot, is_copied = self._order.take(load.content)
+        if not is_copied:
+            self._copy_into(slot, load)
+        return slot
+
+    def copy_early(self, load: Load) -> None:
+        """Begins to copy a load for a later `copy`, if a slot is free for it."""
+        slot = self._order.take_early(load.content)
+        if slot is not None:
+            self._copy_into(slot, load)
+
+    def _copy_into(self, slot: int, load: Load) -> None:
+        """Puts the copies of a load into the stream of copies."""
+        content, memory = load.content, self._slots[slot]
+        offsets = iter(load.slot_offsets(self.slot_experts))
+        self._stream.wait_event(self._unpacked[slot])
+        with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
+            for rank in load.ranks:
+                skipped = content.first - rank.offered.first_expert
+                for begin, each in rank.arrays:
+                    at, length = next(offsets), content.experts * each
+                    source = rank.memory[begin + skipped * each :][:length]
+                    memory[at : at + length].copy_(source, non_blocking=True)
+                    self.copied_bytes += length
+        self._copied[slot].record(self._stream)
+
+    def unpack(self, slot: int, load: Load, recipe: LayerRecipe) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unpacks a load in the current stream, once it is copied.
+
+        Returns:
+            w13 [slot_experts, 2 * inner, hidden] and w2 [slot_experts, hidden, inner], valid until the next
+            call. They begin with the load's experts; the others have any values.
+        """
+        stream, experts = torch.cuda.current_stream(), load.content.experts
+        stream.wait_event(self._copied[slot])
+        hidden, inner = recipe.hidden, recipe.inner
+        elements = self.slot_experts * 2 * inner * hidden
+        w13 = self._room[:elements].view(self.slot_experts, 2 * inner, hidden)
+        w2 = self._room[elements : elements + elements // 2].view(self.slot_experts, hidden, inner)
+        halves = w13[:experts].view(experts, 2, inner, hidden)
+        whole = w2[:experts].unsqueeze(1)
+        offsets = iter(load.slot_offsets(self.slot_experts))
+        with self._times.span(UNPACK, stream):
+            for rank in load.ranks:
+                first = rank.offered.first_column
+                end = first + rank.offered.w2.inputs
+                arrays = self._arrays_of(slot, rank, experts, [next(offsets) for _ in rank.arrays])
+                outs = halves[:, :, first:end], whole[..., first:end]
+                for number, (matrix, out) in enumerate(zip(rank.matrices, outs, strict=True)):
+                    codes, scales = arrays[2 * number : 2 * number + 2]
+                    self._unpacker.unpack(matrix, codes, scales, out, gated=number == 0)
+        self._unpacked[slot].record(stream)
+        return w13, w2
+
+    def _arrays_of(
+        self, slot: int, rank: RankExperts, experts: int, offsets: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Returns codes and block scales of w13 and w2 of a rank in a slot, as bytes."""
+        return [
+            self._slots[slot][at : at + experts * each]
+            for at, (_, each) in zip(offsets, rank.arrays, strict=True)
+        ]

@@ -1,0 +1,24 @@
+"""Opens memory files (memfd) of other processes of the pod through /proc. Stdlib only."""
+
+import os
+from pathlib import Path
+
+
+def open_memfd(pid: int, fd: int, name: str, owner: str) -> int:
+    """Opens another process's memory file, and returns this process's descriptor.
+
+    Args:
+        pid: of the other process, in the PID namespace of the pod.
+        fd: descriptor in that process.
+        name: with which the file was created. In another PID namespace the same pid is another process, whose
+            file must not be changed.
+        owner: for the error, such as "the slab of the rank that it serves".
+
+    Raises:
+        OSError: the file is not there, or has another name.
+    """
+    path = Path(f"/proc/{pid}/fd/{fd}")
+    opened = os.readlink(path)
+    if opened != f"/memfd:{name} (deleted)":
+        raise OSError(f"{path} must be {owner} (got {opened})")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
