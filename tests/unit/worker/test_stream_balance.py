@@ -10,6 +10,7 @@ from vllm_heteroinfer.feed_forward.stream_balance import (
     LEAST_GAIN,
     LONGEST_S,
     Balance,
+    Gaps,
     LayerTimes,
     Measured,
     first_of_each_kind,
@@ -128,6 +129,18 @@ def test_measured_sizes_are_above_captured_graphs() -> None:
     assert list(measured_sizes(64, 1000)) == [128, 256, 512, 1000]
     assert list(measured_sizes(0, 64)) == [64]
     assert list(measured_sizes(0, 16)) == [16]
+
+
+def test_gaps_of_fewer_rows_stand_for_more_rows_but_not_the_reverse() -> None:
+    gaps = Gaps()
+    assert gaps.gap_s(512) == 0.0
+    gaps.note(512, 0.001)
+    assert gaps.gap_s(256) == 0.0
+    assert gaps.gap_s(700) == gaps.gap_s(8192) == 0.001
+    gaps.note(8192, 0.003)
+    gaps.note(8192, 0.004)
+    assert gaps.gap_s(8192) == pytest.approx(0.00325)
+    assert gaps.gap_s(4095) == 0.001
 
 
 def test_first_of_each_kind() -> None:

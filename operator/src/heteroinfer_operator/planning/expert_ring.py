@@ -1,7 +1,7 @@
 """The memory with which a GPU computes a part of the experts of its feed-forward ranks, and its speed. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
-(vllm_heteroinfer/feed_forward/gpu_experts.py).
+(vllm_heteroinfer/feed_forward/ring_slots.py).
 """
 
 from dataclasses import dataclass, field

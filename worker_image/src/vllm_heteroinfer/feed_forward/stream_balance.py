@@ -194,6 +194,23 @@ class Balance:
         )
 
 
+class Gaps:
+    """The time between a layer's answer and the next ask, by rows. It grows with the rows, but not evenly."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, float] = {}
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Notes a measured gap. A newer one counts for a quarter."""
+        before = self._by_size.get(rows.bit_length(), seconds)
+        self._by_size[rows.bit_length()] = before + (seconds - before) / 4
+
+    def gap_s(self, rows: int) -> float:
+        """Returns the gap of about as many rows, or else of the next fewer; 0 if no such gap was measured."""
+        sizes = [size for size in self._by_size if size <= rows.bit_length()]
+        return self._by_size[max(sizes)] if sizes else 0.0
+
+
 def measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
     """Yields the numbers of rows to measure: powers of two above captured graphs, and the most rows."""
     rows = LEAST_ROWS

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_heteroinfer.feed_forward.stream_balance import Gaps
+
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
@@ -49,13 +51,13 @@ class GapTimes:
     """
 
     def __init__(self) -> None:
-        self._s_per_row = 0.0
+        self._gaps = Gaps()
         self._answered: tuple[int, int, torch.cuda.Event] | None = None
         self._unread: deque[tuple[int, Events]] = deque()
 
     def gap_s(self, rows: int) -> float:
         """Returns the expected seconds with `rows` rows; 0 before the first measurement."""
-        return rows * self._s_per_row
+        return self._gaps.gap_s(rows)
 
     def asked(self, layer: int, rows: int) -> None:
         """Notes that the stream has reached the ask of a layer."""
@@ -66,8 +68,7 @@ class GapTimes:
                 self._unread.append((rows, (event, _recorded())))
         while self._unread and self._unread[0][1][1].query():
             measured_rows, (begin, end) = self._unread.popleft()
-            s_per_row = begin.elapsed_time(end) / 1e3 / measured_rows
-            self._s_per_row += (s_per_row - self._s_per_row) / (4 if self._s_per_row else 1)
+            self._gaps.note(measured_rows, begin.elapsed_time(end) / 1e3)
 
     def answered(self, layer: int, rows: int) -> None:
         """Notes that the stream has reached the answer of a layer."""
