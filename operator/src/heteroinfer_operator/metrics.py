@@ -36,13 +36,13 @@ class OperatorMetrics:
         self.registry = CollectorRegistry()
         self.reconcile_seconds = Histogram(
             metric_names.OPERATOR_RECONCILE_SECONDS,
-            "Time of one reconcile.",
+            "Seconds that one reconcile took.",
             registry=self.registry,
             buckets=_BUCKETS_S,
         )
         self.reconcile_errors = Counter(
             metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL,
-            "Failed reconciles, by the reason of the error.",
+            "Reconciles that failed, by the reason of the error.",
             ("reason",),
             registry=self.registry,
         )
@@ -58,7 +58,7 @@ class OperatorMetrics:
         )
         self.held_back = Counter(
             metric_names.OPERATOR_HELD_BACK_TOTAL,
-            "Actions delayed by a resource's budget of new pods or status writes.",
+            "Actions that a resource's budget of new pods or status writes delayed.",
             ("kind",),
             registry=self.registry,
         )
@@ -217,7 +217,7 @@ def _build_phase_family(groups: Iterable[_GroupValues]) -> GaugeMetricFamily:
     for group in groups:
         counts[group.phase] = counts.get(group.phase, 0) + 1
     family = GaugeMetricFamily(
-        metric_names.OPERATOR_GROUPS, "Groups, by phase of their status.", labels=("phase",)
+        metric_names.OPERATOR_GROUPS, "Number of groups in each phase.", labels=("phase",)
     )
     for phase, count in sorted(counts.items()):
         family.add_metric((phase,), count)
@@ -264,7 +264,7 @@ def _build_group_families(
     )
     restarts = CounterMetricFamily(
         metric_names.GROUP_RESTARTS_TOTAL,
-        "Restarts after counted failures.",
+        "Restarts after failures that count towards restart.maxRestarts.",
         labels=metric_names.GROUP_LABELS,
     )
     for labels, group in groups:

@@ -297,7 +297,8 @@ class Operator:
         self._health.stale_caches = tuple(cluster_state.stale_labels())
         if self._health.stale_caches:
             logger.error(
-                "the resync does not count: nothing received for %s", list_some(self._health.stale_caches)
+                "the resync is incomplete: the operator has received no data about %s",
+                list_some(self._health.stale_caches),
             )
             return
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())

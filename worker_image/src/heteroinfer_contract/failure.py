@@ -16,7 +16,8 @@ MAX_TERMINATION_MESSAGE_BYTES = 4096
 
 MESSAGE_BYTES = 2600
 LAST_LOG_BYTES = 1000
-"""Maximum bytes of the message and of the log as JSON; the other fields of a failure need the rest."""
+"""Maximum bytes of the message and of the log as JSON. The other fields of a failure need the rest of the
+termination message."""
 
 
 _LEFT_OUT = " ... "

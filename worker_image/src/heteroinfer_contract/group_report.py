@@ -14,7 +14,7 @@ from heteroinfer_contract.plan import MAX_WORLD_SIZE, Plan
 MAX_SECONDS = 1e9
 """Maximum of every duration that a rank reports: thirty years."""
 MAX_BLOCKS = 2**31
-"""Maximum blocks of a KV cache; times the tokens of a block, the number still fits JSON."""
+"""Maximum blocks of a KV cache. Multiplied by the tokens of a block, the number still fits JSON."""
 MAX_COUNT = 2**53
 """Maximum of all other numbers, and of the bytes of all ranks together: the largest whole number in JSON."""
 

@@ -55,7 +55,7 @@ class ValidationRule:
 
     Attributes:
         cel: expression that is true for a valid value; `self` is the model (x-kubernetes-validations).
-        holds: the same condition in Python.
+        holds: Python function that checks the condition of `cel`.
         field: path of the invalid field below the model, such as `network.interface`; "" for the model.
         message: requirement without the name of the field, such as "must be at least 1".
         fix: sentence in the imperative that follows the message; "" for none.

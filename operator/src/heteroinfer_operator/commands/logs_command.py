@@ -66,7 +66,7 @@ def _line_count(text: str) -> int:
 
 
 async def _print_logs(arguments: argparse.Namespace) -> None:
-    """Prints the logs of the chosen groups, of their current pods or of the containers before."""
+    """Prints the logs of the current pods of the chosen groups, or of their previous containers."""
     async with open_cluster(arguments) as cluster:
         server, namespace = cluster.server, cluster.namespace
         (resource,) = await read_resources(server, namespace, arguments.name)

@@ -29,7 +29,8 @@ _LIMIT_RANGE_ERROR: Final = re.compile(
     r"(maximum|minimum) [a-z.-]+ usage per (Container|Pod) is|max limit to request ratio per|"
     r"must be less than or equal to [a-z.-]+ limit"
 )
-"""Source: `plugin/pkg/admission/limitranger/admission.go`. The last form: a default limit is below a request.
+"""Source: `plugin/pkg/admission/limitranger/admission.go`. The last alternative: a default limit is
+below a request.
 """
 
 
@@ -119,7 +120,7 @@ def name_held(child: str, stored: Manifest) -> ChildError:
 
 
 def changed_by_others(child: str, drift: Manifest) -> ChildError:
-    """Returns the error for a child that others change after each write.
+    """Returns the error for a child that another client changes after each write.
 
     Args:
         drift: the patch that would restore the object.
@@ -142,7 +143,7 @@ def changed_on_creation(child: str, fields: Sequence[str]) -> ChildError:
 
 
 def deleted_each_time(child: str) -> ChildError:
-    """Returns the error for a child that others delete each time the operator creates it."""
+    """Returns the error for a child that another client deletes after each creation."""
     return ChildError(
         f"{child}: another controller or a user deletes it each time the operator creates it. Stop that "
         "controller or user from deleting this object",
@@ -151,7 +152,7 @@ def deleted_each_time(child: str) -> ChildError:
 
 
 def created_each_time(child: str) -> ChildError:
-    """Returns the error for an obsolete object that others create each time the operator deletes it."""
+    """Returns the error for an obsolete object that another client creates after each deletion."""
     return ChildError(
         f"{child}: another controller or a user creates it each time the operator deletes it, although it "
         "is no longer needed. Stop that controller or user from creating this object",
@@ -160,7 +161,7 @@ def created_each_time(child: str) -> ChildError:
 
 
 def finalizer_set_each_time(resource: ResourceView) -> ChildError:
-    """Returns the error for a finalizer of earlier versions that others set after each removal."""
+    """Returns the error for a finalizer of earlier versions that another client sets after each removal."""
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
         f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "

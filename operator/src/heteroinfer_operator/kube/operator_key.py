@@ -95,7 +95,7 @@ def _build_secret(namespace: str, name: str) -> dict[str, Any]:
 
 
 def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
-    """Reports whether an operator created the Secret. The chart created the former ones."""
+    """Reports whether an operator created the Secret. The chart created the Secrets of earlier versions."""
     labels = stored["metadata"].get("labels") or {}
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 

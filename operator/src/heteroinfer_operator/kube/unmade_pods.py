@@ -27,7 +27,8 @@ class _NeverCreatedPod:
     def manifest(self) -> Manifest:
         """The manifest of the first decision to create the pod.
 
-        That decision placed all pods of the epoch together, so its preferred node fits those of the others.
+        That decision placed all pods of the epoch together, so its preferred node fits the nodes of the
+        other pods.
         """
         return as_object(json.loads(self.text), "pod")
 

@@ -73,7 +73,7 @@ class GroupTerms:
 
     @cached_property
     def away(self) -> tuple[tuple[frozenset[str], ...], ...]:
-        """Topology keys whose values must differ between pods of two kinds, by both kinds."""
+        """For each pair of kinds, the topology keys whose values must differ between their pods."""
         return tuple(
             tuple(_keys_that_differ(one, other) | _keys_that_differ(other, one) for other in self.kinds)
             for one in self.kinds

@@ -1,4 +1,4 @@
-"""Finds the commits of a model cache that resources use, so that a fetch may remove the others. Pure."""
+"""Finds the used commits of a model cache, so that a fetch may remove the other commits. Pure."""
 
 import json
 import re

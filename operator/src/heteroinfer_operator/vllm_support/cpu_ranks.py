@@ -53,8 +53,8 @@ _GPU_ATTENTION_REMEDY: Final = (
     "Use GPU roles only, or compute attention on GPUs (parallelism.mode: FeedForward)"
 )
 CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-"""Sizes of an attention head, in elements, that CPU kernels support. With others, vLLM fails at the first
-step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
+"""Sizes of an attention head, in elements, that CPU kernels support. With any other size, vLLM fails at
+the first step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
 CPU_FP8_HEAD_MULTIPLE: Final = 32
 """With a KV cache in FP8, the size of an attention head must be a multiple of this number of elements
 (vllm/v1/attention/backends/cpu_attn.py::_get_attn_isa@v0.32.0)."""

@@ -23,9 +23,9 @@ class Parameter:
     """A parameter of one expert's w13 or w2, as vLLM's method for the format creates it.
 
     Attributes:
-        name: what follows `w13_` or `w2_`.
-        columns: columns per element; 0 if one element is for the whole projection.
-        inputs: inputs per element; 0 if one element is for all inputs.
+        name: the part of the name after `w13_` or `w2_`.
+        columns: columns that one element holds; 0 if one element is for the whole projection.
+        inputs: inputs that one element holds; 0 if one element is for all inputs.
     """
 
     name: str

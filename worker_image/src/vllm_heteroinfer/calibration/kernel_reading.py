@@ -75,7 +75,7 @@ class Input:
 class ExpertsInput:
     """Input of the calls of a kernel for experts, as in the slab of a feed-forward rank.
 
-    With one row, the calls take turns between the halves of the experts. With more rows, tokens choose
+    With one row, the calls alternate between the halves of the experts. With more rows, tokens choose
     experts at random, so that the rows per expert vary, as in a model. Kernels process 32 rows at a time, and
     then the remaining rows.
     """

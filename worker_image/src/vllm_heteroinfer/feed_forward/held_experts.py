@@ -46,7 +46,7 @@ class PackedMatrix:
 
     Attributes:
         packed: [experts, ...], contiguous.
-        columns: of this rank. The kernels' w13 has blocks of 32 gates and 32 ups in turns.
+        columns: of this rank. In the kernels' w13, blocks of 32 gates and blocks of 32 ups alternate.
         inputs: of this rank.
         format: of the codes, and of the scales in the headers of blocks; None if the matrix is not packed.
             Then w13 has all gates before all ups.
@@ -79,7 +79,7 @@ class Experts(Protocol):
 
     Attributes:
         count: experts that this rank has.
-        packed: tensors of the weights, of `num_bytes` in all.
+        packed: tensors of the weights; together they have `num_bytes` bytes.
         method: format and kernels, for the log.
         matrices: w13 and w2 for a GPU that computes them itself; None if it cannot.
     """

@@ -36,7 +36,7 @@ def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tup
     Args:
         model_folder: folder of all commits.
         commit: the commit to keep, because the calling fetch needs it.
-        cleanup: lists the commits in use, and how many others to keep.
+        cleanup: lists the commits in use, and how many other commits to keep.
     """
     removed: list[str] = []
     if time.time() - cleanup.listed_s > RECENT_S:
@@ -62,7 +62,7 @@ def _delete_renamed(model_folder: Path) -> None:
 
 
 def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
-    """Returns the complete commits that are neither `commit` nor among the newest `keep - 1` others."""
+    """Returns the complete commits except `commit` and the newest `keep - 1` other commits."""
     others = [
         (confirmed_s, folder)
         for folder in model_folder.iterdir()

@@ -134,7 +134,7 @@ class ControlClient:
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
-        """Stores the leader's news, or that the leader is stopping."""
+        """Stores the state of the group that the leader reports, or that the leader is stopping."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:

@@ -70,7 +70,7 @@ def bind_host(host: str) -> str | None:
 def bind_address(host: str) -> str:
     """Returns the address to listen at for `host`: a loopback address itself, otherwise all addresses.
 
-    Use it for sockets that need an address, and `bind_host` for others. All addresses are `::`, which
+    Use it for sockets that need an address, and `bind_host` for other sockets. All addresses are `::`, which
     includes IPv4, or 0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because
     `kubectl port-forward` and probes of sidecars use loopback.
     """

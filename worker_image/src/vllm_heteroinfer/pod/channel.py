@@ -1,8 +1,9 @@
 """The socket pair between a supervisor and each process it starts: JSON lines both ways.
 
-The rank sends its phase, its step times and its failure. The supervisor sends the age of its last news
-from the group. Either end may stop reading for any time: the other end then drops whole lines, and its next
-line holds the newest state. Only a closed channel ends a process: a rank ends when its supervisor is gone.
+The rank sends its phase, its step times and its failure. The supervisor sends the seconds
+since all pods of the group were last known to run. Either end may stop reading for any time: the other end
+then drops whole lines, and its next line holds the newest state. Only a closed channel ends a process: a rank
+ends when its supervisor is gone.
 Stdlib and the contract only; processes with and without torch use this module.
 """
 

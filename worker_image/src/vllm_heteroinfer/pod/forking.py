@@ -1,7 +1,7 @@
 """Forks a pod's processes from its first process, which has imported torch and vLLM.
 
 Importing vLLM takes 11 s of CPU time in each process (docs/contributor/startup.md). So the supervisor starts
-one process and asks it to fork the others: a fork has the imports already and shares their memory.
+one process and asks it to fork the other processes: a fork has the imports already and shares their memory.
 
 Each fork is orphaned on purpose, by a parent that ends at once. The fork becomes a child of the supervisor,
 which is PID 1 or a subreaper. So exit codes, signals and the kill at the supervisor's death work as if the

@@ -64,7 +64,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
     """Opens this rank's line to the rank that it serves.
 
     In the pod of that rank, this rank maps that rank's slab. In another pod, the first feed-forward rank
-    creates a slab for its pod and has the TCP connection; the others map this slab.
+    creates a slab for its pod and has the TCP connection; the pod's other ranks map this slab.
 
     Args:
         expected: shape of the asking rank's slab, whatever its number of lanes.
@@ -86,7 +86,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
 
 def _get_offer(context: RankContext, rank: int) -> Offer:
     """Waits for the offer of a slab by its owner, and returns the offer."""
-    awaited = f"slab of rank {rank}"
+    awaited = f"shared memory (slab) of rank {rank}"
     return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=awaited, rank=rank))
 
 
@@ -110,7 +110,7 @@ class SlabLine:
         """See `Line`."""
         result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
         if result == slab_library.STOPPED:
-            raise PeerGoneError(self._owner, "the slab was stopped, because the rank that asks has ended")
+            raise PeerGoneError(self._owner, "the asking rank has ended, so this rank gets no more work")
         return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:

@@ -60,7 +60,8 @@ def serve(context: RankContext) -> NoReturn:
     context.metrics.weight_bytes.set(held.stored_bytes)
     reporter.set_phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
-        "feed-forward rank %d: %d layers by %s, %s; waited %.1f s for the recipe, then loaded in %.1f s",
+        "feed-forward rank %d: loaded %d layers (%s, %s); waited %.1f s for their description, then read "
+        "weights for %.1f s",
         rank.rank,
         len(held.parts),
         held.method,
@@ -72,7 +73,10 @@ def serve(context: RankContext) -> NoReturn:
 
 
 class Lane:
-    """The answering side of a slab. A lane is a feed-forward rank as the slab numbers it."""
+    """Computes layers for the asking rank.
+
+    A lane is the number of a feed-forward rank in the slab.
+    """
 
     def __init__(self, context: RankContext, shape: Shape, loaded_parts: LoadedParts) -> None:
         """Warms up, opens the line to the asking rank, and reports this rank as ready."""
@@ -157,7 +161,7 @@ class Lane:
         if layer == PROBE_LAYER:
             return self._answer_with_input
         raise ContractError(
-            f"feed-forward rank {self._context.rank.rank}: the asked layer must be one of "
+            f"feed-forward rank {self._context.rank.rank}: the requested layer must be one of "
             f"{sorted(self._compute_by_layer)} (got {layer}). Report this defect of HeteroInfer"
         )
 

@@ -85,7 +85,7 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if a pod must be created, but the operator's key has changed; otherwise None.
 
     The group's key is derived from the operator's key. A container would wait indefinitely for the Secret
-    with the old key; a pod with the new key could not join the others.
+    with the old key; a pod with the new key could not join the other pods.
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = derive_group_key(epoch.context.options.operator_key, group)

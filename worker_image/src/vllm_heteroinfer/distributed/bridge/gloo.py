@@ -28,7 +28,8 @@ from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
 _TAG = 0x4862
-"""First tag of the bridge's messages (parts, announcements, sends); others use the process group too."""
+"""First tag of the bridge's messages (parts, announcements, sends). vLLM's messages use the process
+group too."""
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
 _RING = 16

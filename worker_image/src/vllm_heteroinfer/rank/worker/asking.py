@@ -65,7 +65,7 @@ class _RemoteLoad(ModelLoad):
 
 
 class Asking(RankMode):
-    """The asking side of the slab. Created before the model is built."""
+    """Sends layers to the feed-forward ranks through the slab. Created before the model is built."""
 
     _recipe: Recipe
     _slab: Slab

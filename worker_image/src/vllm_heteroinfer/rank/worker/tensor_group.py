@@ -139,7 +139,7 @@ class TensorGroup(RankMode):
 
     @contextlib.contextmanager
     def sampling(self, runner: Any, grammar_output: Any) -> Iterator[Any]:
-        """Yields the grammar mask on the leader and None elsewhere, because only the leader samples.
+        """Yields the grammar mask on the leader and None on other ranks, because only the leader samples.
 
         A step with prompt logprobs ends with one more broadcast: their logits are computed after sampling.
         """
