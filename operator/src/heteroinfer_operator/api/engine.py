@@ -25,7 +25,7 @@ class DType(StrEnum):
 
     AUTO = "auto"
     CAPITAL_AUTO = "Auto"
-    """Synonym of AUTO, with a capital like other constants of the resource. Validation converts it to AUTO."""
+    """Synonym of AUTO, with a capital like other constants of the resource. Validation converts it."""
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"

@@ -95,7 +95,7 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
 
 
 def of_files(model: str) -> dict[str, Any]:
-    """Returns the settings that a feed-forward rank compares. The GPU rank's recipe has the other settings."""
+    """Returns the settings that a feed-forward rank compares. The recipe has the other settings."""
     return {"model": of_model(Path(model)) if Path(model).is_dir() else model}
 
 
