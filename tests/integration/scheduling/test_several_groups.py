@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,7 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
         pair = Pair(plane, server, namespace, nodes)
         await pair.apart()
         async with clients(server, namespace, nodes) as load:
-            for node in NODES:
-                await pair.drain(node)
-                assert not load.failed, node
-                await pair.apart()
-                plane.kubectl("uncordon", node)
+            await _drain_each(pair, load, NODES)
 
             # Two drains at once, of the nodes of both groups: the second waits for the first one's group.
             first, second = [place.pop() for place in (await pair.apart()).values()]
@@ -177,17 +173,75 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
             await pair.apart()
             await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.said)
 
-            for node in NODES:
-                await pair.apart()
-                lost = [name for name, pod in nodes.running.items() if pod["spec"]["nodeName"] == node]
-                await nodes.lose(node)
-                await until(
-                    "its pods are given up", functools.partial(_are_gone, pair, lost), STEP_S, pair.said
-                )
-                await pair.apart()
-                await nodes.find(node)
-            assert not load.failed, "lost nodes"
+            await _lose_each(pair, load, NODES)
             assert load.asked > 500
+
+
+def _gpu_node(gpus: int, memory_mib: int) -> dict[str, Any]:
+    return {"gpus": gpus, "labels": {"nvidia.com/gpu.memory": str(memory_mib)}}
+
+
+@pytest.mark.parametrize(
+    ("gpu_role", "unequal"),
+    [
+        pytest.param(
+            {"device": "GPU"}, (_gpu_node(8, 81559), _gpu_node(2, 81558), _gpu_node(4, 40960)), id="GPU sizes"
+        ),
+        pytest.param(
+            {"device": "GPU", "deviceMemory": "80Gi"},
+            (_gpu_node(8, 81559), _gpu_node(2, 81558), _gpu_node(4, 40960)),
+            id="GPU sizes, size given",
+        ),
+        pytest.param({"device": "CPU"}, ({}, _gpu_node(1, 81559), _gpu_node(2, 81559)), id="numbers of GPUs"),
+    ],
+)
+@pytest.mark.timeout(180)
+async def test_groups_are_apart_on_unequal_nodes(
+    gpu_role: dict[str, Any],
+    unequal: tuple[dict[str, Any], ...],
+    plane: Cluster,
+    server: ApiServer,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    pool = {"template": {"nodeSelector": {"pool": namespace}}, "resources": {"requests": {"cpu": "3"}}}
+    roles = [{"name": "first", "device": "CPU", **pool}, {"name": "second", **gpu_role, **pool}]
+    names_of_nodes = [f"{namespace}-{index}" for index in range(len(unequal))]
+    for name, fields in zip(names_of_nodes, unequal, strict=True):
+        labels = {**fields.get("labels", {}), "pool": namespace}
+        await add_node(server, name, gpus=fields.get("gpus", 0), labels=labels)
+    async with (
+        operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process,
+        kubelets(server, namespace) as nodes,
+    ):
+        await process.working()
+        await apply(server, namespace, "pair", **{**SETTINGS, "roles": roles})
+        pair = Pair(plane, server, namespace, nodes)
+        await pair.apart()
+        async with clients(server, namespace, nodes) as load:
+            await _drain_each(pair, load, names_of_nodes)
+            await _lose_each(pair, load, names_of_nodes)
+
+
+async def _drain_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> None:
+    """Drains one node after the other; both groups serve again, apart, before the next drain."""
+    for node in node_names:
+        await pair.drain(node)
+        assert not load.failed, node
+        await pair.apart()
+        pair.plane.kubectl("uncordon", node)
+
+
+async def _lose_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> None:
+    """Loses one node after the other; both groups serve again, apart, before the next loss."""
+    for node in node_names:
+        await pair.apart()
+        lost = [name for name, pod in pair.nodes.running.items() if pod["spec"]["nodeName"] == node]
+        await pair.nodes.lose(node)
+        await until("its pods are given up", functools.partial(_are_gone, pair, lost), STEP_S, pair.said)
+        await pair.apart()
+        await pair.nodes.find(node)
+    assert not load.failed, "lost nodes"
 
 
 async def _lone_group(nodes: Kubelets) -> str:

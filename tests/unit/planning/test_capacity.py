@@ -10,6 +10,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.demand import Taint
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import (
     Capacity,
@@ -278,3 +279,77 @@ def test_cpu_only_is_decided_whether_or_not_others_wait() -> None:
     assert "will use CPUs once" in refused(parsed, *nodes, pods_may_wait=True, shortage_age_s=0.0).message
     planned = fit(parsed, build_free_nodes(nodes), pods_may_wait=True, shortage_age_s=600.0)
     assert planned.plan.ranks[0].device is Device.CPU
+
+
+# Apart from the resource's other groups
+
+
+def apart_from(nodes: list[NodeView], *occupied: str) -> dict[str, Any]:
+    return {"others": OtherGroups.on_nodes(occupied, nodes)}
+
+
+def chosen(parsed: HeteroInferenceSpec, nodes: list[NodeView], *occupied: str) -> set[str]:
+    planned = fit(parsed, build_free_nodes(nodes), **apart_from(nodes, *occupied))
+    return set(planned.node_assignment.nodes.values())
+
+
+def test_a_node_without_another_group_comes_before_larger_gpus() -> None:
+    nodes = [
+        big(name, gpus=gpus, memory_mib=size)
+        for name, gpus, size in (("a", 8, 81559), ("b", 1, 40960), ("c", 2, 40959), ("d", 2, 8192))
+    ]
+    for parsed in (spec(gpu()), spec(gpu(deviceMemory="80Gi")), spec(gpu(), scheduling={"gang": "Never"})):
+        assert chosen(parsed, nodes) <= {"a"}
+    assert chosen(spec(gpu()), nodes, "a") == {"b"}, "the largest GPU of the other nodes"
+    assert chosen(spec(gpu()), nodes, "a", "b") == {"c"}
+    assert chosen(spec(gpu()), nodes, "a", "b", "c") == {"a"}, "the model does not fit on d"
+
+
+def test_a_smaller_gpu_that_would_change_the_split_of_layers_is_not_used() -> None:
+    nodes = [big("a", gpus=2, memory_mib=81559), big("b", gpus=1, memory_mib=12 * 1024)]
+    roles = [gpu(), cpu(memory="64Gi")]
+    planned = fit(spec(*roles), build_free_nodes(nodes), **apart_from(nodes, "a"))
+    assert planned.node_assignment.nodes[1] == "a"
+    assert planned.plan.layers_by_stage == (1, 31)
+
+
+def test_a_smaller_gpu_must_hold_the_requests_of_the_load() -> None:
+    nodes = [big("a", gpus=2, memory_mib=81559), big("b", gpus=1, memory_mib=24 * 1024)]
+    engine = {"maxModelLen": 32768}
+    assert chosen(spec(gpu(), engine=engine), nodes, "a") == {"b"}
+    load = {"load": {"requests": 12, "promptTokens": 8000, "outputTokens": 192}}
+    assert chosen(spec(gpu(), engine=engine, planning=load), nodes, "a") == {"a"}
+
+
+def test_a_size_given_by_the_user_does_not_lead_to_a_gpu_that_is_too_small() -> None:
+    nodes = [big(name, gpus=2, memory_mib=size) for name, size in (("a", 81559), ("b", 8192), ("c", 81558))]
+    parsed = spec(gpu(deviceMemory="80Gi"))
+    assert chosen(parsed, nodes, "a") == {"c"}
+    assert chosen(parsed, nodes, "a", "c") == {"a"}
+
+
+def test_cpu_pods_prefer_nodes_without_another_group_to_nodes_without_gpus() -> None:
+    nodes = [big("plain"), big("with-gpu", gpus=1)]
+    assert chosen(spec(cpu(memory="64Gi")), nodes) == {"plain"}
+    assert chosen(spec(cpu(memory="64Gi")), nodes, "plain") == {"with-gpu"}
+
+
+def test_an_existing_plan_uses_another_node_if_its_gpu_holds_the_plan() -> None:
+    sizes = (("a", 81559), ("b", 8192), ("c", 81558))
+    nodes = [big(name, gpus=2, memory_mib=size) for name, size in sizes]
+    for group in (spec(gpu()), spec(gpu(deviceMemory="80Gi"))):
+        planned = fit(group, build_free_nodes(nodes[2:]))
+        for occupied, expected in (((), "a"), (("a",), "c"), (("a", "c"), "a")):
+            capacity = Capacity(free_nodes=build_free_nodes(nodes), **apart_from(nodes, *occupied))
+            assigned, _ = assign_existing_plan(group, planned.plan, capacity, planned.sizes.gpu_floor)
+            assert assigned.nodes == {0: expected}
+
+
+def test_an_existing_plan_waits_for_a_gpu_of_its_size() -> None:
+    """The pods require such a GPU, so no other node is of use."""
+    group = spec(gpu())
+    planned = fit(group, build_free_nodes([big("a", gpus=1, memory_mib=81559)]))
+    used = big("a", gpus=1, memory_mib=81559, requested={GPU: 1.0})
+    nodes = build_free_nodes([used, big("b", gpus=1, memory_mib=8192)])
+    with pytest.raises(Shortage, match=r"node b is not selected by the pod's node rules"):
+        assign_existing_plan(group, planned.plan, Capacity(free_nodes=nodes), planned.sizes.gpu_floor)

@@ -18,7 +18,7 @@ from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
 from heteroinfer_operator.planning.feed_forward import peak_extra_bytes, rank_weight_bytes
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
-from heteroinfer_operator.planning.group_plan import gpu_memory_mib
+from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import find_sizes, predict_again
 from heteroinfer_operator.planning.prediction import StepLoad, forecast_first_token

@@ -7,9 +7,10 @@ from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
-from heteroinfer_operator.nodes.demand import REQUIRED, preferred_node, require_label
+from heteroinfer_operator.nodes.demand import REQUIRED, larger_label, preferred_node, require_label
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.other_groups import apart_terms
+from heteroinfer_operator.nodes.placement import device_memory_label
 from heteroinfer_operator.nodes.role_demand import role_fields
 
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -45,9 +46,9 @@ def assigned_fields(
             *apart_terms(group.owner.key.name, group.index),
         ]
     if pod.index in node_assignment.gpu_memory_mib:
-        more_than = str(node_assignment.gpu_memory_mib[pod.index] - 1)
-        label = {"key": f"{role.gpu_resource}.memory", "operator": "Gt", "values": [more_than]}
-        affinity = require_label(affinity, label)
+        label = device_memory_label(role.gpu_resource)
+        more_than = node_assignment.gpu_memory_mib[pod.index] - 1
+        affinity = require_label(affinity, larger_label(label, more_than))
     if pod.index in node_assignment.nodes:
         nodes = affinity.setdefault("nodeAffinity", {})
         nodes[_PREFERRED] = [*nodes.get(_PREFERRED, ()), preferred_node(node_assignment.nodes[pod.index])]

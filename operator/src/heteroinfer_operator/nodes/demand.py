@@ -4,7 +4,7 @@ Must not import kopf, a client, os, time, random or logging.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from heteroinfer_operator.stored_fields import (
@@ -143,9 +143,29 @@ def preferred_node(node: str) -> dict[str, Any]:
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     """Adds a requirement on node labels to each alternative of an affinity; returns the new affinity."""
     nodes = dict(affinity.get("nodeAffinity") or {})
-    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
-    added = [{**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms]
-    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": added}}}
+    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
+    return {
+        **affinity,
+        "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": _add_to_terms(terms, expression)}},
+    }
+
+
+def with_required_label(demand: PodDemand, expression: Manifest) -> PodDemand:
+    """Adds a requirement on node labels to a demand; returns the new demand."""
+    return replace(demand, node_terms=tuple(_add_to_terms(demand.node_terms, expression)))
+
+
+def larger_label(key: str, than: int) -> dict[str, Any]:
+    """Builds the requirement that the number in a node label is larger than a number."""
+    return {"key": key, "operator": "Gt", "values": [str(than)]}
+
+
+def _add_to_terms(terms: Iterable[Manifest], expression: Manifest) -> list[dict[str, Any]]:
+    """Adds a requirement to each alternative of a node affinity; without alternatives, it is the only one."""
+    return [
+        {**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]}
+        for term in (*terms,) or ({},)
+    ]
 
 
 def _read_preferred_node(preferred: Iterable[Manifest]) -> str:

@@ -1,11 +1,23 @@
 """Finds nodes for a group, within one topology domain and apart from the resource's other groups. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_required_label
 from heteroinfer_operator.nodes.other_groups import ZONE, OtherGroups
-from heteroinfer_operator.nodes.placement import FreeNode, domains_of, preference, search_nodes
+from heteroinfer_operator.nodes.placement import (
+    FreeNode,
+    device_cost,
+    device_memory_label,
+    device_memory_mib,
+    domains_of,
+    search_nodes,
+)
+
+_MAX_GPU_SIZES: Final = 16
+"""At most this many sizes of GPUs are tried as the smallest size. Users who may label nodes could invent
+thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,52 @@ def assign_nodes(
     return Placement(nodes=nodes)
 
 
+def find_farther_placements(
+    demands: Sequence[PodDemand],
+    free_nodes: Sequence[FreeNode],
+    topology_key: str,
+    others: OtherGroups,
+    placement: Placement,
+) -> Iterator[Placement]:
+    """Yields placements that are farther from the other groups than a given placement, the farthest first.
+
+    In these placements the distance outweighs devices, so their GPUs may be smaller. The first placement
+    uses GPUs of any size, later ones use only larger and larger GPUs.
+    """
+    by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
+
+    def nearness(found: Placement) -> int:
+        return max(others.nearness(by_name[name]) for name in found.nodes)
+
+    given_nearness, far = nearness(placement), replace(others, outweigh_devices=True)
+    if given_nearness == 0:
+        return
+    devices = {name for demand in demands for name in demand.requests if "/" in name}
+    sizes = {
+        size
+        for node in by_name.values()
+        for name in devices
+        if (size := device_memory_mib(node, name)) is not None
+    }
+    tried = {placement.nodes}
+    for more_than in (None, *sorted(sizes)[:_MAX_GPU_SIZES]):
+        limited = demands if more_than is None else [_with_larger_gpus(each, more_than) for each in demands]
+        found = assign_nodes(limited, free_nodes, topology_key, far)
+        if found is None:
+            return
+        if found.nodes not in tried and nearness(found) < given_nearness:
+            tried.add(found.nodes)
+            yield found
+
+
+def _with_larger_gpus(demand: PodDemand, more_than_mib: int) -> PodDemand:
+    """Returns a demand for nodes with larger devices than this, for a pod with devices."""
+    for name in demand.requests:
+        if "/" in name:
+            demand = with_required_label(demand, larger_label(device_memory_label(name), more_than_mib))
+    return demand
+
+
 def _count_shared_nodes(inside: Sequence[FreeNode], others: OtherGroups | None) -> int:
     """Returns the number of nodes that also have a pod of another group."""
     return sum(others.nearness(each.node) > 1 for each in inside) if others is not None else 0
@@ -68,10 +126,11 @@ def _prefer_one_zone(
         return anywhere
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
 
-    def cost(nodes: tuple[str, ...]) -> tuple[tuple[float, ...], int]:
+    def cost(nodes: tuple[str, ...]) -> tuple[Any, ...]:
         chosen = [by_name[name] for name in nodes]
-        kinds = (preference(demand, each)[0] for demand, each in zip(demands, chosen, strict=True))
-        return tuple(kinds), sum(others.nearness(each.node) for each in chosen)
+        devices = tuple(device_cost(demand, each) for demand, each in zip(demands, chosen, strict=True))
+        nearness = sum(others.nearness(each.node) for each in chosen)
+        return (nearness, devices) if others.outweigh_devices else (devices, nearness)
 
     zone_placements = [
         found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None

@@ -27,6 +27,7 @@ class NodeAssignment:
     Attributes:
         gang: gang scheduler that places the pods together, or None.
         nodes: preferred node by pod index. The scheduler decides.
+        expected_nodes: nodes on which the plan found capacity, also if the pods do not prefer them.
         domain: key and value of a label that all nodes must have, or None.
         gpu_memory_mib: least memory of a pod's GPUs in MiB by the node's label, by pod index.
         apart: whether the pods prefer nodes and zones without other groups of the resource.
@@ -34,6 +35,7 @@ class NodeAssignment:
 
     gang: Gang | None = None
     nodes: Mapping[int, str] = field(default_factory=dict)
+    expected_nodes: frozenset[str] = frozenset()
     domain: tuple[str, str] | None = None
     gpu_memory_mib: Mapping[int, int] = field(default_factory=dict)
     apart: bool = False

@@ -20,10 +20,12 @@ class OtherGroups:
     Attributes:
         nodes: node names.
         zones: values of the label `topology.kubernetes.io/zone`.
+        outweigh_devices: whether the distance to these groups matters more than the GPUs of a node.
     """
 
     nodes: frozenset[str] = field(default_factory=frozenset)
     zones: frozenset[str] = field(default_factory=frozenset)
+    outweigh_devices: bool = False
 
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":

@@ -318,30 +318,40 @@ def preference(
 ) -> tuple[float, ...]:
     """Returns the sort key of nodes for a pod; the smallest key is the best.
 
-    Pods with devices prefer nodes with large GPUs, other pods prefer nodes without devices. Then nodes
-    without other groups of the resource come first, then fuller nodes.
+    The cost of the node's devices comes first, then nodes without other groups of the resource, then fuller
+    nodes. If the other groups outweigh devices, nodes without these groups come first.
     """
+    cost = device_cost(demand, free_node)
     nearness = 0 if others is None else others.nearness(free_node.node)
+    first = (nearness, cost) if others is not None and others.outweigh_devices else (cost, nearness)
+    devices = [name for name in demand.requests if "/" in name]
+    fullness = (sum(free_node.free_amount(name) for name in devices), free_node.free_amount("memory"))
+    return (*first, *fullness)
+
+
+def device_cost(demand: PodDemand, free_node: FreeNode) -> float:
+    """Returns how little the devices of a node suit a pod; the smallest cost is the best.
+
+    Large GPUs suit pods with devices. Nodes without free devices suit other pods.
+    """
     devices = [name for name in demand.requests if "/" in name]
     if devices:
-        memory = sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
-        return (
-            -memory,
-            nearness,
-            sum(free_node.free_amount(name) for name in devices),
-            free_node.free_amount("memory"),
-        )
-    spare = sum(left for name, left in free_node.free.items() if "/" in name)
-    return (float(spare > 0), nearness, free_node.free_amount("memory"))
+        return -sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
+    return float(any(left > 0 for name, left in free_node.free.items() if "/" in name))
+
+
+def device_memory_label(resource: str) -> str:
+    """Returns the node label with the memory of one device in MiB, which GPU feature discovery sets.
+
+    It is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
+    (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
+    """
+    return f"{resource}.memory"
 
 
 def device_memory_mib(node: NodeView, resource: str) -> int | None:
-    """Returns the memory of one device in MiB from the label of GPU feature discovery, or None.
-
-    The label is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
-    (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
-    """
-    text = node.labels.get(f"{resource}.memory", "")
+    """Returns the memory of one device in MiB from the node's label, or None."""
+    text = node.labels.get(device_memory_label(resource), "")
     return int(text) if _DEVICE_MIB.fullmatch(text) else None
 
 

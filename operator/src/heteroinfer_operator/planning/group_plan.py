@@ -4,28 +4,32 @@ free_nodes = build_free_nodes(nodes, promised)
 planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes capacity from free_nodes
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
-from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, Plan, PodAssignment, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
 from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features
-from heteroinfer_operator.nodes.demand import PodDemand
-from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
+from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_required_label
+from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes, find_farther_placements
 from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity, name_nodes
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
-from heteroinfer_operator.nodes.node_platform import describe_other_platform, platform_selector
-from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
-from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, find_obstacle
+from heteroinfer_operator.nodes.placement import (
+    FreeNode,
+    device_memory_label,
+    device_memory_mib,
+    find_obstacle,
+)
 from heteroinfer_operator.nodes.role_demand import role_demand
-from heteroinfer_operator.planning.auto_mode import plan_any_mode
-from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
+from heteroinfer_operator.planning.auto_mode import chosen_load, plan_any_mode
+from heteroinfer_operator.planning.concurrency import requests_at_once
+from heteroinfer_operator.planning.gpu_floor import GpuFloor
+from heteroinfer_operator.planning.gpu_sizes import fits_gpus, gpu_memory_mib, largest_labelled_gpus
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
@@ -59,10 +63,28 @@ class Capacity:
 
     def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
         """Returns nodes on which all pods fit, or None. Pods are preempted only if nothing else fits."""
-        placement = assign_nodes(demands, self.free_nodes or (), key, self.others)
+        return self._assign(demands, key)[0]
+
+    def assign_farther(
+        self, demands: Sequence[PodDemand], key: str, placement: Placement
+    ) -> Iterator[Placement]:
+        """Yields placements farther from the other groups than this one, possibly on smaller GPUs.
+
+        No more pods are preempted for them than for this placement.
+        """
+        if self.others is None:
+            return
+        free_nodes = self._assign(demands, key)[1]
+        yield from find_farther_placements(demands, free_nodes, key, self.others, placement)
+
+    def _assign(self, demands: Sequence[PodDemand], key: str) -> tuple[Placement | None, Sequence[FreeNode]]:
+        """Returns the placement of `assign`, and the free capacity in which it was found."""
+        free_nodes = self.free_nodes or ()
+        placement = assign_nodes(demands, free_nodes, key, self.others)
         if placement is None and self._has_preemptible_pods():
-            placement = assign_nodes(demands, self.nodes_after_preemption(), key, self.others)
-        return placement
+            free_nodes = self.nodes_after_preemption()
+            placement = assign_nodes(demands, free_nodes, key, self.others)
+        return placement, free_nodes
 
     def copy(self) -> "Capacity":
         """Returns a copy, from which a plan can take capacity without an effect on this one."""
@@ -143,22 +165,57 @@ def _plan_on_nodes(
     key = spec.scheduling.topology_key
     pod_demands = [demand for _, demand in demands]
     placement = capacity.assign(pod_demands, key)
-    inventory = _build_inventory(spec, capacity, demands, placement, reasons_on_cpus)
+
+    def plan_on(placement: Placement | None) -> Planned:
+        return make_plan(request, _build_inventory(spec, capacity, demands, placement, reasons_on_cpus))
+
+    def nodes_by_pod(plan: Plan, placement: Placement) -> dict[int, str]:
+        by_role: dict[str, list[str]] = {}
+        for (role, _), node in zip(demands, placement.nodes, strict=True):
+            by_role.setdefault(role.name, []).append(node)
+        return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
+
     # The plan comes before the capacity, so that a permanent error is reported instead of a shortage.
-    planned = make_plan(request, inventory)
+    planned = plan_on(placement)
+    for farther in capacity.assign_farther(pod_demands, key, placement) if placement else ():
+        try:
+            on_farther = plan_on(farther)
+        except PlanError:  # these nodes are too small; the next placement has larger GPUs
+            continue
+        plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+        if _serves_the_same(on_farther, planned) and fits_gpus(
+            spec, plan, floor, free_nodes, nodes_by_pod(plan, farther)
+        ):
+            placement, planned = farther, on_farther
+            break
     missing = _take_capacity(placement, pod_demands, capacity, free_nodes, key)
+    labelled = planned.inventory.gpu_memory_bytes
     node_assignment = NodeAssignment(
-        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes, planned.sizes.gpu_floor)
+        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor),
+        expected_nodes=frozenset(placement.nodes if placement else ()),
     )
     planned = replace(planned, missing=missing)
     if placement is None or capacity.pods_may_wait:
         return replace(planned, node_assignment=node_assignment)
-    by_role: dict[str, list[str]] = {}
-    for (role, _), node in zip(demands, placement.nodes, strict=True):
-        by_role.setdefault(role.name, []).append(node)
-    nodes = {pod.index: by_role[pod.role].pop(0) for pod in planned.plan.pods}
+    nodes = nodes_by_pod(planned.plan, placement)
     domain = (key, placement.domain) if key else None
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
+
+
+def _serves_the_same(planned: Planned, reference: Planned) -> bool:
+    """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
+
+    All ranks must have the same layers and weights. The KV cache may be smaller, but must hold the requests
+    of `planning.load` at once, or as many of them as that of the reference.
+    """
+
+    def shares(plan: Plan) -> list[RankAssignment]:
+        return [replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=0) for rank in plan.ranks]
+
+    load = chosen_load(planned.request.spec)
+    tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
+    wanted = min(load.requests, requests_at_once(reference, tokens))
+    return shares(planned.plan) == shares(reference.plan) and requests_at_once(planned, tokens) >= wanted
 
 
 def assign_existing_plan(
@@ -185,81 +242,32 @@ def assign_existing_plan(
         )
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
-    demands = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
-    key = spec.scheduling.topology_key
-    placement = capacity.assign(demands, key)
-    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
     labelled = largest_labelled_gpus(spec, [free_node.node for free_node in capacity.free_nodes])
-    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled, gpu_floor))
+    gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
+
+    def demand(pod: PodAssignment) -> PodDemand:
+        demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
+        if pod.index not in gpu_sizes:
+            return demand
+        label = device_memory_label(roles[pod.role].gpu_resource)
+        return with_required_label(demand, larger_label(label, gpu_sizes[pod.index] - 1))
+
+    def nodes_by_pod(placement: Placement) -> dict[int, str]:
+        return {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
+
+    demands, key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
+    placement = capacity.assign(demands, key)
+    for farther in capacity.assign_farther(demands, key, placement) if placement else ():
+        if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther)):
+            placement = farther
+            break
+    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
+    expected_nodes = frozenset(placement.nodes if placement else ())
+    assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
     if placement is None or capacity.pods_may_wait:
         return assignment, missing
-    nodes = {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
+    nodes = nodes_by_pod(placement)
     return replace(assignment, nodes=nodes, domain=(key, placement.domain) if key else None), missing
-
-
-def gpu_memory_mib(
-    spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], gpu_floor: GpuFloor | None
-) -> dict[int, int]:
-    """Returns the least memory in MiB that a pod's GPU must have, by pod index.
-
-    Contains only pods whose GPUs have a memory label. The scheduler may choose another node than the plan:
-    the plan's weights and KV cache must fit on that node's GPUs too.
-
-    Args:
-        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less than
-            gpu_floor on such a GPU; gpu_floor is then ignored.
-        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
-    """
-    labelled_roles = {
-        role.name for role in spec.roles if role.device_memory is None and role.name in labelled
-    }
-
-    def least_bytes(rank: RankAssignment) -> int:
-        """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
-        plan_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
-        least = ceil(plan_bytes / GPU_USABLE)
-        if gpu_floor is None:
-            return least
-        gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
-        last_stage = plan.pipeline_parallel_size - 1
-        floor_bytes = gpu_floor.total(embeds=rank.stage == 0, samples=rank.stage == last_stage, gpus=gpus)
-        return (
-            max(least, plan_bytes + floor_bytes) if plan_bytes + floor_bytes <= labelled[rank.role] else least
-        )
-
-    return {
-        pod.index: max(-(-least_bytes(rank) // 2**20) for rank in pod.ranks if rank.device is Device.GPU)
-        for pod in plan.pods
-        if pod.role in labelled_roles and pod.device is Device.GPU
-    }
-
-
-def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
-    """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
-
-    Nodes of another platform do not count, because the role's pods cannot run there.
-
-    Contains only roles without deviceMemory.
-    """
-    largest = {}
-    for role in spec.roles:
-        if role.device is not Device.GPU or role.device_memory is not None:
-            continue
-        selector = platform_selector(role.template)
-        nodes_with_gpus = [
-            node
-            for node in nodes
-            if node.allocatable.get(role.gpu_resource, 0) > 0
-            and not describe_other_platform(selector, node.labels)
-        ]
-        sizes = [
-            size
-            for node in nodes_with_gpus
-            if (size := device_memory_mib(node, role.gpu_resource)) is not None
-        ]
-        if sizes and len(sizes) == len(nodes_with_gpus):
-            largest[role.name] = max(sizes) * 2**20
-    return largest
 
 
 def _take_capacity(

@@ -42,7 +42,7 @@ from heteroinfer_operator.planning import (
     plan_group,
 )
 from heteroinfer_operator.planning.gpu_floor import GpuFloor
-from heteroinfer_operator.planning.group_plan import gpu_memory_mib, largest_labelled_gpus
+from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib, largest_labelled_gpus
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan, find_sizes, predict_again
 from heteroinfer_operator.reconcile.reading import pods_by_group
 
@@ -252,7 +252,7 @@ class GroupPlanner:
         On a single machine (`hints` is False), the pods name no node.
         """
         if self._nodes_by_group is not None:
-            self._nodes_by_group.setdefault(group, set()).update(assignment.nodes.values())
+            self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
         nodes = assignment.nodes if self.hints else {}
         return replace(assignment, gang=gang, nodes=nodes, apart=self._places_groups_apart)
 

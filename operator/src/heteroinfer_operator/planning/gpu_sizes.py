@@ -1,0 +1,105 @@
+"""Compares the GPU memory that a plan needs with the labels of nodes. Pure."""
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.nodes.node_platform import describe_other_platform, platform_selector
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
+
+
+def gpu_memory_mib(
+    spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], gpu_floor: GpuFloor | None
+) -> dict[int, int]:
+    """Returns the least memory in MiB that a pod's GPU must have, by pod index.
+
+    Contains only pods whose GPUs have a memory label. The scheduler may choose another node than the plan:
+    the plan's weights and KV cache must fit on that node's GPUs too.
+
+    Args:
+        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less than
+            gpu_floor on such a GPU; gpu_floor is then ignored.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
+    """
+    labelled_roles = {
+        role.name for role in spec.roles if role.device_memory is None and role.name in labelled
+    }
+
+    def least_bytes(rank: RankAssignment) -> int:
+        """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
+        least = ceil((rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes) / GPU_USABLE)
+        needed = _needed_gpu_bytes(plan, rank, gpu_floor)
+        return max(least, needed) if needed <= labelled[rank.role] else least
+
+    return {
+        pod.index: max(-(-least_bytes(rank) // 2**20) for rank in pod.ranks if rank.device is Device.GPU)
+        for pod in plan.pods
+        if pod.role in labelled_roles and pod.device is Device.GPU
+    }
+
+
+def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
+    """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
+
+    Nodes of another platform do not count, because the role's pods cannot run there.
+
+    Contains only roles without deviceMemory.
+    """
+    largest = {}
+    for role in spec.roles:
+        if role.device is not Device.GPU or role.device_memory is not None:
+            continue
+        selector = platform_selector(role.template)
+        nodes_with_gpus = [
+            node
+            for node in nodes
+            if node.allocatable.get(role.gpu_resource, 0) > 0
+            and not describe_other_platform(selector, node.labels)
+        ]
+        sizes = [
+            size
+            for node in nodes_with_gpus
+            if (size := device_memory_mib(node, role.gpu_resource)) is not None
+        ]
+        if sizes and len(sizes) == len(nodes_with_gpus):
+            largest[role.name] = max(sizes) * 2**20
+    return largest
+
+
+def fits_gpus(
+    spec: HeteroInferenceSpec,
+    plan: Plan,
+    gpu_floor: GpuFloor | None,
+    free_nodes: Sequence[FreeNode],
+    nodes: Mapping[int, str],
+) -> bool:
+    """Reports whether the GPUs of the chosen nodes have the memory that the plan needs.
+
+    GPUs without a memory label count as large enough. The user sets the memory of a role with `deviceMemory`,
+    so its plan may need more memory than the GPU of a node has.
+
+    Args:
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
+        nodes: node by pod index.
+    """
+    resources = {role.name: role.gpu_resource for role in spec.roles}
+    views = {free_node.node.name: free_node.node for free_node in free_nodes}
+    for rank in plan.ranks:
+        if rank.device is Device.GPU:
+            size = device_memory_mib(views[nodes[rank.pod]], resources[rank.role])
+            if size is not None and _needed_gpu_bytes(plan, rank, gpu_floor) > size * 2**20:
+                return False
+    return True
+
+
+def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | None) -> int:
+    """Returns the bytes of a GPU that a rank uses: weights, KV cache, its ring, and `gpu_floor` if known."""
+    plan_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
+    if gpu_floor is None:
+        return plan_bytes
+    gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
+    is_last = rank.stage == plan.pipeline_parallel_size - 1
+    return plan_bytes + gpu_floor.total(embeds=rank.stage == 0, samples=is_last, gpus=gpus)
