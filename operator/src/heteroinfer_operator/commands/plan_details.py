@@ -222,7 +222,7 @@ def _describe_rates(planned: Planned) -> list[str]:
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
-    """Returns the settings that hold for all ranks, without those of devices that the plan lacks."""
+    """Returns the settings that hold for all ranks, for the kinds of devices in the plan."""
     plan, engine = planned.plan, planned.plan.engine
     per_stage = "" if plan.tensor_parallel_size == 1 else f" of {count(plan.tensor_parallel_size, 'rank')}"
     stages = f"{count(plan.pipeline_parallel_size, 'stage')}{per_stage}"

@@ -56,7 +56,7 @@ class ResourceSummary:
 
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
-        """The conditions that differ from those of a resource that serves, or that wants no group."""
+        """The conditions that need attention: a resource that serves, or wants no group, has other values."""
         return tuple(condition for condition in self.status.conditions if not self._is_expected(condition))
 
     @property

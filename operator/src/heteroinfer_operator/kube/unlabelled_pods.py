@@ -81,8 +81,8 @@ class UnlabelledPods:
     ) -> list[PodRecord]:
         """Returns the pods of a resource that exist although no watch shows them.
 
-        Requests each pod that the status lists and the caches lack, once. Requests a pod that was found
-        before each time, until it is gone. A pod is `unknown` while the API server does not answer.
+        Requests once each pod that the status lists and the caches lack. If such a pod exists, later calls
+        request it again, until it is gone. A pod is `unknown` while the API server does not answer.
 
         Args:
             watched_pods: pods that the watches show.
@@ -140,7 +140,7 @@ class UnlabelledPods:
             request.add_done_callback(wake)
 
     async def _read_pod(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
-        """Returns one pod, or None if it does not exist or is not ours.
+        """Returns one pod, or None if it does not exist or does not belong to the operator.
 
         Raises:
             ApiError: the API server refused or did not answer.

@@ -167,7 +167,7 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Returns the selectors without those that select only pods of another, wider selector.
+    """Removes selectors that select only pods of a wider selector in the list.
 
     A selector without terms selects all pods. With several terms, a selector is narrower than another
     selector that has a single term, which the first selector has, too.

@@ -269,7 +269,7 @@ def is_hub_model(spec: HeteroInferenceSpec) -> bool:
 
 
 def model_claim(owner: Owner, cache: ModelCache) -> str:
-    """Returns the name of the claim for a model's cache. Other settings give another name."""
+    """Returns the name of the claim for a model's cache. Each combination of settings has its own name."""
     return f"{_model_claim_prefix(owner.key)}{_hash(cache.settings)[:10]}"
 
 

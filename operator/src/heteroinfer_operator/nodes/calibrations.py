@@ -130,7 +130,7 @@ class Calibrations:
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
-    """Returns the calibration of the slowest machine, because all ranks of a role wait for that one.
+    """Returns the calibration of the slowest machine, because all ranks of a role wait for it.
 
     Args:
         by_gpu: compare by GPU. A machine without a measured GPU counts as the slowest, so that no other GPU's

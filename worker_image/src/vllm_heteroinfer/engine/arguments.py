@@ -74,7 +74,10 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
 
 
 def _scheduler_options(plan: Plan, rank: RankAssignment) -> list[str]:
-    """Returns the options of vLLM's asynchronous scheduler if one GPU holds all layers, otherwise of ours."""
+    """Returns the options that choose the scheduler.
+
+    If one GPU holds all layers, vLLM's asynchronous scheduler runs, otherwise HeteroInfer's scheduler.
+    """
     if plan.schedules_ahead:
         # Only the GPU rank schedules. A feed-forward rank needs a value that vLLM accepts on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]

@@ -110,7 +110,10 @@ class GroupExecutor(MultiprocExecutor):
         self.futures_queue: deque[FutureWrapper] = deque()
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
-        """Compares this engine's settings with rank 0's; the other ranks compare theirs with rank 0's too."""
+        """Compares this engine's settings with rank 0's.
+
+        Each other rank compares its own settings with rank 0's, too.
+        """
         text = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
         engine_settings = fingerprint.of_config(
             self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")

@@ -185,7 +185,7 @@ def _run_with_random_answers(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
     calls: list[_LinearCall] = []
 
     def numbers(width: int) -> torch.Tensor:
-        """Draws rows of random numbers; those of the second half are larger."""
+        """Draws rows of random numbers. The second half of the rows has larger numbers."""
         rows = torch.randn((2 * _ROWS, width), generator=draw, device="cpu", dtype=torch.float32)
         rows[_ROWS:] *= _LARGE
         return rows.to(device)

@@ -54,9 +54,9 @@ class RemoteExperts:
         self.targets: dict[str, RecordedParameter] = {}
 
     def create(self, **sizes: Any) -> None:
-        """Creates the parameters on the meta device; those with a few values per expert on the CPU.
+        """Creates the parameters on the meta device, but small parameters on the CPU.
 
-        A loader compares the few values with each other.
+        Small parameters have a few values per expert, which a loader compares with each other.
         """
         before = set(self.module._parameters)
         with torch.device("meta"):

@@ -86,7 +86,8 @@ class KernelLibrary:
         path: file of the library.
         calls: its functions.
         paths: instruction sets that both this CPU and the kernels for bf16 support; none without AVX-512F.
-        coded_paths: the same for coded weights; none without AVX2, FMA and F16C.
+        coded_paths: instruction sets that both this CPU and the kernels for coded weights support; none
+            without AVX2, FMA and F16C.
     """
 
     path: Path
