@@ -212,7 +212,7 @@ def test_delete_leaves_nothing(pair: Resource) -> None:
     processes.wait_until("the end of all children", lambda: not left(), timeout_s=60)
 
 
-def test_uninstall_takes_the_operator_and_keeps_the_kind(pair: Resource) -> None:
+def test_uninstall_removes_the_operator_and_keeps_the_crd(pair: Resource) -> None:
     cluster = pair.cluster
     cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
     kinds = "deployments,jobs,roles,rolebindings,serviceaccounts,configmaps"

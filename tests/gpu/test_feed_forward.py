@@ -127,7 +127,7 @@ def test_a_frozen_pod_continues_after_it_thaws(tmp_path: Path) -> None:
         assert check_signal(group, 2, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_a_kernel_gives_up_by_the_turns_of_the_watch_and_names_the_lane() -> None:
+def test_a_kernel_gives_up_after_enough_checks_of_the_watch_and_blames_the_lane() -> None:
     command = [str(WORKER_PYTHON), "-m", "tests.bench.feed_forward", "frozen"]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])

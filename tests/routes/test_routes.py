@@ -224,7 +224,7 @@ def test_both_groups_get_requests(gateway: Gateway) -> None:
     assert min(shares.values()) >= REQUESTS // 6, shares
 
 
-def test_a_stream_comes_through_in_parts(gateway: Gateway) -> None:
+def test_a_stream_arrives_in_parts(gateway: Gateway) -> None:
     began = time.monotonic()
     with gateway.open("/v1/completions", asks_for("A stream", 128, stream=True)) as answer:
         arrived = [(time.monotonic() - began, line.strip()) for line in answer if line.strip()]
@@ -331,7 +331,7 @@ def test_a_gateway_controller_serves_the_examples_route(
     assert routed.ask("/v1/../metrics")[0] == 404
 
 
-def test_a_stream_comes_through_the_controllers_envoy_in_parts(routed: Gateway) -> None:
+def test_a_stream_through_the_controllers_envoy_arrives_in_parts(routed: Gateway) -> None:
     began = time.monotonic()
     with routed.open("/v1/completions", asks_for("A stream", 128, stream=True)) as answer:
         arrived = [time.monotonic() - began for line in answer if line.strip()]

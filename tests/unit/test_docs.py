@@ -146,7 +146,7 @@ def test_a_field_that_does_not_exist_is_reported(text: str, odd: list[str]) -> N
     assert wrong_paths(text)[0] == odd
 
 
-def test_no_path_of_kubernetes_is_one_of_ours() -> None:
+def test_no_path_of_kubernetes_is_a_path_of_the_repository() -> None:
     assert not [path for path in CORE_PATHS if path in known_paths()]
 
 

@@ -130,7 +130,7 @@ def test_the_contracts_see_every_module(imports: grimp.ImportGraph) -> None:
         ("loose.py", "loose"),
     ],
 )
-def test_a_module_that_no_contract_sees_is_refused(
+def test_a_module_without_an_import_contract_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, module: str
 ) -> None:
     for each in ("seen/__init__.py", "seen/module.py", file):

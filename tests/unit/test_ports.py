@@ -26,7 +26,7 @@ def test_processes_at_the_same_time_get_different_ports() -> None:
     assert len(set(found)) == len(found) == 4 * 60
 
 
-def test_ports_of_a_row_are_neighbours_and_a_block_comes_back() -> None:
+def test_ports_are_contiguous_and_blocks_are_reused() -> None:
     blocks = (ports.END_PORT - ports.FIRST_PORT) // ports.BLOCK_PORTS
     for _ in range(2 * blocks):  # more than there are, if none came back
         first = ports.contiguous_ports(ports.BLOCK_PORTS // 2)

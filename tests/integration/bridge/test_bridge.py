@@ -157,7 +157,7 @@ def test_shared_memory_has_no_name_and_nothing_stays() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_announcements_come_in_order_and_do_not_wait(group: Group) -> None:
+def test_announcements_arrive_in_order_and_do_not_block(group: Group) -> None:
     reported = outcomes(group, "announcements", count=200)
     assert reported[0]["listeners"] == list(range(1, len(group.devices)))
     assert [one["received"] for one in reported[1:]] == [200] * (len(group.devices) - 1)

@@ -379,7 +379,7 @@ def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -
     assert said in str(refused.value)
 
 
-def test_the_schema_knows_every_value_and_nothing_else() -> None:
+def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(schema["properties"]) - {"global"} == set(values)
@@ -573,7 +573,7 @@ def test_a_team_installs_a_release_with_rights_in_its_namespace(plane: Cluster) 
     plane.kubectl("delete", "crd", CRD)
 
 
-def test_the_roles_for_a_team_are_those_of_the_chart(plane: Cluster) -> None:
+def test_the_roles_for_a_team_equal_the_charts_roles(plane: Cluster) -> None:
     objects = render(plane)
     text = (REPOSITORY / "examples" / "team" / "cluster-roles.yaml").read_text()
     installer, *people = yaml.safe_load_all(text)

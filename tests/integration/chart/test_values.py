@@ -164,7 +164,7 @@ def test_labels_of_an_object_override_the_common_labels(tmp_path: Path) -> None:
     assert objects["Deployment"]["metadata"]["annotations"]["team"] == "all"
 
 
-def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path: Path) -> None:
+def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) -> None:
     objects = render(tmp_path, {"podMonitor.enabled": True, "serviceMonitor.enabled": True})
     monitors = [each["metadata"]["name"] for each in objects if each["kind"] == "PodMonitor"]
     assert monitors == ["rel-heteroinfer-ranks"]
@@ -337,7 +337,7 @@ def test_null_means_not_set_or_is_refused_with_its_path(path: str, tmp_path: Pat
     ("asked", "limit"),
     [("50m", "50m"), ("50m", 0.05), ("1Ki", "1024"), (1, "1000m"), ("1Gi", "1.1G"), ("1k", "1e3")],
 )
-def test_a_request_up_to_its_limit_is_taken(asked: Any, limit: Any, tmp_path: Path) -> None:
+def test_a_request_up_to_its_limit_is_accepted(asked: Any, limit: Any, tmp_path: Path) -> None:
     values = {"resources.requests.memory": asked, "resources.limits.memory": limit}
     (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
     assert find_container(deployment)["resources"]["requests"]["memory"] == asked

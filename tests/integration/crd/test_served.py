@@ -242,7 +242,7 @@ def test_the_examples_are_applied_together(cluster: Cluster) -> None:
     assert len(stored) == len(documents) > 1
 
 
-def test_the_documented_command_adds_a_variable_to_those_that_are_there(cluster: Cluster) -> None:
+def test_the_documented_command_keeps_existing_variables(cluster: Cluster) -> None:
     """A merge patch would replace the whole list."""
     page = (REPOSITORY / "docs" / "user" / "expose.md").read_text()
     ((options, manifest),) = re.findall(

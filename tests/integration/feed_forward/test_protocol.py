@@ -48,7 +48,7 @@ def test_a_stop_ends_every_wait() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since(lanes: int) -> None:
+def test_a_device_that_gave_up_ends_the_group_even_if_the_lane_answers_later(lanes: int) -> None:
     got = play("gave up", "--lanes", str(lanes))
     assert (got["before"], got["rank"]) == (0, lanes)
     assert "no answer" in got["words"]

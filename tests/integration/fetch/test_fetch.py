@@ -247,7 +247,7 @@ def test_refuses_invalid_options_of_a_fetch(hub: HubServer, cache: Path, option:
     assert f"got {option[1]!r}" in fetch.said
 
 
-def test_reports_a_hub_at_which_no_server_listens(tmp_path: Path, cache: Path) -> None:
+def test_reports_a_hub_without_a_server(tmp_path: Path, cache: Path) -> None:
     with HubServer() as gone:
         pass
     with fetching(gone, cache, "--patience", "1") as fetch:

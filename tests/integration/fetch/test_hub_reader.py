@@ -120,7 +120,7 @@ def test_new_writes_a_resource_for_a_hubs_model_without_vllm(hub: HubServer, tmp
     assert refused.stderr.startswith("error: model.uri: hf://acme/none: ")
 
 
-def test_profile_is_that_of_the_files(hub: HubServer, made: Path, tmp_path: Path) -> None:
+def test_the_profile_equals_the_profile_of_the_files(hub: HubServer, made: Path, tmp_path: Path) -> None:
     assert read(hub, tmp_path) == read_profile(made)
     (weights,) = made.glob("*.safetensors")
     header = int.from_bytes(weights.read_bytes()[:8], "little") + 8
@@ -210,7 +210,7 @@ def test_a_busy_hub_is_asked_again_and_reported(hub: HubServer, tmp_path: Path) 
     assert len(hub.seen.requests) == 3
 
 
-def test_a_connection_that_is_cut_gives_no_half_file(hub: HubServer, tmp_path: Path) -> None:
+def test_a_broken_connection_leaves_no_partial_file(hub: HubServer, tmp_path: Path) -> None:
     hub.break_after_bytes = 10  # after the piece that it is sending
     error = refused(hub, tmp_path)
     assert error.reason is FailureReason.MODEL_HUB_UNREACHABLE

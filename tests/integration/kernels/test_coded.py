@@ -103,7 +103,7 @@ SIXTEEN_BITS: Final = (
         *("mxfp4", "mxfp8", "nvfp4"),
     ],
 )
-def test_layers_match_those_of_vllm(name: str, layers: Asking) -> None:
+def test_layers_match_vllms_layers(name: str, layers: Asking) -> None:
     found = layers("gaps", format=name)
     limits = {"bf16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-18}
     assert set(found) == set(limits) - ({"float32"} if name in SIXTEEN_BITS else set())

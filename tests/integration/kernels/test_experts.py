@@ -62,7 +62,7 @@ def test_threads_change_no_bit(weights: str, path: str, on_path: Asking) -> None
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weights_lie_in_memory_that_others_can_map(weights: str, kernels: Asking) -> None:
+def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernels: Asking) -> None:
     """Bit by bit the same outputs; another process reads the packed bytes; nothing stays mapped."""
     case = {
         "weights": weights,
@@ -123,7 +123,7 @@ def test_arguments_of_wrong_type_or_size_are_refused(weights: str, kernels: Aski
     assert "n a multiple of 32" in said["odd"]
 
 
-def test_layers_match_those_of_vllm(usable: list[str]) -> None:
+def test_layers_match_vllms_layers(usable: list[str]) -> None:
     """bf16 and FP8 experts are ours; what the kernels don't take is vLLM's, and all are right."""
     answer = ask_forked(LAYERS, "experts", *usable)
     kept = {"float32": False, "gelu": False, "bias": False}

@@ -52,7 +52,7 @@ def check(answer: dict[str, Any], cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("usable")
-def test_paths_are_those_that_this_cpu_has() -> None:
+def test_kernel_paths_match_the_cpus_instructions() -> None:
     with asking(PROBE) as ask:
         answer = ask("paths")
     assert answer["paths"] == of_this_cpu()
@@ -72,7 +72,7 @@ def test_a_variable_limits_the_instruction_sets(highest: str) -> None:
     assert answer["refusal"] == (None if answer["paths"] else NO_AVX512)
 
 
-def test_a_cpu_without_any_instructions_of_ours_is_refused() -> None:
+def test_a_cpu_without_supported_instructions_is_refused() -> None:
     with asking(PROBE, str(emulated_library(cpu_has_them=False))) as ask:
         assert ask("paths") == {
             "paths": [],

@@ -125,7 +125,7 @@ def stop_for(pod: Pod, seconds: float) -> None:
     pod.process.send_signal(signal.SIGCONT)
 
 
-def test_a_supervisor_that_stood_still_for_long_hears_all_again(tmp_path: Path) -> None:
+def test_a_stopped_supervisor_reads_all_messages_after_it_resumes(tmp_path: Path) -> None:
     """Nobody judges the supervisor of a group of one pod; it names no engine that has answered."""
     env = {names.ENV_STEP_TIMEOUT: "4", "TINY_API": "asks"}
     with tiny_group(tmp_path, (2,), do={0: "compute", 1: "compute"}, env=env) as group:
@@ -137,7 +137,7 @@ def test_a_supervisor_that_stood_still_for_long_hears_all_again(tmp_path: Path) 
         check_all_is_heard(group)
 
 
-def test_a_supervisor_of_several_pods_that_was_waited_for_hears_all_again(tmp_path: Path) -> None:
+def test_a_late_supervisor_of_several_pods_reads_all_messages_after_it_resumes(tmp_path: Path) -> None:
     """Its turns come late, and later still, as on a machine that gets busier: its leader waits longer."""
     with tiny_group(tmp_path, do={0: "compute", 1: "compute"}) as group:
         group.start()
@@ -149,7 +149,7 @@ def test_a_supervisor_of_several_pods_that_was_waited_for_hears_all_again(tmp_pa
         check_all_is_heard(group)
 
 
-def test_a_pod_that_stands_still_as_a_whole_ends_nothing(tmp_path: Path) -> None:
+def test_a_group_survives_a_pause_of_its_whole_pod(tmp_path: Path) -> None:
     """As where a machine or a container is paused: its supervisor may be the first to go on."""
     env = {names.ENV_STEP_TIMEOUT: "3", "TINY_API": "asks"}
     with tiny_group(tmp_path, (2,), do={0: "compute", 1: "idle"}, env=env) as group:

@@ -171,7 +171,7 @@ def test_a_load_has_no_deadline_while_its_bytes_increase(tmp_path: Path) -> None
         group.wait_ready()
 
 
-def test_follower_that_tries_while_the_leader_ends_hears_why(tmp_path: Path) -> None:
+def test_a_follower_that_connects_to_an_ending_leader_gets_the_reason(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start_pod(1)
         wait_until(lambda: "waiting for the leader" in group.pods[0].log.read_text(), 20, group.logs)
@@ -182,7 +182,7 @@ def test_follower_that_tries_while_the_leader_ends_hears_why(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("port", ["health_port", "control_port"])
-def test_taken_port_is_a_clear_error_and_nothing_is_started(tmp_path: Path, port: str) -> None:
+def test_a_used_port_is_an_error_and_no_process_starts(tmp_path: Path, port: str) -> None:
     with tiny_group(tmp_path) as group:
         number = getattr(group.launches[0].address, port)
         with socket.create_server(("127.0.0.1", number)):

@@ -43,12 +43,12 @@ def test_weights_and_kv_caches_of_vllm_equal_the_record() -> None:
     }
 
 
-def test_defaults_of_configs_are_those_of_transformers() -> None:
+def test_defaults_of_configs_equal_transformers() -> None:
     done = _run("tests.shapes.defaults", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_architectures_are_those_of_vllms_registry() -> None:
+def test_architectures_equal_vllms_registry() -> None:
     done = _run("tests.shapes.architectures", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -88,7 +88,7 @@ def test_routers_of_cpus_choose_by_every_method_with_our_patch_alone(kernels: di
     assert methods >= {routing.value for routing in Routing} & {"SigmoidRenorm", "Sigmoid", "MiniMax2"}
 
 
-def test_activations_of_experts_are_those_of_the_table(kernels: dict[str, Any]) -> None:
+def test_activations_of_experts_match_the_table(kernels: dict[str, Any]) -> None:
     for scheme, activations in kernels["activations"].items():
         assert CPU_EXPERTS[SchemeName(scheme)].activations == set(activations), scheme
 
@@ -177,7 +177,7 @@ def test_models_with_own_kv_blocks_are_vllm_classes(classes: dict[str, dict[str,
     assert set(classes) >= OWN_CPU_BLOCKS
 
 
-def test_sizes_of_gemma_4_are_those_of_its_class() -> None:
+def test_sizes_of_gemma_4_equal_the_sizes_of_its_class() -> None:
     done = _run("tests.shapes.gemma4")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -357,7 +357,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
         await client.close()
 
 
-async def test_refused_connections_are_as_far_apart_as_those_that_time_out(leader: Leader) -> None:
+async def test_retries_of_refused_connections_wait_as_long_as_timeouts(leader: Leader) -> None:
     """Three refusals within a millisecond prove no more than one."""
     client, changed = LeaderClient(), asyncio.Queue[ResourceKey]()
     known = pod(leader.port)

@@ -100,7 +100,7 @@ async def test_groups_run_with_policies_families_and_sidecars(
         assert await process.stop() == 0
 
 
-async def test_the_api_server_takes_policies_of_fetches(server: ApiServer, namespace: str) -> None:
+async def test_the_api_server_accepts_policies_of_fetches(server: ApiServer, namespace: str) -> None:
     owner = Owner(key=ResourceKey(namespace=namespace, name="tiny"), uid="u")
     narrow = FetchEgress(ports=(3128,), cidrs=("10.0.0.0/8",), excepted=("10.1.0.0/16", "fe80::/10"))
     for allowed in (FetchEgress(), narrow, FetchEgress(ports=())):

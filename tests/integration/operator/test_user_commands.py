@@ -68,7 +68,7 @@ async def test_suspend_and_resume_change_one_field(
     assert "heteroinfer-cli" in managers
 
 
-async def test_a_verb_takes_several_names_and_a_selector(
+async def test_a_command_accepts_several_names_and_a_selector(
     server: ApiServer, namespace: str, control_plane: Cluster
 ) -> None:
     config = control_plane.kubeconfig

@@ -258,7 +258,7 @@ async def test_a_drain_evicts_one_rank_and_the_budget_blocks_the_others(
             await evict_now(server, namespace, second)
 
 
-async def test_pods_that_cannot_start_are_evicted_and_those_of_the_group_that_serves_are_not(
+async def test_a_drain_evicts_stuck_pods_but_not_pods_of_a_serving_group(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """A pod that runs turns Ready with its group: its eviction waited for ever for another pod's image."""

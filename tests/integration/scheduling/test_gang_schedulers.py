@@ -309,7 +309,7 @@ async def test_a_group_that_kueue_evicts_waits_and_counts_no_restart(site: Site,
 
 
 @pytest.mark.parametrize("site", [Gang.KUEUE], indirect=True, ids=lambda gang: gang.value)
-async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resource: Resource) -> None:
+async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resource: Resource) -> None:
     """Kueue's finalizer outlives the operator's deletion by force. The last test: a node is gone."""
     site.open_quota(both=True)
     await resource.create()

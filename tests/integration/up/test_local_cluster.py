@@ -187,7 +187,7 @@ async def test_a_task_that_raises_ends_the_run_with_its_pod_and_cause(tmp_path: 
         running.cluster._failure = None  # `close` raises it, too
 
 
-async def test_a_pod_that_does_not_start_gives_its_gpus_back(tmp_path: Path) -> None:
+async def test_a_pod_that_does_not_start_releases_its_gpus(tmp_path: Path) -> None:
     gpu = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
     async with _cluster(tmp_path, SLEEPS, gpus=("0",)) as running:
         python = tmp_path / "python"
@@ -315,7 +315,7 @@ async def test_deleted_resource_is_gone_once_its_last_pod_is(tmp_path: Path) -> 
         assert await running.cluster.observe(running.cluster.key) is None
 
 
-async def test_each_pod_sees_its_own_gpus_and_leaves_them_to_the_next(tmp_path: Path) -> None:
+async def test_each_pod_uses_its_own_gpus_and_releases_them(tmp_path: Path) -> None:
     def asks(name: str, gpus: int) -> dict[str, Any]:
         manifest = pod(resources={"limits": {"nvidia.com/gpu": str(gpus)}})
         return {**manifest, "metadata": {"name": name}}

@@ -139,7 +139,7 @@ async def create(server: ApiServer, name: str) -> None:
     await server.create(HETERO_INFERENCE.path(NAMESPACE), body)
 
 
-async def test_the_mode_outlives_the_operator_and_a_change_of_nodes(plane: Cluster, tmp_path: Path) -> None:
+async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Cluster, tmp_path: Path) -> None:
     values = ("-f", str(LEAST_VALUES), "--set", "replicas=0")
     plane.helm("install", RELEASE, CHART, "-n", RELEASE, "--create-namespace", *values)
     prepare(plane)

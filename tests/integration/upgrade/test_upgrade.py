@@ -200,7 +200,7 @@ def with_spec(objects: list[dict[str, Any]], name: str, spec: dict[str, Any]) ->
 
 
 @every_version
-async def test_a_tightened_list_takes_neither_status_nor_restart(
+async def test_a_tightened_list_leaves_status_and_restarts_of_old_specs(
     version: Path, plane: Cluster, tmp_path: Path
 ) -> None:
     """A spec that the older list took is refused now: its group runs on, and starts again as it was made."""

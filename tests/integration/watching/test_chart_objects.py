@@ -71,7 +71,7 @@ def test_pod_monitors_scrape_the_operator_every_rank_and_vllm(plane: Cluster) ->
     assert operator["metadata"]["labels"]["team"] == "ml"
 
 
-def test_the_rules_are_those_of_the_file_with_where_the_runbooks_are(plane: Cluster) -> None:
+def test_the_rules_equal_the_file_with_the_url_of_the_runbooks(plane: Cluster) -> None:
     alerts = rules_of(render(plane, *ALL, "prometheusRule.runbooks=https://wiki.example/runbooks"))
     file = yaml.safe_load(RULES.read_text())
     wanted = {rule["alert"]: rule for group in file["groups"] for rule in group["rules"] if "alert" in rule}

@@ -133,7 +133,7 @@ def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster
     adapter.kubectl("delete", "-n", NAMESPACE, "hpa", NAME)
 
 
-def test_the_scaled_object_is_one_that_keda_takes(stack: Stack) -> None:
+def test_keda_accepts_the_scaled_object(stack: Stack) -> None:
     folder = tools.source_folder("keda", "github.com/kedacore/keda/v2") / "config" / "crd" / "bases"
     stack.plane.kubectl("apply", "--server-side", "-f", str(folder / "keda.sh_scaledobjects.yaml"))
     wait_established(stack.plane, "scaledobjects.keda.sh")

@@ -33,7 +33,7 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
         yield group
 
 
-def test_sleep_gives_memory_back_and_wake_answers_as_before(group: Group, reference: Reference) -> None:
+def test_sleep_frees_memory_and_the_tokens_after_wake_are_equal(group: Group, reference: Reference) -> None:
     check_kv_headroom(group)
     fill_kv_cache(group)
     answer_all(group, reference)

@@ -176,7 +176,7 @@ def test_quantities_that_the_schema_accepts_can_be_parsed(text: str) -> None:
 
 @settings(max_examples=30)  # as above
 @given(st.from_regex(quantity.DURATION_PATTERN.replace("$", r"\Z")).filter(bool))
-def test_a_duration_that_the_schema_takes_can_be_parsed(text: str) -> None:
+def test_durations_that_the_schema_accepts_can_be_parsed(text: str) -> None:
     assert quantity.parse_duration_s(text) >= 0
 
 

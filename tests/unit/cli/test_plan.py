@@ -151,7 +151,7 @@ def test_json_and_yaml_hold_the_plan(
     assert "runs on CPUs" in value["notes"][0]
 
 
-def test_a_model_directory_stands_for_the_uri(
+def test_a_model_directory_replaces_the_uri(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, model={"uri": "pvc://models/m"})

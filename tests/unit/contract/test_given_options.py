@@ -39,7 +39,7 @@ def test_no_argument_hides_the_next(hiding: list[str]) -> None:
     assert [each.name for each in given_options([*hiding, "--config", "x"])][-1] == "--config"
 
 
-def test_a_flag_is_taken_back_by_no() -> None:
+def test_a_no_option_cancels_a_flag() -> None:
     (given,) = given_options(["--no_enable_lora"])
     assert (given.option, given.is_negated) == ("--enable-lora", True)
     (given,) = given_options(["--nnodes=1"])

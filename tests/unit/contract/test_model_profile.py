@@ -202,7 +202,7 @@ def test_the_thinker_of_an_omni_model_is_served_and_its_talker_dropped(tmp_path:
     assert (profile.encoder, profile.encoder_bytes, profile.dropped_bytes) == ("audio", 20, 200)
 
 
-def test_consolidated_files_are_taken_where_both_are_there(tmp_path: Path) -> None:
+def test_consolidated_files_are_used_if_both_formats_exist(tmp_path: Path) -> None:
     write_model(tmp_path)
     params = {"dim": 8, "n_layers": 1, "head_dim": 4, "hidden_dim": 8, "n_heads": 2, "n_kv_heads": 1}
     (tmp_path / "params.json").write_text(json.dumps({**params, "vocab_size": 16, "max_seq_len": 64}))

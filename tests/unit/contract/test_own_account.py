@@ -29,7 +29,7 @@ def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.
         ("/\udc80", "/tmp"),
     ],
 )
-def test_any_home_gives_one_line_in_the_accounts_file(
+def test_every_home_folder_gives_one_line_in_the_accounts_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, taken: str
 ) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "written"

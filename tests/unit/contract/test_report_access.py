@@ -24,7 +24,7 @@ def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[st
     return said if challenge is None else {**said, CODE_HEADER: guard.code_of_report(challenge, "whole")}
 
 
-def test_the_key_gives_the_report_and_from_then_on_at_once() -> None:
+def test_a_reader_with_the_key_gets_the_report_until_the_challenge_expires() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     assert reader.read(answer(guard, reader.headers(), 100.0), "part") is None
     for now_s in (100.1, 110.0, 139.0):

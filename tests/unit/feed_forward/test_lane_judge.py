@@ -37,7 +37,7 @@ def test_names_the_lane_that_was_late_before_the_device_gave_up() -> None:
     assert (verdict.lane, verdict.failed) == (2, False)
 
 
-def test_the_device_knows_better_than_a_look_at_a_later_ask() -> None:
+def test_the_lane_that_the_device_gave_up_has_precedence() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
     verdict = judge.judge(state(2, (1, 2, 2), gave_up=True, given_up_lane=2), 0.1)
     assert verdict is not None

@@ -47,7 +47,7 @@ def clean(cache: Path, *in_use: int, keep: int = 2, listed_s: float = NOW_S) -> 
     return sorted(int(path.name, 16) for path in model.iterdir())
 
 
-def test_the_last_ones_and_those_in_use_stay(cache: Path) -> None:
+def test_the_newest_and_the_used_commits_stay(cache: Path) -> None:
     assert clean(cache, 2) == [2, 5, 9]
     assert clean(cache, keep=1) == [9]
 

@@ -46,7 +46,7 @@ def test_a_refusal_for_good_waits_for_no_other_download(error: Exception) -> Non
     release.set()
 
 
-def test_an_error_that_may_heal_lets_the_others_end_and_begins_no_more() -> None:
+def test_after_a_temporary_error_running_downloads_end_and_no_new_one_begins() -> None:
     failed, ended = threading.Event(), []
 
     def fetch(each: FetchedFile) -> None:

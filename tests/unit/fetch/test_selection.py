@@ -40,7 +40,7 @@ def test_selects_the_shards_of_a_model() -> None:
     assert names(weight_files(files, index)) == shards
 
 
-def test_weights_that_are_there_twice_are_taken_once() -> None:
+def test_duplicate_weights_are_selected_once() -> None:
     files = listing(MISTRAL)
     index = {"weight_map": {"t": "model-00001-of-00001.safetensors"}}
     assert names(weight_files(files, index)) == {"model-00001-of-00001.safetensors"}

@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> ModelStore:
     return ModelStore(tmp_path, "acme/tiny", "abc")
 
 
-def test_a_file_has_its_name_once_its_hash_is_right(store: ModelStore) -> None:
+def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> None:
     part = store.open_part(FILE)
     part.write_bytes(CONTENT[:-1] + b"!")
     assert not store.finish_part(FILE)

@@ -52,7 +52,7 @@ def read_until(channel: RankChannel, count: int) -> list[RankMessage]:
     return messages
 
 
-def test_reports_come_by_themselves_and_hold_the_last_word(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_the_reporter_sends_the_newest_state_at_intervals(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     assert reporter.rank == 3
     read_until(channel, 1)
@@ -145,7 +145,7 @@ def fill(channel: RankChannel) -> None:
     assert unread
 
 
-def test_a_supervisor_that_stood_still_hears_and_is_heard_again(quick: None) -> None:
+def test_a_stopped_supervisor_gets_the_newest_state_after_it_resumes(quick: None) -> None:
     """Whole lines are dropped while the buffer is full; the next one has the newest state."""
     with reporting() as (channel, reporter, gone):
         reporter.set_work("step 1")
@@ -162,7 +162,7 @@ def test_a_supervisor_that_stood_still_hears_and_is_heard_again(quick: None) -> 
         assert not gone.is_set()
 
 
-def test_last_words_wait_for_a_supervisor_that_stands_still(quick: None) -> None:
+def test_a_failure_is_delivered_once_a_stopped_supervisor_resumes(quick: None) -> None:
     failure = Failure(reason=FailureReason.RANK_RAISED, message="no", rank=0)
     with reporting() as (channel, reporter, _):
         fill(channel)

@@ -128,9 +128,7 @@ def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
         (" ", "13", True),
     ],
 )
-def test_threads_are_those_of_the_first_level_and_a_blank_is_not_set(
-    text: str, kept: str, bound: bool
-) -> None:
+def test_only_the_first_level_of_omp_num_threads_counts(text: str, kept: str, bound: bool) -> None:
     gpu = replace(PLAN.ranks[0], device=Device.GPU, end_layer=48)
     share = FeedForwardShare(layers=tuple(range(48)))
     asked = replace(PLAN.ranks[1], stage=0, first_layer=0, end_layer=48, kv_cache_bytes=0)

@@ -16,7 +16,7 @@ def view(phase: RankPhase = RankPhase.LOADING, loaded_bytes: int = 0) -> GroupVi
     return GroupView(plan=PLAN, beats=(*beats[:-1], RankBeat(status=last)), api_healthy=False)
 
 
-def test_a_start_that_stands_still_is_overdue_after_the_timeout() -> None:
+def test_a_start_without_progress_is_overdue_after_the_timeout() -> None:
     clock = StartClock(TIMEOUT_S)
     assert not clock.is_overdue(view(), 100.0)
     assert not clock.is_overdue(view(), 110.0)

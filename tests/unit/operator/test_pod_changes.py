@@ -92,6 +92,6 @@ def test_changes_that_keep_a_pod_out_of_its_group_are_reported(
     assert changed(change) == [field]
 
 
-def test_a_pod_without_labels_lacks_each_of_ours() -> None:
+def test_a_pod_without_labels_lacks_each_label_of_the_operator() -> None:
     labels = changed(lambda pod: pod["metadata"].pop("labels"))
     assert labels == [f"metadata.labels[{label}]" for label in (names.LABEL_RESOURCE, names.LABEL_GROUP)]

@@ -88,13 +88,13 @@ def test_a_pod_shows_the_resources_set_by_a_limit_range() -> None:
     assert trim.pod_view(pod).defaulted == "requests cpu=500m and limits cpu=500m, memory=2Gi"
 
 
-def test_a_pod_without_our_label_is_not_ours() -> None:
+def test_a_pod_without_the_operators_label_is_ignored() -> None:
     pod = stored_pod()
     del pod["metadata"]["labels"]
     assert trim.pod_record(pod) is None
 
 
-def test_objects_without_our_owner_reference_are_not_ours() -> None:
+def test_objects_without_the_operators_owner_reference_are_ignored() -> None:
     for owners in ([], [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "uid": "u", "controller": True}]):
         pod = stored_pod(phase="Pending")
         pod["metadata"]["ownerReferences"] = owners

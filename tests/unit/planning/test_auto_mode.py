@@ -192,7 +192,7 @@ def test_refuses_only_if_no_mode_fits_and_names_each_reason() -> None:
         assert any(line.startswith(f"{name}: ") for line in lines), lines
 
 
-def test_a_reason_that_all_modes_share_stands_once() -> None:
+def test_a_reason_that_all_modes_share_is_printed_once() -> None:
     roles = (gpu(deviceMemory="24Gi"), cpu(resources=CPUS))
     with pytest.raises(PlanError) as caught:
         plan(auto(*roles, engine={"args": ["--pipeline-parallel-size", "2"]}), shapes()["dense"])

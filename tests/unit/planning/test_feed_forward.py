@@ -152,7 +152,7 @@ def test_accepts_arguments_with_the_defaults_of_vllm() -> None:
 
 
 @pytest.mark.parametrize("load_format", load_formats.FEED_FORWARD)
-def test_every_format_of_the_loader_of_checkpoints_is_taken(load_format: str) -> None:
+def test_every_checkpoint_format_is_accepted(load_format: str) -> None:
     assert plan(with_args("--load-format", load_format), mixture()).plan.ranks
 
 
@@ -192,7 +192,7 @@ def test_notes_a_gpu_of_unknown_memory() -> None:
     assert note not in plan(feed_forward(), mixture()).notes
 
 
-def test_the_last_experts_go_first_and_dense_mlps_of_a_mixture_stay() -> None:
+def test_the_last_experts_move_first_and_dense_mlps_of_a_mixture_stay() -> None:
     planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture(dense_layers=2))
     share = planned.plan.ranks[1].feed_forward
     assert share is not None
@@ -571,7 +571,7 @@ def test_without_graphs_a_mixture_takes_at_least_its_kernel_launches() -> None:
     assert later[1] < 1e-3
 
 
-def test_sending_rows_of_a_prompt_to_feed_forward_ranks_takes_time() -> None:
+def test_the_prediction_includes_sending_rows_to_feed_forward_ranks() -> None:
     planned = plan(feed_forward(own={"layers": 4}, device_memory="140Gi"), mixture())
     remote, engine = planned.remote, planned.plan.engine
     assert remote is not None

@@ -447,7 +447,7 @@ def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str,
 @given(
     st.lists(groups(), max_size=4), clusters(), st.lists(st.sampled_from(["", "n0", "n1", "n9"]), min_size=16)
 )
-def test_promised_pods_are_placed_as_if_each_was_tried_everywhere(
+def test_promised_pods_are_placed_like_by_first_fit(
     waiting: list[list[PodDemand]], nodes: list[NodeView], hints: list[str]
 ) -> None:
     demands = [demand for group in waiting for demand in group]

@@ -484,7 +484,7 @@ def test_an_unknown_checkpoint_dtype_asks_for_one() -> None:
     assert plan(spec(cpu(), engine={"dtype": "bfloat16"}), odd).plan.engine.dtype == "bfloat16"
 
 
-def test_the_models_length_bounds_ours() -> None:
+def test_max_model_len_is_at_most_the_models_maximum() -> None:
     assert plan(spec(cpu()), profile(max_position_embeddings=2048)).plan.engine.max_model_len == 2048
     error = refusal(spec(cpu(), engine={"maxModelLen": 4096}), model=profile(max_position_embeddings=2048))
     assert error.message == (

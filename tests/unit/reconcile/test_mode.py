@@ -114,7 +114,7 @@ def test_a_new_resource_on_the_larger_gpu_gets_another_mode() -> None:
     assert record["mode"] == {"mode": "Pipeline", "gpuOnly": True, "keepsCpuPods": False}
 
 
-def test_the_mode_outlives_restarts_nodes_and_calibrations() -> None:
+def test_the_mode_stays_after_restarts_and_changes_of_nodes_and_calibrations() -> None:
     found = world()
     record = records(found)
     found.nodes = nodes(LARGE_GPU)
@@ -127,7 +127,7 @@ def test_the_mode_outlives_restarts_nodes_and_calibrations() -> None:
     assert found.events.count("ModeChosen") == 1
 
 
-def test_the_mode_outlives_a_scale_to_zero_and_a_suspension() -> None:
+def test_the_mode_stays_after_a_scale_to_zero_and_a_suspension() -> None:
     found = world()
     for change in ({"replicas": 0}, {"replicas": 1, "suspend": True}):
         found.change_spec(**change)

@@ -28,7 +28,7 @@ def test_the_chart_has_the_dashboards_as_they_are_defined() -> None:
 
 
 @of_each_board
-def test_panels_fill_the_grid_and_none_lies_on_another(board: Board) -> None:
+def test_panels_fill_the_grid_without_overlap(board: Board) -> None:
     taken: set[tuple[int, int]] = set()
     for _, position in board.positions():
         cells = {

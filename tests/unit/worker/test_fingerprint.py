@@ -18,7 +18,7 @@ def plan() -> Plan:
     return build_plan(Path("/model"), layers=[1, 1, 1], pods=[2, 1])
 
 
-def test_equal_settings_go_through_json() -> None:
+def test_settings_survive_json() -> None:
     other = fingerprint.from_json(fingerprint.to_json(SETTINGS))
     fingerprint.compare(plan(), [SETTINGS, other, other])
 
@@ -32,7 +32,7 @@ def test_every_difference_is_named_with_rank_pod_and_role() -> None:
     assert "model must be abc, as on rank 0 (got xyz). Mount the same files" in text
 
 
-def test_a_setting_that_one_side_does_not_know_is_a_difference() -> None:
+def test_a_setting_that_one_rank_lacks_is_a_difference() -> None:
     with pytest.raises(fingerprint.ConfigMismatchError, match="new_setting must be 1, as on rank 0"):
         fingerprint.compare(plan(), [{**SETTINGS, "new_setting": 1}, SETTINGS, SETTINGS])
 

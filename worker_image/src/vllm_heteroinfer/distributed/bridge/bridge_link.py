@@ -56,8 +56,8 @@ class Form:
 
 
 _MAX_FORMS = 4096
-"""Number of cached forms, and of cached views of a buffer. A decode step looks
-up the same few forms about 65 times."""
+"""Number of cached forms, and of cached views of a buffer. A decode step looks up the same few
+forms about 65 times."""
 
 
 @functools.lru_cache(_MAX_FORMS)
