@@ -62,14 +62,14 @@ FAULTS: Final = (
         path=f"{_WORKER}/rank/worker/sleep.py",
         right="        freed = release_pages(self.model_runner.kv_caches)",
         wrong="        freed = 0",
-        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_gives"),
+        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_frees"),
     ),
     PlantedFault(
         name="a level of sleep that drops the weights is taken",
         path=f"{_WORKER}/group/engine_calls.py",
         right="LEVELS = (0, 1)",
         wrong="LEVELS = (0, 1, 2)",
-        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_gives"),
+        tests=(f"{_GROUPS}/test_sleep.py", "-k", "sleep_frees"),
     ),
     PlantedFault(
         name="ranks with other block sizes go on",
