@@ -10,7 +10,13 @@ from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import LeaderAnswer, ResourceLine, build_line
-from heteroinfer_operator.fleet.screen import TOP_COLUMNS, build_rows, build_screen, describe_waits
+from heteroinfer_operator.fleet.screen import (
+    TOP_COLUMNS,
+    build_rows,
+    build_screen,
+    describe_predictions,
+    describe_waits,
+)
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
@@ -45,6 +51,7 @@ def status(
     }  # fmt: skip
     plan = {
         "hash": "p", "worldSize": 2, "predictedStepMs": 19.0, "calibration": "role cpu: calibration abc",
+        "longPrompts": "in steps of 129 tokens or more, the GPU helps",
         "ranks": [
             {
                 "rank": 1, "stage": 1, "role": "gpu", "device": "GPU", "layers": 2, "memory": "1Mi",
@@ -154,6 +161,13 @@ def test_the_table_does_not_interpret_markup() -> None:
     with console.capture() as nothing:
         console.print(build_screen([], ""))
     assert nothing.get().strip() == "found no HeteroInference. To search all namespaces, add -A"
+
+
+def test_top_shows_the_rates_of_predictions_and_the_rule_of_long_prompts() -> None:
+    assert list(describe_predictions([build_line(KEY, status(), {})])) == [
+        "ml/llama: predictions use role cpu: calibration abc",
+        "ml/llama: in steps of 129 tokens or more, the GPU helps",
+    ]
 
 
 def test_kv_cache_use_comes_from_vllms_gauge() -> None:

@@ -1,5 +1,6 @@
 """Mode FeedForward: the ring and the larger steps with which a GPU computes experts of long prompts."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, LoadSpec
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
@@ -25,6 +27,7 @@ from heteroinfer_operator.planning.prediction import StepLoad, forecast_first_to
 from heteroinfer_operator.planning.rates import LINK_BYTES_PER_S, gpu_rates
 from heteroinfer_operator.planning.ring_choice import RingChooser, predict_wait
 from heteroinfer_operator.quantity import parse_bytes
+from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from tests.unit.calibrated import CALIBRATION
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 
@@ -340,6 +343,38 @@ def test_the_gpu_takes_more_experts_of_longer_prompts() -> None:
     ]
     assert parts[:2] == [0, 0]
     assert 0 < parts[2] < parts[3] < parts[4] < parts[5] <= 1
+
+
+def test_plan_and_status_show_the_rule_of_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = asked("48Gi")
+    planned = plan(parsed, qwen(), H200)
+    text = describe_plan(planned, "moe", ShownParts(explain=True))
+    rule = (
+        r"in steps of 129 tokens or more, the GPU computes a part of the experts and the CPUs the rest "
+        r"\(\d+% with 129, \d+% with 2,048, \d+% with 8,192\); in shorter steps, CPUs compute all experts"
+    )
+    assert re.search(rf"  long prompts +{rule}\n", text)
+    shown = build_plan_status(planned.plan, predict_again(planned.plan, parsed, qwen(), H200)).long_prompts
+    assert shown is not None
+    assert re.fullmatch(rule, shown)
+    before = without_ring(parsed, qwen(), H200, monkeypatch)
+    assert "long prompts" not in describe_plan(before, "moe", ShownParts(explain=True))
+    again = predict_again(before.plan, parsed, qwen(), H200)
+    assert build_plan_status(before.plan, again).long_prompts is None
+
+
+def test_the_user_may_set_the_tokens_of_a_step() -> None:
+    def tokens_and_ring(*roles: dict[str, Any], tokens: int) -> tuple[int, bool]:
+        parsed = spec(*roles, engine={"maxModelLen": 8192, "maxBatchedTokens": tokens})
+        planned = plan(parsed, qwen(), H200).plan
+        return planned.engine.max_num_batched_tokens, planned.ranks[0].ring_bytes > 0
+
+    role = gpu(deviceMemory="80Gi", feedForward={"cpu": "14", "memory": "64Gi", "layers": 24})
+    assert tokens_and_ring(role, tokens=3000) == (3000, True)
+    assert tokens_and_ring(role, tokens=32768) == (32768, True)
+    assert tokens_and_ring(gpu(deviceMemory="80Gi"), tokens=4096) == (4096, False)
+    with pytest.raises(PlanError, match="is missing on each feed-forward rank"):
+        tokens_and_ring({**role, "feedForward": {**role["feedForward"], "memory": "29Gi"}}, tokens=32768)
 
 
 def test_the_link_is_that_of_the_calibration_or_of_the_product() -> None:

@@ -18,7 +18,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "--revision": "set spec.model.revision",
         "--dtype": "set spec.engine.dtype",
         "--max-model-len": "set spec.engine.maxModelLen",
-        "--max-num-batched-tokens": "remove it: the plan sets the same value on GPU and CPU ranks",
+        "--max-num-batched-tokens": "set spec.engine.maxBatchedTokens",
         "--max-num-scheduled-tokens": "remove it: the plan sets the same value on GPU and CPU ranks",
         "--max-num-seqs": "remove it: the plan sets the same value on GPU and CPU ranks",
         "--block-size": "remove it: the plan sets the same value on GPU and CPU ranks",

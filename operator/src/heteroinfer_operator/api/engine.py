@@ -100,6 +100,10 @@ class EngineSpec(Model):
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is
     lower."""
+    max_batched_tokens: Annotated[int, Field(ge=2048, le=65536)] | None = None
+    """Most tokens of a step, of all requests together. A longer prompt takes several steps, and other
+    requests wait during each step. Default: 8,192 without CPU ranks, 2,048 with CPU ranks, and up to 16,384
+    in mode FeedForward if memory and predicted times allow."""
     eager: When = When.AUTO
     """Whether vLLM runs without CUDA graphs and torch.compile. Auto: depends on device and mode."""
     shm_size: ByteSize = "8Gi"

@@ -186,6 +186,9 @@ class PlanStatus(StatusModel):
     """Predicted decode step for one request, in milliseconds. Deprecated: use predictedStepMicroseconds."""
     calibration: Text | None = None
     """Rates behind the predictions, for each role: the calibration of its nodes, or default rates."""
+    long_prompts: Text | None = None
+    """In mode FeedForward, the part of the experts that the GPU computes in long prompts; unset if it has no
+    memory for them."""
     notes: Text | None = None
     """Advice and warnings about the plan."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()

@@ -28,6 +28,7 @@ from heteroinfer_operator.planning.prediction import (
     overhead_s,
     predict,
 )
+from heteroinfer_operator.planning.ring_choice import describe_long_prompts
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 _REQUESTS = (1, 8, 64)
@@ -207,6 +208,8 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
         first = forecast_first_token(plan, sizes, rates, context, feed_forward_wait)
         label = "first token" if context == contexts[0] else ""
         rows.append((label, f"{spread(first)} after a prompt of {count(context, 'token')}"))
+    if long_prompts := describe_long_prompts(planned.remote, plan.engine, rates):
+        rows.append(("long prompts", long_prompts))
     return rows
 
 

@@ -110,10 +110,12 @@ def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
 
 
 def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields a line for each set of rates that the predictions of a resource use."""
+    """Yields a line for each set of rates that predictions use, and for each rule of long prompts."""
     for resource in resources:
         for rates in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
             yield f"{resource.key}: predictions use {rates}"
+        for words in dict.fromkeys(group.long_prompts for group in resource.lines if group.long_prompts):
+            yield f"{resource.key}: {words}"
 
 
 def _one_decimal(value: float | None) -> str:

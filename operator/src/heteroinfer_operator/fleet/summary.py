@@ -158,7 +158,12 @@ class ResourceSummary:
         found: list[str] = []
         for plan in self.status.plans:
             found += ["", f"Plan {plan.hash}"]
-            rows = (("Rates", plan.calibration), ("Eager", plan.eager_reason), ("Notes", plan.notes))
+            rows = (
+                ("Rates", plan.calibration),
+                ("Long prompts", plan.long_prompts),
+                ("Eager", plan.eager_reason),
+                ("Notes", plan.notes),
+            )
             found += _aligned((name, text) for name, text in rows if text)
         return found
 

@@ -64,7 +64,8 @@ def choose_engine_settings(
         served_name=served_name,
         dtype=_choose_dtype(spec, profile, has_cpu=has_cpu),
         max_model_len=_choose_max_model_len(spec, profile),
-        max_num_batched_tokens=CPU_BATCH_TOKENS if has_cpu else _GPU_BATCH_TOKENS,
+        max_num_batched_tokens=spec.engine.max_batched_tokens
+        or (CPU_BATCH_TOKENS if has_cpu else _GPU_BATCH_TOKENS),
         # vLLM's own defaults are 128 on a CPU rank and 1024 on an H200. The step of a CPU stage grows with
         # the rows from about 64 on (same measurements).
         max_num_seqs=64 if has_cpu else 256,

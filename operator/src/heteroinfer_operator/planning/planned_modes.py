@@ -203,6 +203,7 @@ def choose_mode(
             engine=engine,
             inventory=inventory,
             load=spec.planning.load or LoadSpec(),
+            tokens=spec.engine.max_batched_tokens,
         )
         remote, engine = chooser.choose(without_ring)
     return PlannedMode(topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote)

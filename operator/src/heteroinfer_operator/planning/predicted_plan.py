@@ -21,6 +21,7 @@ from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Prediction, StepLoad, count_reads, predict
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.remote_ranks import rank_sets
+from heteroinfer_operator.planning.ring_choice import describe_long_prompts
 
 
 def predict_ranks(
@@ -78,11 +79,13 @@ class PredictedPlan:
         plan: the plan with the new times, which give it another hash.
         step: predicted decode step of one request.
         sources: descriptions of the rates, by role.
+        long_prompts: description of the GPU's part of the experts in long prompts, or "".
     """
 
     plan: Plan
     step: Prediction
     sources: Mapping[str, str]
+    long_prompts: str = ""
 
     def __str__(self) -> str:
         return "; ".join(f"role {role}: {source}" for role, source in sorted(self.sources.items()))
@@ -103,7 +106,12 @@ def predict_again(
     sizes, remote = sizes_of_plan
     predicted, rates = predict_ranks(plan, spec, sizes, remote, inventory)
     sources = {rank.role: each.source for rank, each in zip(plan.ranks, rates, strict=True)}
-    return PredictedPlan(plan=predicted, step=predict(predicted, rates), sources=sources)
+    return PredictedPlan(
+        plan=predicted,
+        step=predict(predicted, rates),
+        sources=sources,
+        long_prompts=describe_long_prompts(remote, plan.engine, rates),
+    )
 
 
 def find_sizes(

@@ -40,6 +40,8 @@ _MUCH_TOKENS: Final = 8192
 """A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
 LEAST_GAIN: Final = 0.95
 """The GPU takes experts only if a layer's time falls to this part of that of CPUs alone, as in the worker."""
+_SHOWN_TOKENS: Final = (2048,)
+"""Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
 """Part of a layer's experts in a slot of a full ring; 28 of 128 were measured."""
 _LARGE_PART, _SMALL_PART, _SMALL_RING_BYTES = 1 / 8, 1 / 2, 2**30
@@ -98,6 +100,44 @@ def predict_wait(
     return SharedWait(cpu_s=cpu_s, seconds=part * gpu_s, gpu_part=part)
 
 
+def describe_long_prompts(
+    remote: FeedForwardPart | None, engine: EngineSettings, rates: Sequence[Rates]
+) -> str:
+    """Describes the part of the experts that the GPU computes, by tokens of a step; "" if it has no ring.
+
+    Args:
+        rates: rates by rank of the plan.
+    """
+    if remote is None or remote.ring is None:
+        return ""
+
+    def gpu_part(tokens: int) -> float:
+        load = StepLoad(tokens=tokens)
+        return predict_wait(remote, engine, rates[0], rates[-remote.ranks :], load).gpu_part
+
+    most = engine.max_num_batched_tokens
+    first = next(
+        (tokens for tokens in _step_sizes(captured_rows(engine) + 1, most) if gpu_part(tokens)), None
+    )
+    if first is None:
+        return "CPUs compute all experts, by the predicted rates"
+    shown = dict.fromkeys((first, *(tokens for tokens in _SHOWN_TOKENS if first < tokens < most), most))
+    parts = ", ".join(f"{gpu_part(tokens):.0%} with {tokens:,}" for tokens in shown)
+    return (
+        f"in steps of {first:,} tokens or more, the GPU computes a part of the experts and the CPUs the rest "
+        f"({parts}); in shorter steps, CPUs compute all experts"
+    )
+
+
+def _step_sizes(first: int, most: int) -> Iterator[int]:
+    """Yields numbers of tokens from the first to the most, each at most an eighth larger than the last."""
+    tokens = first
+    while tokens < most:
+        yield tokens
+        tokens += max(tokens // 8, 1)
+    yield most
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingChooser:
     """Chooses a ring and the tokens of a step for a plan of mode FeedForward that fits without a ring.
@@ -106,6 +146,7 @@ class RingChooser:
         profile: the whole model.
         engine: settings with the tokens of a step in which CPUs compute all experts.
         load: load for which the ring must pay.
+        tokens: tokens of a step that the user set, or None.
     """
 
     topology: Topology
@@ -113,6 +154,7 @@ class RingChooser:
     engine: EngineSettings
     inventory: Inventory
     load: LoadSpec
+    tokens: int | None = None
 
     def choose(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings]:
         """Returns the part of the model with a ring, and the settings; both unchanged if no ring pays.
@@ -143,12 +185,12 @@ class RingChooser:
 
     def _choices(self, remote: FeedForwardPart) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
         """Yields parts with a ring that fit the memory and pay, with the settings."""
-        longest_s = LEAST_GAIN * self._step_s(remote, self.engine, CPU_BATCH_TOKENS)
-        for tokens in BATCH_TOKENS:
-            if tokens > _MUCH_TOKENS >= self.engine.max_model_len:
+        longest_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
+        for tokens in BATCH_TOKENS if self.tokens is None else (self.tokens,):
+            if self.tokens is None and tokens > _MUCH_TOKENS >= self.engine.max_model_len:
                 continue
             engine = replace(self.engine, max_num_batched_tokens=tokens)
-            ring = self._largest_ring(remote, engine, full=tokens > _MUCH_TOKENS)
+            ring = self._largest_ring(remote, engine, full=self.tokens is None and tokens > _MUCH_TOKENS)
             if ring is None:
                 continue
             shared = replace(remote, ring=ring)

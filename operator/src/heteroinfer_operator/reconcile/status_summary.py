@@ -26,6 +26,7 @@ def build_plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> Pla
         predicted_step_microseconds=round(step.step_s * 1e6),
         max_model_len=plan.engine.max_model_len,
         calibration=None if predicted is None else str(predicted)[:MAX_TEXT],
+        long_prompts=None if predicted is None else predicted.long_prompts[:MAX_TEXT] or None,
         world_size=plan.world_size,
         eager_reason=(eager_reason(plan) or "")[:MAX_TEXT] or None,
         ranks=tuple(
@@ -35,7 +36,7 @@ def build_plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> Pla
                 role=rank.role,
                 device=rank.device,
                 layers=rank.num_layers,
-                memory=mebibytes(rank.weight_bytes + rank.kv_cache_bytes),
+                memory=mebibytes(rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes),
                 predicted_step_ms=round(rank.predicted_step_s * 1e3, 1) or None,
             )
             for rank in ranks
