@@ -5,13 +5,9 @@ certificate of a company's authority, a chat template from a ConfigMap, volumes 
 by dynamic resource allocation.
 """
 
-import contextlib
 import json
 import shutil
-import socketserver
-import ssl
 import tempfile
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -108,33 +104,6 @@ def cache() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-class Collector(socketserver.ThreadingTCPServer):
-    """A collector of traces under TLS with the hub's certificate. It only counts clients that trust it."""
-
-    daemon_threads = True
-
-    def __init__(self, host: str, context: ssl.SSLContext) -> None:
-        super().__init__((host, 0), socketserver.BaseRequestHandler)
-        self.trusting, self._context = 0, context
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Ends a connection after its handshake, which a client without trust leaves unfinished."""
-        with contextlib.suppress(OSError), self._context.wrap_socket(request, server_side=True):
-            self.trusting += 1
-
-
-@pytest.fixture
-def collector(node_cluster: NodeCluster, hub: HubServer, tmp_path: Path) -> Iterator[Collector]:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(tmp_path / "hub.crt", tmp_path / "hub.key")
-    context.set_alpn_protocols(["h2"])
-    assert hub.port
-    with Collector(Addresses(number=node_cluster.state.number).machine, context) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 @pytest.fixture(scope="module")
 def given(
     node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory
@@ -197,7 +166,7 @@ def driver(node_cluster: NodeCluster) -> Iterator[None]:
         node_cluster.kubectl("delete", kind, dra_driver.DRIVER, "--ignore-not-found")
 
 
-def manifests(folders: Folders, endpoint: str, authority: str, image: str, traces: str) -> str:
+def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> str:
     """Returns what a user applies: objects that the resource names, and the resource."""
     volume = cache_volume("platform-cache", folders.cache)
     notes = cache_volume("platform-notes", folders.notes)
@@ -270,10 +239,7 @@ def manifests(folders: Folders, endpoint: str, authority: str, image: str, trace
                 "maxModelLen": 1024,
                 "env": [{"name": "HF_ENDPOINT", "value": endpoint}],
                 "files": [file],
-                "args": [
-                    *("--chat-template", f"{names.FILES_MOUNT}/chat.jinja"),
-                    *("--otlp-traces-endpoint", traces),
-                ],
+                "args": ["--chat-template", f"{names.FILES_MOUNT}/chat.jinja"],
             },
             "roles": [{"name": "cpu", "device": "CPU", "resources": role, "template": template}],
         },
@@ -297,15 +263,13 @@ def test_a_group_serves_with_all_that_platforms_ask(
     installed: NodeCluster,
     given: Counter[tuple[str, str]],
     hub: HubServer,
-    collector: Collector,
     folders: Folders,
     registry: Path,
     model: tuple[Path, dict[str, Any]],
     tmp_path: Path,
 ) -> None:
     image = push(installed, "notes", {"note": b"of an image"}, tmp_path / "layout")
-    traces = "https://{}:{}".format(*collector.server_address)
-    applied = manifests(folders, hub.endpoint, (tmp_path / "ca.crt").read_text(), image, traces)
+    applied = manifests(folders, hub.endpoint, (tmp_path / "ca.crt").read_text(), image)
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=applied)
     resource = Resource(cluster=installed, namespace=NAMESPACE, name="fetched")
     processes.wait_until(
@@ -345,7 +309,6 @@ def test_a_group_serves_with_all_that_platforms_ask(
     assert given[NAMESPACE, names.COMPONENT_FETCH] >= 1
     assert given[NAMESPACE, names.COMPONENT_WORKER] >= 1
     check_trust(resource, name)
-    processes.wait_until("traces under TLS", lambda: collector.trusting > 0, timeout_s=60)
 
 
 def offer_device(cluster: NodeCluster, resource: Resource) -> None:
