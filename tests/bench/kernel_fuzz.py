@@ -1,7 +1,7 @@
 """Random layers with coded weights, linear and of experts, against float64.
 
-    .venv-worker/bin/python -m tests.bench.kernel_fuzz [--layers 1000 | --seconds 60] [--seed 1] [--first 0]
-        [--threads 2] [--asan] [--totals FILE]
+    .venv-worker/bin/python -m tests.bench.kernel_fuzz [--layers 1000] [--seconds 60] [--seed 1] [--first 0]
+        [--threads 2] [--jobs 16] [--asan] [--library FILE] [--totals FILE]
 
 Weights, inputs and outputs lie against pages that the process must not touch, at their end or at their
 start. Layers have random formats, sizes, rows, threads, elements, activations, biases and settings of the
@@ -9,8 +9,15 @@ kernels; some have inputs or scales that are denormal, huge, infinite or NaN. Pr
 the worst error of each format with float32 inputs: of linear layers as a part of 2^-20 of the sum of the
 sizes of all products, of experts as a part of 2^-14 of it. An output beyond its limit ends the run with its
 case. Each layer has a seed of its own, so `--first` and `--layers` repeat it; a crash shows the last printed
-number. The file of `--totals` adds up runs. `--asan` builds the kernels with AddressSanitizer, and uses plain
-memory instead of pages. Needs the worker's Python.
+number. The file of `--totals` adds up runs.
+
+`--jobs` divides the layers into ranges, one for each process. A process that reaches `--seconds` before the
+end of its range counts only the layers that it checked. Use another `--seed` for each run that adds to the
+same totals.
+
+`--asan` builds the kernels with AddressSanitizer, and uses plain memory instead of pages. On a host without a
+compiler, give a library that was built elsewhere: `--build-asan FILE` writes one with the runtime of
+AddressSanitizer beside it, and `--asan --library FILE` uses both. Needs the worker's Python.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import faulthandler
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +41,9 @@ _ARENA: Final = 4 << 20
 _CANARY: Final = 0xA5
 _NEAR: Final = 256
 """Bytes beside an output that must stay as they were."""
+_RUNTIME: Final = "libasan.so"
+_WITHOUT_END: Final = 10**9
+"""Layers between the first layers of two jobs, if `--layers` sets no limit."""
 _KINDS: Final = (
     *("plain",) * 16,
     *("denormal", "huge", "x inf", "x nan", "scale nan", "code nan"),
@@ -218,48 +229,112 @@ def _spoil(product: Any, case: dict[str, Any]) -> str:
     return str(kind)
 
 
-def build_with_asan(folder: Path) -> Path:
-    """Compiles the kernels with AddressSanitizer; returns the library."""
+def build_with_asan(library: Path) -> None:
+    """Compiles the kernels with AddressSanitizer, and copies its runtime beside the library."""
     from vllm_heteroinfer.kernels import build
 
-    library = folder / "library.so"
     extra = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1")
-    running = []
-    for source in sorted(build.SOURCE.glob("*.cpp")):
-        made = folder / f"{source.stem}.o"
-        flags = [flag for flag in build.FLAGS if flag != "-O3"]
-        command = [build.COMPILER, *flags, "-O1", *extra, "-c", str(source), "-o", str(made)]
-        running.append(subprocess.Popen(command))
-    if any(process.wait() for process in running):
-        raise SystemExit("the kernels don't compile with AddressSanitizer")
-    objects = [str(file) for file in folder.glob("*.o")]
-    subprocess.run(
-        [build.COMPILER, "-shared", "-fsanitize=address", *objects, "-o", str(library)], check=True
-    )
-    return library
-
-
-def _run_with_asan(argv: Sequence[str]) -> int:
-    runtime = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
-    ).stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
-        library = build_with_asan(Path(folder))
-        variables = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0"}
-        command = [sys.executable, "-m", "tests.bench.kernel_fuzz", *argv]
-        command += ["--plain-memory", "--library", str(library)]
+        running = []
+        for source in sorted(build.SOURCE.glob("*.cpp")):
+            made = Path(folder) / f"{source.stem}.o"
+            flags = [flag for flag in build.FLAGS if flag != "-O3"]
+            command = [build.COMPILER, *flags, "-O1", *extra, "-c", str(source), "-o", str(made)]
+            running.append(subprocess.Popen(command))
+        if any(process.wait() for process in running):
+            raise SystemExit("the kernels don't compile with AddressSanitizer")
+        objects = [str(file) for file in Path(folder).glob("*.o")]
+        subprocess.run(
+            [build.COMPILER, "-shared", "-fsanitize=address", *objects, "-o", str(library)], check=True
+        )
+    runtime = subprocess.run(
+        [build.COMPILER, f"-print-file-name={_RUNTIME}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    shutil.copy(Path(runtime).resolve(), library.with_name(_RUNTIME))
+
+
+def _run_with_asan(arguments: Sequence[str], library: Path | None) -> int:
+    """Runs this program again under AddressSanitizer; builds the library if none is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        if library is None:
+            library = Path(folder) / "library.so"
+            build_with_asan(library)
+            arguments = [*arguments, "--library", str(library)]
+        runtime = library.with_name(_RUNTIME).resolve()
+        variables = {"LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0"}
+        command = [sys.executable, "-m", "tests.bench.kernel_fuzz", *arguments, "--plain-memory"]
         return subprocess.run(command, check=False, env={**os.environ, **variables}).returncode
 
 
-def _add_up(path: Path, fuzz: Fuzz, layers: int) -> None:
-    known: dict[str, Any] = {"layers": 0, "linear": {}, "experts": {}}
-    if path.exists():
-        known = json.loads(path.read_text())
-    known["layers"] += layers
-    for what, worst in fuzz.worst.items():
-        for name, error in worst.items():
-            known[what][name] = max(known[what].get(name, 0.0), error)
-    path.write_text(json.dumps(known, indent=1))
+def _run_jobs(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs a process for each range of layers; returns 1, and shows its output, if one of them fails.
+
+    The processes end when the first of them fails.
+    """
+    each = -(-options.layers // options.jobs) if options.layers else 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, running = Path(scratch), []
+        for job in range(options.jobs):
+            first = options.first + job * (each or _WITHOUT_END)
+            count = min(each, max(0, options.first + options.layers - first))
+            if each and not count:
+                continue
+            command = [sys.executable, "-m", "tests.bench.kernel_fuzz", *arguments, "--jobs", "1"]
+            command += [
+                "--first",
+                str(first),
+                "--layers",
+                str(count),
+                "--totals",
+                str(folder / f"{job}.json"),
+            ]
+            with (folder / f"{job}.log").open("wb") as log:
+                # More threads run than the host has cores, so no thread spins while it waits.
+                env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+                running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
+        waiting = dict(enumerate(running))
+        while waiting:
+            time.sleep(0.2)
+            for job in [job for job, process in waiting.items() if process.poll() is not None]:
+                if waiting.pop(job).returncode:
+                    for process in running:
+                        process.kill()
+                        process.wait()
+                    print(f"job {job} failed:\n{(folder / f'{job}.log').read_text()[-8000:]}")
+                    return 1
+        totals = _no_totals()
+        for file in folder.glob("*.json"):
+            _add(totals, json.loads(file.read_text()))
+    _print_totals(totals)
+    if options.totals:
+        _add_to_file(options.totals, totals)
+    return 0
+
+
+def _no_totals() -> dict[str, Any]:
+    return {"layers": 0, "cpu_seconds": 0.0, "linear": {}, "experts": {}}
+
+
+def _add(totals: dict[str, Any], more: dict[str, Any]) -> None:
+    """Adds the layers and CPU time of a run to others, and keeps the worst errors."""
+    for key in ("layers", "cpu_seconds"):
+        totals[key] = totals.get(key, 0) + more[key]
+    for what in ("linear", "experts"):
+        for name, error in more[what].items():
+            totals[what][name] = max(totals[what].get(name, 0.0), error)
+
+
+def _add_to_file(path: Path, more: dict[str, Any]) -> None:
+    totals = json.loads(path.read_text()) if path.exists() else _no_totals()
+    _add(totals, more)
+    path.write_text(json.dumps(totals, indent=1))
+
+
+def _print_totals(totals: dict[str, Any]) -> None:
+    print(f"{totals['layers']} layers, {totals['cpu_seconds']:.0f} s of CPU time")
+    for what in ("linear", "experts"):
+        worst = totals[what]
+        print(f"{what}: " + ", ".join(f"{name} {worst[name]:.2f}" for name in sorted(worst)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,15 +350,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--totals", type=Path, help="JSON file that adds up runs")
     parser.add_argument("--library", type=Path, help="the kernels, if not the package's own")
     parser.add_argument("--plain-memory", action="store_true", help="no pages that must not be touched")
-    parser.add_argument("--asan", action="store_true", help="build the kernels with AddressSanitizer")
+    parser.add_argument("--asan", action="store_true", help="use kernels with AddressSanitizer")
+    parser.add_argument("--build-asan", type=Path, metavar="FILE", help="only build these kernels")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(arguments)
+    if options.build_asan:
+        build_with_asan(options.build_asan)
+        return 0
     if options.asan:
-        return _run_with_asan([each for each in arguments if each != "--asan"])
+        return _run_with_asan([each for each in arguments if each != "--asan"], options.library)
+    if options.jobs > 1:
+        return _run_jobs(options, arguments)
     sys.argv[1:] = [str(options.library)] if options.library else []  # read by the probes
     faulthandler.enable()
     fuzz = Fuzz(options.seed, guarded=not options.plain_memory)
-    number, end = options.first, time.monotonic() + options.seconds
+    number, end, started = options.first, time.monotonic() + options.seconds, time.process_time()
     while time.monotonic() < end and not 0 < options.layers <= number - options.first:
         case = fuzz.draw(number, options.threads)
         if number % 1000 == options.first % 1000:
@@ -293,11 +375,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"layer {number}: {wrong}: {case}")
             return 1
         number += 1
+    found = {"layers": number - options.first, "cpu_seconds": time.process_time() - started, **fuzz.worst}
     if options.totals:
-        _add_up(options.totals, fuzz, number - options.first)
-    print(f"{number - options.first} layers, {', '.join(fuzz.library.coded_paths)}")
-    for what, worst in fuzz.worst.items():
-        print(f"{what}: " + ", ".join(f"{name} {worst[name]:.2f}" for name in sorted(worst)))
+        _add_to_file(options.totals, found)
+    print(", ".join(fuzz.library.coded_paths))
+    _print_totals(found)
     return 0
 
 

@@ -115,6 +115,7 @@ LAYOUTS = {
     "swigluoai": Layout("swigluoai", fused=True),
     "relu2": Layout("relu2_no_mul"),
     "limit": Layout(limit=0.5),
+    "one group": Layout(inner=128),
     "stacked": Layout(stacked="yes"),
     "stacked and transposed": Layout(stacked="transposed"),
     "odd": Layout("swigluoai", fused=True, inner=80),
@@ -301,7 +302,7 @@ def ranks(inner: int, unit: int) -> dict[str, list[held_experts.OwnPart]]:
             held_experts.OwnPart(columns=columns, experts=own) for own in share_experts(EXPERTS, (1, 3))
         ],
     }
-    if inner % unit == 0:
+    if inner % unit == 0 and inner > unit:
         shares = share_columns(inner, (3, 5), unit)
         found["by columns"] = [held_experts.OwnPart(columns=own, experts=experts) for own in shares]
     return found

@@ -71,6 +71,12 @@ def test_each_format_matches_the_reference(name: str, library: list[str]) -> Non
     assert (answer["method"], answer["held"].rpartition(" (")[0]) == (method, held)
 
 
+@pytest.mark.parametrize("name", ["int4, zero points", "AWQ"])
+def test_all_inputs_may_share_a_zero_point(name: str, library: list[str]) -> None:
+    answer = ask_forked(PROBE, name, "one group", *library)
+    check(answer, ROUNDING.get(name, 2.0**-7), ("one rank", "by experts"))
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "FP8 in blocks", "GPTQ", "NVFP4"])
 def test_experts_run_on_a_cpu_without_avx512(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "silu", *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})

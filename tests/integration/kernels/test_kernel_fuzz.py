@@ -17,7 +17,7 @@ ENOUGH = ("bf16", "float16", "fp8 block", "fp8 channel", "int4 128 zeros", "int8
 
 def test_random_layers_match_the_reference() -> None:
     build.build()
-    command = [str(WORKER_PYTHON), "-m", "tests.bench.kernel_fuzz", "--layers", str(LAYERS)]
+    command = [str(WORKER_PYTHON), "-m", "tests.bench.kernel_fuzz", "--layers", str(LAYERS), "--jobs", "2"]
     if not of_this_cpu(CODED_SETS):
         command += ["--library", str(emulated_library())]
     done = subprocess.run(

@@ -21,6 +21,8 @@ _FP4: Final = tuple(sign * each for sign in (1.0, -1.0) for each in (0, 0.5, 1, 
 """Numbers of the codes of 4 bits in MXFP4."""
 
 _LAYERS_ALONE: Final = ["lm_head"]
+_ROUTERS: Final = [f"model.layers.{index}.mlp.gate" for index in range(LAYERS)]
+"""Not quantized in published mixtures; vLLM would read them as weights without a scale."""
 
 Tensors = dict[str, Any]
 Quantized = tuple[Tensors, Any]
@@ -136,7 +138,7 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
     SchemeName.FP8_TENSOR: {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
-        "ignored_layers": _LAYERS_ALONE,
+        "ignored_layers": [*_LAYERS_ALONE, *_ROUTERS],
     },
     SchemeName.INT4: _compressed("pack-quantized", _integers(4, "group", group_size=GROUP), None),
     SchemeName.AWQ: {
@@ -161,10 +163,7 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [GROUP, GROUP],
-        "modules_to_not_convert": [
-            *_LAYERS_ALONE,
-            *(f"model.layers.{index}.mlp.gate" for index in range(LAYERS)),
-        ],
+        "modules_to_not_convert": [*_LAYERS_ALONE, *_ROUTERS],
     },
     SchemeName.MXFP4: {
         "quant_method": "mxfp4",

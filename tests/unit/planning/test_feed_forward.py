@@ -478,6 +478,15 @@ def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
         plan(feed_forward(device_memory="3500Mi"), mixture())
 
 
+def test_reports_the_missing_memory_of_all_ranks_at_once() -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(feed_forward(device_memory="3500Mi", memory="16Gi"), mixture())
+    own, theirs = refused.value.message.splitlines()
+    assert "of memory is missing on its rank" in own
+    assert theirs.startswith("role gpu: 12.39 GiB of memory is missing on each feed-forward rank")
+    assert refused.value.reason == "InsufficientMemory"
+
+
 def test_memory_besides_weights_is_for_the_longest_batch() -> None:
     model = mixture()
     many = replace(model, kinds=tuple(replace(kind, experts_per_token=64) for kind in model.kinds))

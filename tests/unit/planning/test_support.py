@@ -331,6 +331,10 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
     plan(spec(*MIXED), model)
     with pytest.raises(PlanError, match=r"silently ignore the limit\. Use GPU roles only"):
         plan(spec(*MIXED), limited)
+    in_fp8 = replace(recorded_profiles()["Qwen3-235B-A22B-FP8"], limited_experts=True)
+    assert plan(spec(*MIXED), in_fp8, NO_AVX512).plan, "our kernels of quantized experts have limits"
+    with pytest.raises(PlanError, match="experts' activation swiglustep"):
+        plan(spec(*MIXED), replace(limited, architecture="Step3p5ForCausalLM"))
     assert plan(beside, limited).plan
     plan(spec(gpu(deviceMemory="80Gi")), limited)
     with pytest.raises(PlanError, match="vLLM's router for them needs a GPU"):

@@ -50,7 +50,9 @@ def describe_alternatives(
             memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
             alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")
     gpu_memory = format_bytes(int(_whole_model_bytes(profile, engine, Device.GPU) / GPU_USABLE))
-    alternatives.append(f"GPU roles only, with {gpu_memory} of GPU memory in all")
+    host_tables = profile.host_table_bytes
+    host_memory = f" and {format_bytes(host_tables)} of host memory" if host_tables else ""
+    alternatives.append(f"GPU roles only, with {gpu_memory} of GPU memory{host_memory} in all")
     return f"{ALTERNATIVES}, with one request of {engine.max_model_len:,} tokens: {'; '.join(alternatives)}"
 
 

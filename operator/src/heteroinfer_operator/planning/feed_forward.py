@@ -4,7 +4,7 @@ The rest of the planner handles the GPU's remaining model like any other model.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -137,25 +137,55 @@ def choose_feed_forward_part(
         )
     _check_lanes(sets)
     by_experts = _is_by_experts(sum(each.count for each in sets), profile, order)
-    counts = range(1, len(order) + 1) if set_by_user is None else (set_by_user,)
-    missing_bytes = 0
-    for count in counts:
+    largest = build_feed_forward_part(sets, profile, order[:set_by_user], by_experts=by_experts)
+    check_stage = partial(_check_stage_rank, role.name, topology, largest, len(order), engine, inventory)
+    try:
+        check_stage()
+    except PlanError:  # the error also has the memory that the feed-forward ranks lack
+        largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
+        run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
+    for count in range(1, len(order) + 1) if set_by_user is None else (set_by_user,):
         remote = build_feed_forward_part(sets, profile, order[:count], by_experts=by_experts)
-        missing_bytes = stage_rank_missing_bytes(topology, remote.remaining, engine, inventory)
-        if missing_bytes <= 0:
-            remote = replace(remote, shares=_planned_shares(remote, engine, inventory))
-            _check_shares(role.name, remote)
-            for each, numbers in remote.numbered_sets:
-                _check_memory(each, numbers, remote, engine)
-            return remote
-    raise PlanError(
-        f"role {role.name}: {format_bytes(missing_bytes)} of memory is missing on its rank. The rank holds "
-        f"the model without the experts or MLPs of {_format_layers(counts[-1])}, and the KV cache for one "
-        f"request of {engine.max_model_len:,} tokens. "
-        f"{'Raise feedForward.layers, use' if counts[-1] < len(order) else 'Use'} a larger device, or lower "
-        "engine.maxModelLen",
-        reason=PlanReason.INSUFFICIENT_MEMORY,
-    )
+        if stage_rank_missing_bytes(topology, remote.remaining, engine, inventory) <= 0:
+            break
+    remote = replace(remote, shares=_planned_shares(remote, engine, inventory))
+    for check in _memory_checks(role.name, remote, engine):
+        check()
+    return remote
+
+
+def _check_stage_rank(
+    role: str,
+    topology: Topology,
+    largest: FeedForwardPart,
+    num_layers: int,
+    engine: EngineSettings,
+    inventory: Inventory,
+) -> None:
+    """Raises PlanError if the rank of the stage lacks memory, even with the largest allowed part on CPUs.
+
+    Args:
+        num_layers: number of layers with experts or an MLP.
+    """
+    missing_bytes = stage_rank_missing_bytes(topology, largest.remaining, engine, inventory)
+    if missing_bytes > 0:
+        raise PlanError(
+            f"role {role}: {format_bytes(missing_bytes)} of memory is missing on its rank. The rank holds "
+            f"the model without the experts or MLPs of {_format_layers(len(largest.layers))}, and the KV "
+            f"cache for one request of {engine.max_model_len:,} tokens. "
+            f"{'Raise feedForward.layers, use' if len(largest.layers) < num_layers else 'Use'} a larger "
+            "device, or lower engine.maxModelLen",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
+
+
+def _memory_checks(
+    role: str, remote: FeedForwardPart, engine: EngineSettings
+) -> Iterator[Callable[[], None]]:
+    """Yields the checks of shares, and of the memory of the feed-forward ranks of each set."""
+    yield partial(_check_shares, role, remote)
+    for rank_set, numbers in remote.numbered_sets:
+        yield partial(_check_memory, rank_set, numbers, remote, engine)
 
 
 def _check_lanes(sets: Sequence[RankSet]) -> None:

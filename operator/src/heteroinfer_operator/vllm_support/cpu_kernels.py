@@ -188,14 +188,10 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     """
     if not profile.experts:
         return
-    remedy = "use GPU roles only, or let only experts run on CPUs (parallelism.mode: FeedForward)"
+    remedy = "use GPU roles only"
+    if name_activation(profile) in FEED_FORWARD_ACTIVATIONS:
+        remedy += ", or let only experts run on CPUs (parallelism.mode: FeedForward)"
     other_remedy = f"{remedy[0].upper()}{remedy[1:]}"
-    if profile.limited_experts:
-        raise build_cpu_error(
-            f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
-            "vLLM's CPU kernels silently ignore the limit",
-            other_remedy,
-        )
     if profile.architecture in ZERO_EXPERTS:
         raise build_cpu_error(
             f"{profile.architecture} with zero experts (experts that compute nothing)",
@@ -210,6 +206,12 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
         _check_activation(profile, _GATED_ACTIVATIONS, other_remedy)
         _check_coded_experts(profile, bf16_remedy)
         return
+    if profile.limited_experts and profile.architecture not in STEP_LIMITS:
+        raise build_cpu_error(
+            f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
+            "vLLM's CPU kernels silently ignore the limit",
+            other_remedy,
+        )
     if kernel is None:
         raise build_cpu_error(
             f"experts in {describe_format(profile)}", "vLLM has no CPU kernel for this format", bf16_remedy

@@ -64,7 +64,7 @@ class ExpertWeights:
         return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
 
     def read_coded(self, expert: int, *, w13: bool) -> Coded:
-        """Returns this rank's w13 columns (gates, then ups) or w2 inputs, as codes and scales."""
+        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, in the kernels' terms."""
         return self._read(expert, w13)
 
     def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
@@ -84,13 +84,11 @@ class ExpertWeights:
     # Regions of parameters
 
     def _read_columns(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
-        """Reads this rank's gate columns, then its up columns, of a w13 parameter.
-
-        In the file all gates precede all ups (each half padded to `shape.padded` columns), or both alternate.
+        """Reads this rank's columns of w13: gates, then ups.
 
         Args:
             dim: dimension of the columns.
-            per: columns that one element holds (packed codes, block scales).
+            per: columns per element.
         """
         shape, own = self._shape, self._shape.own
 
@@ -117,7 +115,7 @@ class ExpertWeights:
 
         Args:
             dim: dimension of the inputs.
-            per: inputs that one element holds (packed codes, block scales).
+            per: inputs per element.
         """
         own = self._shape.own
         ranges: list[Range | None] = [None, None]
@@ -354,7 +352,9 @@ class ExpertWeights:
         The file stores each code plus 8; the result has the codes in two's complement.
         """
         part = "w13" if w13 else "w2"
-        group = self._inputs_per_scale(self._reader.shape(f"{part}_weight_scale")[1], w13)
+        has_zeros = self._reader.has(f"{part}_weight_zero_point")
+        scales_per_column = self._reader.shape(f"{part}_weight_scale")[1]
+        group = self._inputs_per_scale(scales_per_column, w13, has_zeros=has_zeros)
         codes = (
             _with_contiguous_rows(
                 self._read_columns_and_inputs("weight_packed", expert, w13, 1, _NIBBLES)
@@ -363,11 +363,9 @@ class ExpertWeights:
         )
         scales = self._read_group_scales("weight_scale", expert, w13, group)
         zeros = None
-        if self._reader.has(f"{part}_weight_zero_point"):
+        if has_zeros:
             zeros = self._read_zero_points(f"{part}_weight_zero_point", expert, w13, group)
-        form = Format(
-            code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=zeros is not None
-        )
+        form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=has_zeros)
         return self._build_coded(form, w13, codes, scales=scales, zeros=zeros)
 
     def _read_zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
@@ -379,10 +377,13 @@ class ExpertWeights:
         unpacked = _unpack_nibbles(packed.t().contiguous()).t()
         return (unpacked.to(torch.int8) - 8).contiguous()
 
-    def _inputs_per_scale(self, scales: int, w13: bool) -> int:
-        """Returns the number of inputs that share a scale; 0 if all inputs do."""
+    def _inputs_per_scale(self, scales: int, w13: bool, *, has_zeros: bool = False) -> int:
+        """Returns the number of inputs that share a scale; 0 if all inputs do and there are no zero points.
+
+        The kernels subtract zero points from groups only, so with zero points all inputs are one group.
+        """
         inputs = self._shape.hidden if w13 else self._shape.own.total
-        return 0 if scales == 1 else inputs // scales
+        return 0 if scales == 1 and not has_zeros else inputs // scales
 
     def _read_group_scales(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
         """Reads the scales of groups of inputs, [columns, groups]."""
@@ -415,7 +416,8 @@ class ExpertWeights:
         The file has [inputs, columns], and unsigned codes and zero points. The result has both minus 8, the
         codes in two's complement.
         """
-        group = self._inputs_per_scale(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
+        scales_per_column = self._reader.shape("w13_scales" if w13 else "w2_scales")[0]
+        group = self._inputs_per_scale(scales_per_column, w13, has_zeros=True)
         packed = (
             self._read_columns("w13_qweight", expert, 1, _NIBBLES)
             if w13
