@@ -118,6 +118,6 @@ def test_a_path_that_is_both_file_and_folder_is_refused(
     listed: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     index = {"weight_map": {f"t{i}": name for i, name in enumerate(named)}}
-    with pytest.raises(FetchError, match="as a file, and a file below it or above it") as refused:
+    with pytest.raises(FetchError, match="both as a file and as a folder") as refused:
         weight_files(listing((*SHARDED, *listed)), index)
     assert refused.value.reason is FailureReason.MODEL_NOT_READABLE

@@ -330,7 +330,7 @@ class Plan(codec.JsonValue):
         """Checks which ranks are feed-forward ranks, and each of them; raises ContractError."""
         last_ranks = self.ranks[len(self.stage_ranks) :]
         if any(rank.feed_forward is None for rank in last_ranks):
-            raise ContractError("Plan.ranks: feed-forward ranks must come after all others")
+            raise ContractError("Plan.ranks: feed-forward ranks must come after all other ranks")
         if bool(last_ranks) != (self.mode is Mode.FEED_FORWARD):
             raise ContractError(
                 f"Plan.ranks: a plan must have feed-forward ranks in mode {Mode.FEED_FORWARD} and in no "

@@ -92,7 +92,7 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
             )
         for name in names:
             if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):
-                raise _not_servable_error(f"has {name} as a file, and a file below it or above it", files)
+                raise _not_servable_error(f"has {name} both as a file and as a folder", files)
         return [by_path[name] for name in names]
     if SINGLE_FILE in by_path:
         return [by_path[SINGLE_FILE]]

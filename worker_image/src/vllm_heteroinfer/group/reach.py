@@ -57,7 +57,10 @@ def check_pods(
         for pod in others:
             first_rank = plan.pods[pod].ranks[0].rank
             store.get(
-                f"reached/{pod}", deadline, what=f"message that pod {pod} reaches all others", rank=first_rank
+                f"reached/{pod}",
+                deadline,
+                what=f"message that pod {pod} reaches all other pods",
+                rank=first_rank,
             )
 
 

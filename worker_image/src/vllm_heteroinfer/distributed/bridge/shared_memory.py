@@ -217,4 +217,7 @@ def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_m
             "gloo",
             f"shared memory works only on {', '.join(MACHINES)}, and the hosts are {sorted(machines)}",
         )
-    return "shared_memory", "the plan puts the ranks on one host, and each rank can read the others' data"
+    return (
+        "shared_memory",
+        "the plan puts the ranks on one host, and every rank can read the data of each rank",
+    )

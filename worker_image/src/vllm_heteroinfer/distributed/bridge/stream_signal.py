@@ -75,7 +75,7 @@ def find_signal(
         signal = StreamSignal(words, address, device, proof_word=proof_word)
     except OSError as error:  # the host takes a few us longer; the log has the reason
         return None, f"by the host, because the device cannot write to host memory: {error}"
-    return signal, "by the device for small parts, by the host for others"
+    return signal, "by the device for small parts, by the host for larger parts"
 
 
 def _load_write_call() -> Callable[[int, int, int, int], int]:
