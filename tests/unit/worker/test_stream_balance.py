@@ -113,6 +113,21 @@ def test_measurements_find_the_rates_with_any_number_of_experts(
         assert point.exchange_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_the_slow_first_use_of_both_at_the_same_time_does_not_count() -> None:
+    used: list[int] = []
+
+    def run(rows: int, number: int) -> LayerTimes:
+        first = 0 < number < 128 and not used
+        used.extend([number] if 0 < number < 128 else [])
+        cpus, gpu = 0.012 * (128 - number) / 128, 0.022 * number / 128
+        compute_s = 0.037 if first else 0.001 * number / 128
+        return LayerTimes(period_s=max(cpus, gpu, compute_s), cpu_s=cpus, copy_s=gpu, compute_s=compute_s)
+
+    (point,) = measure(run, [128], 128)
+    assert point.compute_s == pytest.approx(0.001)
+    assert 40 < point.gpu_experts(0.0, 128) < 50
+
+
 def test_measures_no_more_rows_once_cpus_take_long() -> None:
     runs: list[tuple[int, int]] = []
 

@@ -124,6 +124,7 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     """
     measured: list[Measured] = []
     number = experts // 2
+    run(sizes[0], number)  # its first use makes tables and loads kernels, which takes longer than a layer
     for rows in sizes:
         cpus_alone = _best(run, rows, 0)
         gpu_alone = _best(run, rows, experts)
@@ -144,7 +145,7 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
                 )
             )
             number = min(max(tries[-1].gpu_experts(0.0, experts), 1), experts - 1)
-        measured.append(min(tries, key=lambda each: each.copy_s + each.cpu_s))
+        measured.append(min(tries, key=lambda each: each.copy_s + each.cpu_s + each.compute_s))
         if cpus_alone.period_s > LONGEST_S:
             break
     return measured
