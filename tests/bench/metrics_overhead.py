@@ -193,8 +193,8 @@ def one_step(metrics: RankMetrics) -> None:
     """Tells the metrics of a decode step with all that a GPU rank has of it."""
     metrics.begin_call()
     for direction in ("recv", "send"):
-        metrics.waited(1e-3)
-        metrics.transferred(direction, 1e-4, 8192)
+        metrics.add_wait(1e-3)
+        metrics.add_transfer(direction, 1e-4, 8192)
     metrics.set_device_timer(lambda: 1e-3)
     metrics.end_call()
     metrics.finish_step(prefill_tokens=0, decode_tokens=1)

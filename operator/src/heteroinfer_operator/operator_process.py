@@ -252,7 +252,7 @@ class Operator:
             for state, caches in (
                 ("unlisted", cluster_state.unsynced()),
                 ("failing", failing),
-                ("stale", cluster_state.stale_labels()),
+                ("stale", cluster_state.stale_cache_names()),
             ):
                 self._metrics.caches.labels(state).set(len(caches))
             unreadable = cluster_state.errors_by_namespace()
@@ -293,8 +293,11 @@ class Operator:
             asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _record_resync(self, cluster_state: ClusterState) -> None:
-        """Records a full resync, unless caches are stale: then its decisions used an old state."""
-        self._health.stale_caches = tuple(cluster_state.stale_labels())
+        """Records a full resync, unless caches are stale.
+
+        With stale caches, its decisions used an old state.
+        """
+        self._health.stale_caches = tuple(cluster_state.stale_cache_names())
         if self._health.stale_caches:
             logger.error(
                 "the resync is incomplete: the operator has received no data about %s",
@@ -355,7 +358,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
         return f"cannot read the namespaces {list_some(sorted(unreadable))}"
     if unlisted := cluster_state.unsynced():
         return f"waits for the first list of {list_some(unlisted)}"
-    if stale := cluster_state.stale_labels():
+    if stale := cluster_state.stale_cache_names():
         return f"nothing was received for {list_some(stale)}"
     return ""
 

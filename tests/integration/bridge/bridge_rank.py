@@ -29,15 +29,15 @@ class CountingMeter(Meter):
         self.num_bytes = 0
         self.awaited: list[int] = []
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         self.waited_s += seconds
 
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+    def add_transfer(self, direction: str, seconds: float, num_bytes: int) -> None:
         assert direction in {"send", "recv"}
         self.transferred_s += seconds
         self.num_bytes += num_bytes
 
-    def waiting_for(self, rank: int | None) -> None:
+    def set_awaited_rank(self, rank: int | None) -> None:
         if rank is not None and self.awaited[-1:] != [rank]:
             self.awaited.append(rank)
 

@@ -43,7 +43,7 @@ from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 class Meter:
     waits_for = None
 
-    def waiting_for(self, rank):
+    def set_awaited_rank(self, rank):
         self.waits_for = rank
 
     def __getattr__(self, name):

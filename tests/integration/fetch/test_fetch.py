@@ -431,7 +431,7 @@ def test_a_commit_with_a_path_writes_nothing_outside_the_cache(hub: HubServer, c
     hub.repositories[MODEL] = Outside(files=hub.repositories[MODEL].files)
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
-    assert "invalid commit" in failure.message
+    assert "its answer must name a commit" in failure.message
     assert not (cache.parent / "outside").exists()
 
 

@@ -96,7 +96,7 @@ def be_parent() -> None:
     engine = subprocess.Popen(["sleep", "600"])
     print(f"engine {engine.pid} runs", flush=True)
     code = engine.wait()
-    reporter.engine_ended(code)
+    reporter.report_engine_end(code)
     os._exit(70)
 
 

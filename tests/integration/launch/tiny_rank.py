@@ -49,9 +49,9 @@ def main() -> None:
         if do == "crawl":
             crawl(reporter)
         if do == "await":
-            reporter.waits_for(rank + 1)
+            reporter.set_awaited_rank(rank + 1)
         elif do == "engine":
-            reporter.waits_for_engine()
+            reporter.report_engine_wait()
         elif do != "late":
             reporter.set_phase(RankPhase.READY, 100, 100)
         act(do, reporter)

@@ -1,4 +1,4 @@
-"""What failed while the machine stood still is run once more; what failed without is not."""
+"""Tests that failed while the machine stood still run once more; other failed tests do not."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests import standstill
 ROOT = Path(__file__).parents[3]
 
 
-def test_standstills_count_while_a_test_ran() -> None:
+def test_counts_only_the_stalls_during_the_test() -> None:
     lines = "10.0 10.5\n20.0 21.0\n"
     assert standstill.stood_still_s(lines, 10.25, 20.5) == pytest.approx(0.75)
     assert standstill.stood_still_s(lines, 11.0, 19.0) == 0.0

@@ -72,7 +72,7 @@ os.environ["HETEROINFER_GROUP_KEY"] = key
 rank = GroupStore.connect(launch, Deadline.after(20))
 own.put("executor", "tcp://10.0.0.1:5")
 said = []
-rank.waits_for = said.append
+rank.set_awaited_rank = said.append
 assert rank.get("executor", Deadline.after(5), what="queue", rank=0) == "tcp://10.0.0.1:5"
 assert said == [0, None]
 signed = stranger.get("executor", Deadline.after(5), what="queue")

@@ -87,7 +87,7 @@ def _manifests() -> dict[str, Any]:
         build_client_service(OWNER, (RESOURCE.spec.engine.port,)),
         build_group_service(GROUP),
         build_network_policy(RESOURCE.spec, GROUP),
-        build_disruption_budget(GROUP, pods=len(PLAN.pods), spares_start=True),
+        build_disruption_budget(GROUP, pods=len(PLAN.pods), protects_unready_pods=True),
         build_shared_budget(OWNER, min_available=2 * len(PLAN.pods) - 1),
         build_plan_config_map(OWNER, PLAN),
         build_revision_record(OWNER, record),

@@ -18,7 +18,7 @@ def notes(manifests: list[dict[str, Any]], every: timedelta) -> list[bool]:
 
 
 def note(written: RepeatedWrites, manifest: dict[str, Any], now: datetime) -> bool:
-    return written.counts_as_undone(manifest["kind"], manifest["metadata"]["name"], manifest, now)
+    return written.count_write(manifest["kind"], manifest["metadata"]["name"], manifest, now)
 
 
 def test_repeated_identical_writes_count_as_undone_by_others() -> None:
@@ -50,8 +50,6 @@ def test_setting_the_clock_back_restarts_the_count() -> None:
 
 def test_repeated_deletions_count_as_undone_by_others() -> None:
     written = RepeatedWrites()
-    times = [
-        written.counts_as_undone("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)
-    ]
+    times = [written.count_write("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)]
     assert times == [False] * (MAX_RESTORATIONS - 1) + [True]
     assert not note(written, policy(), NOW), "writes and deletions are counted separately"

@@ -90,7 +90,7 @@ def test_a_format_without_a_measurement_has_a_default_share_of_the_measured_rate
     assert rank_s(cpu(), Inventory(calibration={"cpu": bare})) == pytest.approx(rank_s(cpu(), MEASURED))
 
 
-def test_uses_the_calibrations_gpu_if_it_was_measured() -> None:
+def test_gpu_rates_come_from_the_calibration_if_it_measured_the_gpu() -> None:
     assert rank_s(gpu(), MEASURED) == rank_s(gpu(), Inventory())
     measured = calibration(gpu=GpuRate(bytes_per_s=35e9, operations_per_s=1e15))
     slow = rank_s(gpu(), Inventory(calibration={"gpu": measured}))

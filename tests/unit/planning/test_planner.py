@@ -215,7 +215,7 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     assert error.reason == "LayersMismatch"
     assert error.message == (
         f"stage 0 (role {first['name']}): at least one layer must have a KV cache or a state, because vLLM "
-        "cannot run a stage without one (got layers 0 to 1). Change roles[].layers"
+        "can run no other stage (got layers 0 to 1). Change roles[].layers"
     )
     planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
     assert planned.layers_by_stage == (3, 29)

@@ -404,13 +404,13 @@ class World:
         if self.written[0] != self.generation:
             self.written = self.generation, RepeatedWrites()
         if isinstance(action, RemoveFinalizer):
-            return self.written[1].counts_as_undone(names.KIND, names.FINALIZER, None, self.now)
+            return self.written[1].count_write(names.KIND, names.FINALIZER, None, self.now)
         if isinstance(action, DeleteObject) and action.kind != "Pod":
-            return self.written[1].counts_as_undone(action.kind, action.name, None, self.now)
+            return self.written[1].count_write(action.kind, action.name, None, self.now)
         if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
             return False
         kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
-        return self.written[1].counts_as_undone(kind, name, action.manifest, self.now)
+        return self.written[1].count_write(kind, name, action.manifest, self.now)
 
     def _refused(self, action: Write) -> str:
         """Returns the message of a refused action, or ""."""

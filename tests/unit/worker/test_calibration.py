@@ -153,7 +153,9 @@ def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() ->
 
 def test_no_measurement_begins_when_the_time_is_over() -> None:
     found = measure(plan_measurements((Cpu(id=0, core=0),), Path("/run")), 0.0)
-    assert {each["why"] for each in found.lists["skipped"]} == {"no time left of 0 s"}
+    assert {each["why"] for each in found.lists["skipped"]} == {
+        "not begun within 0 s (give heteroinfer-worker calibrate a longer --limit)"
+    }
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,12 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
     [
         ("", 60, ["a", "b", "c"], []),
         ("if what == 'b': os.abort()", 60, ["a", "c"], [("b", "ended with exit code -6: ")]),
-        ("if what == 'b': time.sleep(60)", 5, ["a"], [("b", "not done in 5 s")]),
+        (
+            "if what == 'b': time.sleep(60)",
+            5,
+            ["a"],
+            [("b", "not done within 5 s (give heteroinfer-worker calibrate a longer --limit)")],
+        ),
         (
             "os.abort()",
             60,

@@ -31,10 +31,10 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
-        metrics.transferred("send", 1.0, 1 << 20)  # of the warm-up, which belongs to no step
+        metrics.add_transfer("send", 1.0, 1 << 20)  # of the warm-up, which belongs to no step
         metrics.begin_call()
-        metrics.waited(1e-9)
-        metrics.transferred("send", 2e-9, 4096)
+        metrics.add_wait(1e-9)
+        metrics.add_transfer("send", 2e-9, 4096)
         metrics.end_call()
         metrics.finish_step(prefill_tokens=0, decode_tokens=4)
 

@@ -59,7 +59,10 @@ class DnsOption(Model):
 
 
 def _is_address(text: str) -> bool:
-    """Reports whether CEL's isIP accepts a text: an address without a zone, and not IPv4 inside IPv6."""
+    """Reports whether CEL's isIP accepts a text.
+
+    It accepts an address without a zone, but not IPv4 inside IPv6.
+    """
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -147,7 +147,9 @@ def _json_length(raw: object) -> int:
 
 
 def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
-    """Returns a spec that any version accepted: it skips rules and drops unknown fields.
+    """Returns a spec that any version accepted.
+
+    Skips rules and drops unknown fields.
 
     Raises:
         SpecError: the spec still cannot be read.

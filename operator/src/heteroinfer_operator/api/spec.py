@@ -245,9 +245,10 @@ def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
 
 
 def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether feed-forward ranks fit the mode: FeedForward needs them, and only Auto permits them.
+    """Reports whether feed-forward ranks fit the mode.
 
-    A role that sets feedForward has such ranks. In mode FeedForward, CPU roles beside the GPU role have them.
+    FeedForward needs them, Auto permits them, and the other modes refuse them. A role that sets feedForward
+    has such ranks. In mode FeedForward, CPU roles beside the GPU role have them.
     """
     set_by_role = any(role.feed_forward is not None for role in spec.roles)
     if spec.parallelism.mode is Mode.FEED_FORWARD:

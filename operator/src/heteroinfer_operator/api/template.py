@@ -194,7 +194,7 @@ class NodeAffinity(Model):
 
 
 class PodAffinityTerm(Model):
-    """Other pods, and a node label: nodes with the same value of this label count as near to each other."""
+    """Other pods, and a node label. Nodes with the same value of this label count as near to each other."""
 
     topology_key: LabelKey
     """Key of the node label. Nodes with the same value count as near to each other."""

@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     root = Path(arguments.write)
     if not (root / "operator" / "src" / "heteroinfer_operator").is_dir():
         raise HeteroInferError(
-            f"--write: {root.resolve()} is not a source tree of HeteroInfer. Name the folder of one",
+            f"--write: {root.resolve()} is not a source tree of HeteroInfer. Set --write to the root of a "
+            "clone of its repository",
             reason="NoSourceTree",
         )
     for name, written in {**dict.fromkeys(COPIES, text), PAGE: render_page()}.items():

@@ -171,7 +171,10 @@ def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
         ]
     if layout.mode is Mode.FEED_FORWARD:
         lines += [
-            _commented_line("    feedForward:", "CPU ranks in the GPU's pod, in addition to its resources"),
+            _commented_line(
+                "    feedForward:",
+                "CPU ranks in the GPU's pod. Their cpu and memory are added to its resources above",
+            ),
             _commented_line(
                 "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"
             ),

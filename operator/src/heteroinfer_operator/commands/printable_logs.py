@@ -1,4 +1,4 @@
-"""Formats log lines without terminal sequences: messages can contain any text of pods, webhooks or users."""
+"""Formats log lines without terminal sequences. Messages can contain any text of pods, webhooks or users."""
 
 import json
 import logging

@@ -127,7 +127,7 @@ class ResourceLine:
 
     @property
     def has_status(self) -> bool:
-        """Whether an operator has written the status: before that, the condition Ready has no reason."""
+        """Whether an operator has written the status. Before that, the condition Ready has no reason."""
         return bool(self.reason)
 
     def dump(self) -> dict[str, Any]:

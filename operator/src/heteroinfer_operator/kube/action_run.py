@@ -257,7 +257,7 @@ class ActionRun:
         body = self._build_body({"metadata": {"finalizers": list(remaining)}}, self._version)
         await self._send_resource_write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = remaining
-        if self._memory.repeated_writes.counts_as_undone(
+        if self._memory.repeated_writes.count_write(
             names.KIND, names.FINALIZER, None, self._current_permits().now
         ):
             raise finalizer_set_each_time(self._resource)

@@ -239,6 +239,6 @@ def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
 
 
 def _has_vanished_pod(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
-    """Reports whether a pod disappeared without being deleted: it may only have lost its label."""
+    """Reports whether a pod disappeared without being deleted. Such a pod may only have lost its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

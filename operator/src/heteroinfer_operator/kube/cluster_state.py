@@ -160,7 +160,7 @@ class ClusterState:
                 server,
                 Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
                 trim=trim.pod_requests,
-                changed=self._requests_changed,
+                changed=self._count_changed_requests,
                 index=lambda pod: pod.node,
             )
             self._classes = WatchCache(
@@ -226,7 +226,7 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._pod_requests is not None:
-            # The stored pod gets its own reservation (`_requests_changed`), so this one ends.
+            # The stored pod gets its own reservation (`_count_changed_requests`), so this one ends.
             self._promised_pods.pop(NamespacedName.from_object(stored), None)
             self._pod_requests.store_written(stored)
 
@@ -239,7 +239,7 @@ class ClusterState:
             self._pod_requests.remove_gone(name, uid)
 
     def unsynced(self) -> list[str]:
-        """Returns the labels of the caches without a first complete list."""
+        """Returns the names of the caches that have no first complete list yet."""
         return [cache.collection.label for cache in self.awaited_caches() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
@@ -269,10 +269,10 @@ class ClusterState:
                 errors[scope] = refusals[0]
         return errors
 
-    def stale_labels(self) -> list[str]:
-        """Returns the labels of caches that may be outdated.
+    def stale_cache_names(self) -> list[str]:
+        """Returns the names of caches that may be outdated, such as "pods of all namespaces".
 
-        Namespaces that cannot be read do not count, unless the operator can read none.
+        Leaves out namespaces that the operator cannot read, unless it can read none.
         """
         errors = self.errors_by_namespace()
         skipped = set(errors) if len(errors) < len(self._pods) else set()
@@ -514,7 +514,7 @@ class ClusterState:
             requests_by_priority.setdefault(pod.priority, []).append(pod.requests)
         return {priority: sum_requests(requests) for priority, requests in requests_by_priority.items()}
 
-    def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
+    def _count_changed_requests(self, before: PodRequests | None, after: PodRequests | None) -> None:
         """Updates totals and reservations after a change of a pod's requests."""
         for pod in (before, after):
             if pod is not None:

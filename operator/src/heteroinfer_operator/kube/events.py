@@ -97,7 +97,13 @@ class EventRecorder:
         if len(self._waiting) >= MAX_WAITING_EVENTS or not (
             is_repeated or self._fits_rate(resource.uid, now)
         ):
-            logger.debug("%s: dropped event %s: over the limit", resource.key, event.reason)
+            logger.debug(
+                "%s: dropped event %s (limits: %d waiting events, %d new events of a resource per minute)",
+                resource.key,
+                event.reason,
+                MAX_WAITING_EVENTS,
+                MAX_EVENTS_PER_MINUTE,
+            )
             self._dropped()
             return
         self._waiting.append((resource.without_fields(), event))

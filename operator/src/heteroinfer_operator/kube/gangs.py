@@ -183,7 +183,7 @@ class GangSchedulers:
         If they fail, the gang scheduler counts as absent until the next check.
         """
 
-        def failed(error: BaseException) -> None:
+        def forget_after_error(error: BaseException) -> None:
             """Logs the error, and forgets the gang scheduler until the next check."""
             logger.error(
                 "gang scheduler %s: caching its objects failed: %r. Listing them again",
@@ -195,7 +195,9 @@ class GangSchedulers:
             self._forget(gang)
             self._failure.set()
 
-        self._tasks[gang] = start_task(self._cache_objects(gang), name=f"objects of {gang}", failed=failed)
+        self._tasks[gang] = start_task(
+            self._cache_objects(gang), name=f"objects of {gang}", failed=forget_after_error
+        )
 
     async def _cache_objects(self, gang: Gang) -> None:
         """Caches the objects of a gang scheduler. After the first list it counts as found."""

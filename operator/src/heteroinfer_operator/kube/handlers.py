@@ -74,7 +74,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
         )
 
     @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-    async def changed(
+    async def announce_change(
         event: kopf.RawEvent, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any
     ) -> None:
         """Announces a deletion, or a change of a field that decisions read."""

@@ -51,7 +51,7 @@ class RepeatedWrites:
     _last_writes: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
     """By kind, name and whether it is a deletion: hash of the last write, its time, and the count."""
 
-    def counts_as_undone(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
+    def count_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
         """Counts a write or a deletion. Returns whether other writers undo it each time.
 
         Args:

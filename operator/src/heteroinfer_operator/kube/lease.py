@@ -1,4 +1,4 @@
-"""Leader election: if several operators run, only the holder of the Lease works.
+"""Leader election. If several operators run, only the holder of the Lease works.
 
 Safety depends on durations, not on synchronized clocks. A holder stops `deadline_s` after it sent its last
 renewal. Another process takes over only after it has itself seen the Lease unchanged for `duration_s`, which
@@ -180,7 +180,10 @@ class LeaderLease:
             return None
 
     def _is_free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
-        """Reports whether this process may take the Lease: it has no holder, or is unchanged for too long."""
+        """Reports whether this process may take the Lease.
+
+        It may if the Lease has no holder, or has been unchanged for too long.
+        """
         if stored is None or not stored["spec"].get("holderIdentity"):
             return True
         return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)

@@ -66,7 +66,7 @@ class ObjectWrites:
         if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
             return
         self._cluster_state.store_written(kind, stored)
-        if memory.repeated_writes.counts_as_undone(kind.name, name.name, action.manifest, memory.permits.now):
+        if memory.repeated_writes.count_write(kind.name, name.name, action.manifest, memory.permits.now):
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
@@ -149,7 +149,7 @@ class ObjectWrites:
         self._cluster_state.store_written(kind, stored)
         if final_drift := find_drift(stored, manifest):
             raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
-        if not memory.repeated_writes.counts_as_undone(kind.name, name.name, manifest, memory.permits.now):
+        if not memory.repeated_writes.count_write(kind.name, name.name, manifest, memory.permits.now):
             return
         if not uid:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
@@ -205,7 +205,7 @@ class ObjectWrites:
             self._cluster_state.remove_gone(kind, name, action.uid)
             return
         self._update_cache_after_delete(kind, name, action.uid, stored)
-        if kind is not POD and memory.repeated_writes.counts_as_undone(
+        if kind is not POD and memory.repeated_writes.count_write(
             kind.name, action.name, None, memory.permits.now
         ):
             raise child_errors.created_each_time(f"{kind.name} {action.name}")
@@ -243,6 +243,9 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
 
 
 def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
-    """Reports whether an earlier resource of this name owns the object: garbage collection deletes it."""
+    """Reports whether an earlier resource of this name owns the object.
+
+    Garbage collection deletes such an object.
+    """
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)

@@ -36,7 +36,7 @@ class ResourceCache:
         *,
         operator_class: str = "",
     ) -> None:
-        def changed(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
+        def wake_resource(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
             """Wakes the resource once, whether it appeared, changed or disappeared."""
             for record in {record.key: record for record in (before, after) if record is not None}.values():
                 touched(record.key)
@@ -51,7 +51,7 @@ class ResourceCache:
                     namespace=scope,
                 ),
                 trim=functools.partial(trim.resource_record, operator_class=operator_class),
-                changed=changed,
+                changed=wake_resource,
                 index=lambda record: record.key.namespace,
             )
             for scope in scopes

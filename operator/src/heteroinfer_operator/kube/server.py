@@ -325,7 +325,7 @@ class ApiServer:
         return await self._write(patch)
 
     async def apply(self, path: str, body: Body, *, manager: str) -> dict[str, Any]:
-        """Applies a manifest by server-side apply (forced: takes over fields of other managers)."""
+        """Applies a manifest by server-side apply, and takes over fields of other managers (forced)."""
         query = {"fieldManager": manager, "force": "true"}
         apply = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
         return await self._write(replace(apply, content_type=APPLY_PATCH))
@@ -393,7 +393,7 @@ class ApiServer:
             ):
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise request.unanswered(error) from error
+            raise request.build_unanswered_error(error) from error
         if response.status >= 300:
             raise _build_refusal(str(request), response.status, text)
         return text
@@ -417,7 +417,7 @@ class ApiServer:
                 method, url, headers=headers, body=body, _request_timeout=timeout
             )
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise request.unanswered(error) from error
+            raise request.build_unanswered_error(error) from error
         return cast("aiohttp.ClientResponse", answer.response)
 
 
@@ -438,7 +438,7 @@ class _Request:
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
 
-    def unanswered(self, error: Exception) -> ApiError:
+    def build_unanswered_error(self, error: Exception) -> ApiError:
         """Builds the error for a request without an answer."""
         return ApiError(f"{self}: no answer from the API server: {error!r}")
 

@@ -271,7 +271,9 @@ def _claim_names(stored: Manifest) -> tuple[str, ...]:
 
 
 def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Builds the record of a pod that is readable only in its metadata: it exists and is not ready.
+    """Builds the record of a pod of which only the metadata can be read.
+
+    The record shows a pod that exists and is not ready.
 
     Without a record the operator would end the epoch as if the pod had been deleted. The last known state
     could report a dead rank as Ready.
@@ -320,7 +322,7 @@ def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodR
     }
     metadata = {**_metadata(stored), "ownerReferences": [reference]}
     record = pod_record({**stored, "metadata": metadata}, key=key)
-    assert record is not None  # it has a key and an owner
+    assert record is not None  # pod_record returns None only for pods without a key or an owner
     return replace(record, view=replace(record.view, lost_owner=True))
 
 

@@ -274,7 +274,7 @@ class WatchCache(Generic[T]):
             self._watch_timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _relist_if_restored(self) -> None:
-        """Lists again if the store is older than this cache: etcd was restored from a backup.
+        """Lists again if the store is older than this cache. It is older if etcd was restored from a backup.
 
         A watch from a future version would send nothing until the store reaches that version.
         """

@@ -174,7 +174,10 @@ class LocalCluster:
         )
 
     def _observe_node(self) -> NodeView:
-        """Returns this machine for plans: its devices only, since all pods share cores and memory."""
+        """Returns this machine for plans.
+
+        Includes only its devices, because all pods share its cores and memory.
+        """
         node = self._options.node
         devices = {name: count for name, count in node.allocatable.items() if "/" in name}
         in_use = len(self._options.gpus) - len(self._free_gpus)
@@ -377,7 +380,7 @@ class LocalCluster:
 
 
 async def _none_without_answer(answer: Awaitable[T]) -> T | None:
-    """Returns an answer, or None if the pod does not answer: it is starting, busy or ending."""
+    """Returns an answer, or None if the pod does not answer because it is starting, busy or ending."""
     try:
         return await answer
     except NO_ANSWER as error:
@@ -391,5 +394,5 @@ def _reports_ready(status: GroupReport | None) -> bool:
 
 
 def _with_uid(manifest: Manifest, uid: str) -> Manifest:
-    """Returns a manifest as the API server would store it: with a uid."""
+    """Returns a manifest with a uid, as the API server would store it."""
     return {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}

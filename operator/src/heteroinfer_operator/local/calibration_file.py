@@ -1,4 +1,4 @@
-"""The calibration of this machine: measured by the worker's Python, kept in the user's cache folder."""
+"""The calibration of this machine. The worker's Python measures it, and the user's cache folder keeps it."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
 
 
 def write_calibration_file(calibration: Calibration, file: Path) -> None:
-    """Replaces a calibration file: another process reads the old or the new content, never a mixture.
+    """Replaces a calibration file. Another process reads the old or the new content, never a mixture.
 
     Raises:
         CalibrationError: the file cannot be written.

@@ -69,7 +69,7 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
             selector = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
             raise HeteroInferError(
                 f"role {role.name}: this machine is {other}. Use an x86-64 machine, or, if the worker's "
-                "Python has a vLLM that was built for this one, roles[].template.nodeSelector: "
+                "Python has a vLLM built for this platform, roles[].template.nodeSelector: "
                 f"{{{selector}}}",
                 reason="OtherPlatform",
             )

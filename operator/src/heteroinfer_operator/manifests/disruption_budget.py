@@ -24,16 +24,16 @@ from heteroinfer_operator.manifests.identity import GroupRef, Owner
 KIND: Final = "PodDisruptionBudget"
 
 
-def build_disruption_budget(group: GroupRef, *, pods: int, spares_start: bool) -> dict[str, Any]:
+def build_disruption_budget(group: GroupRef, *, pods: int, protects_unready_pods: bool) -> dict[str, Any]:
     """Returns the budget of a group of at least two pods; a single pod may always be evicted.
 
     The budget has a number, not a percentage: for a percentage the disruption controller would read the
     number of pods from the resource's /scale, which counts groups.
 
     Args:
-        spares_start: whether pods that are not Ready yet are protected.
+        protects_unready_pods: whether pods that are not Ready yet are protected.
     """
-    policy = "IfHealthyBudget" if spares_start else "AlwaysAllow"
+    policy = "IfHealthyBudget" if protects_unready_pods else "AlwaysAllow"
     metadata = identity.group_metadata(group, identity.group_service(group.owner, group.index))
     return _build_budget(metadata, identity.group_labels(group), min_available=pods - 1, policy=policy)
 

@@ -83,7 +83,10 @@ def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
-    """Returns the template for the model's pod: a CPU role's if there is one, because it needs no GPU."""
+    """Returns the template for the model's pod.
+
+    It is the template of a CPU role if there is one, because the pod needs no GPU.
+    """
     return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
 
 

@@ -81,7 +81,7 @@ class GroupTerms:
 
     @cached_property
     def series(self) -> tuple[PodSeries, ...]:
-        """Kinds that must share one place: they have the same terms, and no other kind matches these."""
+        """Kinds that must share one place. They have the same terms, and no other kind matches these."""
         found = []
         for kind, peers in enumerate(self.peers):
             if kind != min(peers, default=None):

@@ -141,7 +141,7 @@ def _plan_mode(request: GroupRequest, capacity: Capacity) -> Planned:
 
 
 def _planned_device(role: RoleSpec, on_cpus: Container[str]) -> Device:
-    """Returns the device of a role: CPU for a GPU role that computes on CPUs."""
+    """Returns the device of a role. It is CPU for a GPU role that computes on CPUs."""
     return Device.CPU if role.name in on_cpus else role.device
 
 

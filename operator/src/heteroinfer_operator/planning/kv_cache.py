@@ -39,7 +39,7 @@ class _Cache:
 
     @property
     def key(self) -> tuple[AttentionKind, int, int]:
-        """Identity of the block table: caches with equal keys share a table."""
+        """Identity of the block table. Caches with equal keys share a table."""
         return (self.kind, self.window, self.page_bytes)
 
 

@@ -92,7 +92,7 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
             # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
             raise PlanError(
                 f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
-                f"because vLLM cannot run a stage without one (got layers {end - count} to {end - 1}). "
+                f"because vLLM can run no other stage (got layers {end - count} to {end - 1}). "
                 "Change roles[].layers",
                 reason=PlanReason.LAYERS_MISMATCH,
             )
@@ -121,7 +121,9 @@ def _describe_cache(sizes: Sizes) -> str:
 
 
 def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, ...]:
-    """Returns the number of layers of each stage: as few on CPUs as possible, otherwise as even as possible.
+    """Returns the number of layers of each stage.
+
+    CPU stages get as few layers as possible. Apart from that, the split is as even as possible.
 
     GPU stages are filled first, because a CPU rank adds capacity and not speed. If the memory of all stages
     is unknown, all stages get the same number. Each stage also holds the KV cache of one full-length request.
@@ -172,7 +174,10 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
 
 
 def _min_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Returns the fewest layers that each stage may have: some models need more in the first or last."""
+    """Returns the fewest layers that each stage may have.
+
+    Some models need more layers in the first or last stage.
+    """
     least = [1] * num_stages
     least[0] = profile.first_stage_layers
     if num_stages > 1:

@@ -253,7 +253,11 @@ def _weight_reads(num_bytes: float, rows: float, operations_per_byte: float) -> 
 
 
 def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
-    """Returns the bytes of one weight in most of a layer's weights."""
+    """Returns the bytes per weight of a layer's experts, or of a dense layer.
+
+    An unquantized weight has 2 bytes. It has more only if the engine's type is wider than the
+    checkpoint's (scale above 1).
+    """
     bits = sizes.profile.scheme.bits
     is_quantized = kind.experts_quantized or (kind.quantized_bytes and not kind.experts)
     return bits / 8 if is_quantized and bits else 2.0 * max(float(sizes.scale), 1.0)

@@ -181,7 +181,7 @@ UNLISTED_OPTIONS: Final = (
     OFFLOADING,
     _UnlistedOptions(
         options=("--runner",),
-        why="selects pooling, which is untested across stages (any other value is the default anyway)",
+        why="is needed only to select pooling, which is untested across stages",
         remedy="Remove it, and serve a pooling model with stock vLLM",
     ),
 )

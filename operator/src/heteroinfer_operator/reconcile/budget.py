@@ -265,7 +265,7 @@ def _digest(status: Manifest) -> bytes:
 
 
 def _with_whole_floats_as_integers(value: Any) -> Any:
-    """Returns a JSON value with integers in place of whole floats: the API server stores 2.0 as 2."""
+    """Returns a JSON value with integers in place of whole floats. The API server stores 2.0 as 2."""
     if isinstance(value, Mapping):
         return {key: _with_whole_floats_as_integers(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

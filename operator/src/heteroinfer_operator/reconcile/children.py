@@ -145,8 +145,8 @@ def _build_group_children(context: Context, decision: GroupDecision, revision: R
     pods = sum(role.pods for role in spec.roles)
     if pods > 1 and index < context.replicas == 1:
         cannot_start = decision.status.stuck_pods or decision.unplaced
-        spares_start = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
-        budget = build_disruption_budget(group, pods=pods, spares_start=spares_start)
+        protects_unready_pods = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
+        budget = build_disruption_budget(group, pods=pods, protects_unready_pods=protects_unready_pods)
         children.append(Child(manifest=budget, last=True))
     return children
 
@@ -293,7 +293,7 @@ def _build_delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Reports whether the stored plan or revision is unreadable: it must be created again."""
+    """Reports whether the stored plan or revision is unreadable, so that it must be created again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 

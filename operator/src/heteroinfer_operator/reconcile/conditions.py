@@ -1,4 +1,4 @@
-"""The conditions of a resource: the first check with an answer decides each condition. Pure.
+"""The conditions of a resource. The first check with an answer decides each condition. Pure.
 
 A check returns None if it does not decide its condition.
 """
@@ -118,7 +118,11 @@ def stalled_but_none_failed(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers False with the refusal if a group waits for a refused object; otherwise returns None."""
+    """Answers False with the refusal if too few groups serve and the API server refused an object for them.
+
+    Otherwise returns None. Ignores a refused Service for clients (CLIENTS_SCOPE), because no group waits
+    for it.
+    """
     if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
     refused = next((refusal for refusal in facts.refusals if refusal.scopes - {CLIENTS_SCOPE}), None)
@@ -174,12 +178,15 @@ def spec_cannot_start(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def labels_must_be_restored(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers True if pods have lost labels; otherwise returns None: the operator may not restore them."""
+    """Answers True if pods have lost labels; otherwise returns None.
+
+    The operator may not restore labels, so the user must.
+    """
     return ConditionAnswer(True, LOST_LABEL, facts.lost_labels_message) if facts.lost_labels_message else None
 
 
 def not_stalled(facts: ConditionFacts) -> ConditionAnswer:
-    """Answers False: no action of the user is needed."""
+    """Answers False, because no action of the user is needed."""
     return ConditionAnswer(False, "NotStalled")
 
 
@@ -228,7 +235,7 @@ def rollout_in_progress(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def no_change(facts: ConditionFacts) -> ConditionAnswer:
-    """Answers False: no change is in progress."""
+    """Answers False, because no change is in progress."""
     return ConditionAnswer(False, "Settled")
 
 

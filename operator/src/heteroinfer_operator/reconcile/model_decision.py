@@ -1,4 +1,4 @@
-"""The model: a model pod fetches or inspects it, and the status stores the model's profile. Pure."""
+"""The model. A pod fetches or inspects it, and the status stores its profile. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The events of a reconcile: users see them first in `kubectl describe`. Pure."""
+"""The events of a reconcile. Users see them first in `kubectl describe`. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -75,7 +75,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     that means missing capacity is reported once for all revisions.
     """
     reported = {
-        _report_key(before, condition)
+        _identity_of_problem(before, condition)
         for condition in before.conditions
         if condition.status is not ConditionStatus.UNKNOWN
     }
@@ -88,14 +88,18 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     bad = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
     bad += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
     # `lost_label_events` reports lost labels, so leave them out here.
-    new = [c for c in bad if _report_key(after, c) not in reported and c.reason != LOST_LABEL]
+    new = [c for c in bad if _identity_of_problem(after, c) not in reported and c.reason != LOST_LABEL]
     new_by_reason = {c.reason: c for c in new}
     return [
         RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in new_by_reason.values()
     ]
 
 
-def _report_key(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
-    """Returns the values that identify a problem: conditions with equal keys get one event."""
+def _identity_of_problem(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
+    """Returns the identity of a problem; the operator writes one event for each identity.
+
+    The revision of the spec is part of it, except for missing capacity: that is reported once for all
+    revisions.
+    """
     is_capacity = condition.reason in CAPACITY_REASONS
     return condition.type, condition.reason, None if is_capacity else status.update_revision

@@ -95,7 +95,10 @@ def _build_kv_status(
 
 
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
-    """Returns the tokens that `blocks` blocks hold: each sequence takes blocks for every kind of layer."""
+    """Returns the number of tokens that `blocks` blocks hold.
+
+    Each sequence takes blocks for every kind of layer.
+    """
     engine = plan.engine
     if profile is None:
         return blocks * engine.block_size
@@ -106,7 +109,10 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
 def _is_write_due(
     group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
 ) -> bool:
-    """Reports whether new step times must be written: they have changed, and the last write is old enough."""
+    """Reports whether new step times must be written.
+
+    They must if they have changed and the last write is old enough.
+    """
     if not times or not any(status.steps for status in times.values()):
         return False
     every = _NEW_SLOWEST_EVERY if _has_new_slowest(before, times) else _WRITE_EVERY

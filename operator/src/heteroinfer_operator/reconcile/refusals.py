@@ -134,12 +134,15 @@ def _time_of_expiry(refusal: Refusal) -> datetime:
 def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
     """Limits the retry times of refusals to those of new refusals, in case the clock was set back."""
 
-    def with_limit(refusal: Refusal) -> Refusal:
-        """Returns the refusal with a retry at most one delay from now."""
+    def limited(refusal: Refusal) -> Refusal:
+        """Moves a retry to at most one retry delay from now.
+
+        A later time means that the clock was set back.
+        """
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
         return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
 
-    return tuple(map(with_limit, refusals))
+    return tuple(map(limited, refusals))
 
 
 def retry_revisions_now(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
@@ -267,7 +270,7 @@ class ActionPermits:
             self.spending.uncount(action)
 
     def record_conflict(self, action: Write) -> None:
-        """Records a conflict: the object has changed since the decision."""
+        """Records a conflict, which means that the object has changed since the decision."""
         self._block(action)
 
     def release_inputs(self) -> None:

@@ -43,7 +43,7 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 
 
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
-    """Reports whether stored failures still affect the next start: its time, or whether it happens at all."""
+    """Reports whether stored failures still delay or prevent the next start."""
     if not failures:
         return False
     since = now - timedelta(seconds=parse_duration_s(restart.window))
@@ -65,7 +65,10 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
 
 
 def backoff_s(num_waits: int, restart: RestartSpec) -> float:
-    """Returns the seconds to wait after `num_waits` earlier waits: each wait is twice as long."""
+    """Returns the seconds to wait after `num_waits` earlier waits.
+
+    Each wait is twice as long as the wait before, up to `backoff_max`.
+    """
     return min(_FIRST_BACKOFF_S * 2.0 ** min(num_waits, 32), parse_duration_s(restart.backoff_max))
 
 

@@ -205,7 +205,7 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    """Checks that the name of a record is a hash of its spec: it is not if someone edited only the spec."""
+    """Checks that the name of a record is a hash of its spec. They differ if someone edited only the spec."""
     hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
     return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 

@@ -209,7 +209,9 @@ def _find_obstacle(decision: GroupDecision) -> str:
 
 
 def _all_pods_ready(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Reports whether a group serves now: all its pods exist and are ready, and clients reach its leader.
+    """Reports whether a group serves now.
+
+    It does if all its pods exist and are ready, and clients reach its leader.
 
     Clients do not reach a leader that lost the labels by which their Service selects it.
     """

@@ -1,4 +1,4 @@
-"""Scopes of actions: a refused action blocks the later actions of its scopes. Pure."""
+"""Scopes of actions. A refused action blocks the later actions of its scopes. Pure."""
 
 from typing import Final
 

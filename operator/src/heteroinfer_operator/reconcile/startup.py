@@ -78,7 +78,10 @@ def _find_phase(
 
 
 def _keeps_measurement(measured_before: StartupStatus, loaded_bytes: int, now: datetime) -> bool:
-    """Reports whether the last written progress stays: it is unchanged, or written less than a minute ago."""
+    """Reports whether the last written progress stays.
+
+    It stays if it is unchanged, or was written less than a minute ago.
+    """
     assert measured_before.measured_time is not None
     return measured_before.bytes_done == loaded_bytes or now - measured_before.measured_time < _WRITE_EVERY
 
@@ -184,7 +187,7 @@ def is_rejected(pod: PodView) -> bool:
 
 
 def ended_before_run(pod: PodView) -> bool:
-    """Reports whether a pod ended before it ran: it never joined its group and never will."""
+    """Reports whether a pod ended before it ran. Such a pod never joined its group, and never will."""
     return pod.ended and not has_run(pod)
 
 

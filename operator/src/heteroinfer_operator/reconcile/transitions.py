@@ -52,8 +52,8 @@ def without_epoch(status: GroupStatus) -> GroupStatus:
     return status.changed(epoch=0, epoch_start_time=None, spare_pods=())
 
 
-def not_begun(status: GroupStatus) -> GroupStatus:
-    """Marks the epoch as not begun: none of its pods was ever requested."""
+def without_start_time(status: GroupStatus) -> GroupStatus:
+    """Removes the start time of an epoch of which no pod was ever requested."""
     return status.changed(epoch_start_time=None)
 
 

@@ -57,7 +57,7 @@ class EngineOptions:
 
     @staticmethod
     def of(args: Sequence[str]) -> "EngineOptions":
-        """Parses arguments like vLLM's parser: if an option occurs several times, the last value counts."""
+        """Parses arguments like vLLM's parser. If an option occurs several times, the last value counts."""
         return _parse(tuple(args))
 
     def value_of(self, option: str) -> str | None:

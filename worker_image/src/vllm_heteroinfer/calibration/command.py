@@ -186,7 +186,10 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
     for measurement in measurements:
         left_s = limit_s - (time.monotonic() - start)
         if left_s < 1:
-            results.skip(measurement.what, f"no time left of {limit_s:.0f} s")
+            results.skip(
+                measurement.what,
+                f"not begun within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)",
+            )
         continues = True
         while continues and left_s >= 1:
             begun_before = len(results.begun)
@@ -219,7 +222,7 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
     exit_codes = [process.returncode for process in processes]
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if is_late:
-        return what, f"not done in {limit_s:.0f} s"
+        return what, f"not done within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)"
     if any(exit_codes):
         last_line = next(
             (tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail), ""

@@ -30,14 +30,15 @@ class Parameter:
 
     name: str
     dtype: str
-    columns: int = 1
-    inputs: int = 1
+    columns_per_element: int = 1
+    inputs_per_element: int = 1
 
     def shape(self, columns: int, inputs: int) -> tuple[int, ...]:
-        """Returns the shape for a projection of these sizes."""
-        if not self.columns:
+        """Returns the shape for a projection with these columns and inputs; () for a scalar."""
+        if not self.columns_per_element:
             return ()
-        return columns // self.columns, inputs // self.inputs if self.inputs else 1
+        num_inputs = (inputs // self.inputs_per_element) if self.inputs_per_element else 1
+        return columns // self.columns_per_element, num_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

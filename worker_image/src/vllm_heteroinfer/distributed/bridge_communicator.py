@@ -82,7 +82,7 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         return self._require_bridge("recv").recv(size, dtype, src)
 
     def batch_isend_irecv(self, p2p_ops: list[Any]) -> NoReturn:
-        """Refuses the call: only expert parallelism and connectors use it, which HeteroInfer also refuses."""
+        """Refuses the call. Only expert parallelism and connectors use it, and HeteroInfer refuses both."""
         self._refuse("batch_isend_irecv")
 
     def destroy(self) -> None:

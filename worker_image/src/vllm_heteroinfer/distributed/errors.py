@@ -24,5 +24,5 @@ class CollectiveMismatchError(RuntimeError):
         self.peer = peer
         super().__init__(
             f"process group {group}: {own_call}, but {peer_call} (all ranks must call the same collectives "
-            "in the same order). The group restarts. If the error comes again, report it with this model"
+            "in the same order). The group restarts. If the error repeats, report it, and name the model"
         )

@@ -6,13 +6,13 @@ from collections.abc import Callable
 class Meter:
     """Counts the cost of hops and collectives. This base class discards all values."""
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Adds the time of a wait for data from peers."""
 
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+    def add_transfer(self, direction: str, seconds: float, num_bytes: int) -> None:
         """Adds bytes, and the time to copy, send and combine them; direction is `send` or `recv`."""
 
-    def waiting_for(self, rank: int | None) -> None:
+    def set_awaited_rank(self, rank: int | None) -> None:
         """Reports the global rank that this rank waits for now; None when the wait ends."""
 
     def continue_on_device(self) -> Callable[[float], None]:

@@ -235,7 +235,7 @@ class PipelineTransport:
             slot.wait_for_send = self._send_thread.submit(
                 self._send_after_copy, slot, rows, peer, report_copy_time
             ).result
-        self._meter.transferred("send", time.perf_counter() - start, rows * self._schema.row_bytes)
+        self._meter.add_transfer("send", time.perf_counter() - start, rows * self._schema.row_bytes)
         return []
 
     def _wait_until_sent(self, slot: _Slot) -> None:
@@ -243,11 +243,11 @@ class PipelineTransport:
         if slot.wait_for_send is None:
             return
         start = time.perf_counter()
-        self._meter.waiting_for(self._group.next_rank)
+        self._meter.set_awaited_rank(self._group.next_rank)
         slot.wait_for_send(self._timeout_s)
         slot.wait_for_send = None
-        self._meter.waiting_for(None)
-        self._meter.waited(time.perf_counter() - start)
+        self._meter.set_awaited_rank(None)
+        self._meter.add_wait(time.perf_counter() - start)
 
     def _copy_to_host(self, slot: _Slot, rows: int) -> None:
         """Copies rows to the host on a separate stream, after their computation."""
@@ -267,7 +267,7 @@ class PipelineTransport:
         start = time.perf_counter()
         slot.staged[:rows].copy_(slot.host[:rows], non_blocking=True)
         slot.copied.record()
-        self._meter.transferred("recv", time.perf_counter() - start, 0)
+        self._meter.add_transfer("recv", time.perf_counter() - start, 0)
 
     def _send_after_copy(
         self, slot: _Slot, rows: int, peer: int, report_copy_time: Callable[[float], None]
@@ -292,14 +292,14 @@ class PipelineTransport:
             PeerLostError: the previous stage is gone or sent nothing in time.
         """
         start = time.perf_counter()
-        self._meter.waiting_for(peer)
+        self._meter.set_awaited_rank(peer)
         try:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise PeerLostError(peer, time.perf_counter() - start, str(error)) from error
-        self._meter.waiting_for(None)
-        self._meter.waited(time.perf_counter() - start)
-        self._meter.transferred("recv", 0.0, num_bytes)
+        self._meter.set_awaited_rank(None)
+        self._meter.add_wait(time.perf_counter() - start)
+        self._meter.add_transfer("recv", 0.0, num_bytes)
 
 
 class _Receive:

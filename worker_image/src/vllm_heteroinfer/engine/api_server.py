@@ -80,7 +80,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
-    """Returns the server's arguments: those of rank 0, because the engine needs the same settings."""
+    """Returns the arguments of rank 0, because server and engine need the same settings."""
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])
@@ -163,7 +163,7 @@ async def _end_with_engine(engine: BaseProcess | None, reporter: RankReporter) -
         await asyncio.sleep(_EXIT_CODE_POLL_S)
     code = None if engine is None else engine.exitcode
     _logger.error("the engine has died (exit code %s), so the API server ends. See the error above", code)
-    reporter.engine_ended(code)
+    reporter.report_engine_end(code)
     os._exit(names.EXIT_RANK_FAILED)
 
 

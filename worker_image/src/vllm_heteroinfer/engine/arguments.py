@@ -180,7 +180,7 @@ def _unsupported_message(where: str, entry: Unsupported) -> str:
 
 
 def _create_parser(base: Any) -> Any:
-    """Creates vLLM's parser with one change: a bad argument raises an error instead of printing the usage."""
+    """Creates vLLM's parser, changed to raise an error for a bad argument instead of printing the usage."""
 
     class Parser(base):
         def error(self, message: str) -> None:

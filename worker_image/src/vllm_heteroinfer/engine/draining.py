@@ -50,7 +50,7 @@ class Drain:
         self._refuse_from_s: float | None = None
 
     def begin(self) -> None:
-        """Starts the drain: requests are refused after STILL_ACCEPTED_S. Further calls have no effect."""
+        """Starts the drain. Requests are refused after STILL_ACCEPTED_S. Further calls have no effect."""
         if self._refuse_from_s is None:
             self._refuse_from_s = self._clock() + STILL_ACCEPTED_S
 
@@ -59,7 +59,7 @@ class Drain:
         return self._refuse_from_s is not None and self._clock() >= self._refuse_from_s
 
     def is_done(self) -> bool:
-        """Reports whether the drain is complete: no request runs, and new requests are refused."""
+        """Reports whether no request runs and new requests are refused."""
         return self.refuses() and not self._running
 
     async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:

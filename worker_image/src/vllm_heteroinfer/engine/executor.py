@@ -65,7 +65,7 @@ class GroupExecutor(MultiprocExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Returns whether vLLM may schedule a step ahead: only if one GPU holds all stages."""
+        """Returns whether vLLM may schedule a step ahead. It may only if one GPU holds all stages."""
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
@@ -210,7 +210,8 @@ class GroupExecutor(MultiprocExecutor):
                 self._unread_replies.update(missing_ranks)
                 raise TimeoutError(
                     f"got no reply to {method} from rank {', '.join(map(str, missing_ranks))} within "
-                    f"{deadline.total_s:.0f} s. Check the log of the rank, and its busy time on /group"
+                    f"{deadline.total_s:.0f} s. Check the log of the rank. GET /group on the leader's "
+                    "health port shows for how long each rank is busy"
                 )
         return [replies[rank] for rank in ranks]
 
@@ -257,7 +258,7 @@ class GroupExecutor(MultiprocExecutor):
 
 
 def has_work(scheduler_output: Any) -> bool:
-    """Checks whether ranks need a step: it has tokens, requests to forget, or blocks to clear."""
+    """Checks whether ranks need a step. They do if it has tokens, requests to forget, or blocks to clear."""
     return any(bool(getattr(scheduler_output, field)) for field in _WORK_FIELDS)
 
 

@@ -38,7 +38,7 @@ async def generate_first_tokens(client: "EngineClient") -> None:
             tokens = len(output.outputs[0].token_ids)
     if tokens != _NEW_TOKENS:
         raise RuntimeError(
-            f"the group's own first request must get {_NEW_TOKENS} tokens (got {tokens}). "
+            f"the self-test request at the start must return {_NEW_TOKENS} tokens (got {tokens}). "
             "Read the logs of the ranks"
         )
     _logger.info("the group generated its first %d tokens", tokens)

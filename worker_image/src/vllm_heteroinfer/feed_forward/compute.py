@@ -41,7 +41,7 @@ class AskViews:
 
 
 class OwnExpertAsks:
-    """Asks as a rank with whole experts sees them: experts of other ranks have ids below 0.
+    """The asks of a rank with whole experts. In them, experts of other ranks have ids below 0.
 
     The kernels skip such ids.
     """

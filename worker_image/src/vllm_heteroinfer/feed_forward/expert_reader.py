@@ -57,7 +57,10 @@ class LayerReader:
     """
 
     def __init__(self, mapped: MappedFiles, layer: LayerRecipe, *, dummy: bool) -> None:
-        """Sorts the pieces of each parameter by expert. `dummy`: read random numbers instead of files."""
+        """Sorts the pieces of each parameter by expert.
+
+        With `dummy`, the reader returns random numbers instead of reading files.
+        """
         self._mapped, self.recipe, self._dummy = mapped, layer, dummy
         self._pieces: dict[str, list[list[Piece]]] = {}
         for name, parameter in layer.parameters.items():
@@ -83,7 +86,7 @@ class LayerReader:
         return found
 
     def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
-        """Returns a region of an expert's parameter: a view of the file, or a copy.
+        """Returns a region of an expert's parameter, as a view of the file or as a copy.
 
         Args:
             ranges: of each dimension of the parameter; None or omitted for all indices. Elements that the
@@ -118,7 +121,13 @@ class LayerReader:
         return values
 
     def _view(self, piece: Piece, start: Sequence[int], count: Sequence[int]) -> torch.Tensor:
-        """Returns a region of a piece: a view of the file, or of the values in the recipe."""
+        """Returns a view of a region of one expert, in the mapped file or in the recipe's own values.
+
+        Args:
+            piece: begins at this expert (dimension 0).
+            start: first index in each other dimension.
+            count: number of elements in each other dimension.
+        """
         dtype: torch.dtype = getattr(torch, piece.dtype)
         if piece.file == VALUES:
             all_values = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)

@@ -88,8 +88,8 @@ class MappedFile:
         size = math.prod(shape) * dtype.itemsize
         if min(0, *shape, start) < 0 or end - start != size or self._data_start + end > self.num_bytes:
             raise self._invalid(
-                f"tensor {name} {entry['dtype']} {shape} has bytes {start} to {end} of "
-                f"{self.num_bytes - self._data_start}"
+                f"tensor {name} ({entry['dtype']} {shape}) must have {size} bytes inside the file's "
+                f"{self.num_bytes - self._data_start} data bytes (got bytes {start} to {end})"
             )
         return name, self._data_start + start, dtype, shape
 

@@ -76,18 +76,19 @@ class LaneJudge:
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
+        """Starts before the first ask, with no late lane."""
         self._interval_s = interval_s
         self._clock = TurnClock(interval_s, now_s)
-        self._asked = 0
+        self._last_ask = 0
         self._waiting_since_s = self._clock.awake_s(now_s)
-        self._last_late: int | None = None
+        self._last_late_lane: int | None = None
 
     def judge(self, state: SlabState, now_s: float) -> Verdict | None:
         """Judges the slab's current state. Returns a verdict once a lane is late beyond its limit."""
         late_turn = self._clock.turn(now_s) > self._interval_s
         awake_s = self._clock.awake_s(now_s)
-        if state.asked != self._asked:
-            self._asked, self._waiting_since_s, self._last_late = state.asked, awake_s, None
+        if state.asked != self._last_ask:
+            self._last_ask, self._waiting_since_s, self._last_late_lane = state.asked, awake_s, None
         late_lane = state.find_late_lane()
         # If the device gave up, the step is lost even if the lane has answered since.
         if late_lane is None and not state.gave_up:
@@ -96,9 +97,9 @@ class LaneJudge:
         waited_s = awake_s - self._waiting_since_s
         grace_s = LATE_TURN_GRACE_S if late_turn else 0.0
         if not state.gave_up and waited_s <= state.limit_s + grace_s:
-            self._last_late = late_lane
+            self._last_late_lane = late_lane
             return None
         # Trusts the device first: it keeps asking after it gave up, so any lane may be computing now.
-        suspects = (state.given_up_lane, late_lane, self._last_late)
+        suspects = (state.given_up_lane, late_lane, self._last_late_lane)
         lane = next((suspect for suspect in suspects if suspect is not None), None)
         return Verdict(lane=lane, failed=lane is not None and state.failed[lane], waited_s=waited_s)

@@ -38,7 +38,7 @@ class LoadedReader(LayerReader):
         return self._module._parameters.get(name) is not None
 
     def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
-        """Returns a region of an expert's parameter: a view.
+        """Returns a view of a region of an expert's parameter.
 
         Args:
             ranges: of each dimension of the parameter; None or omitted for all indices.

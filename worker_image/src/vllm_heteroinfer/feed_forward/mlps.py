@@ -100,7 +100,7 @@ class RecordedMlp:
             yield f"w13_{name}", RecordedParameter(parts=parts, shape=shape)
 
     def begin(self) -> None:
-        """Prepares the model for its loader: the MLP is in the model already."""
+        """Does nothing, because the MLP is in the model already."""
 
     def end(self) -> None:
         """Replaces the MLP in the model."""
@@ -120,7 +120,10 @@ class RecordedMlp:
 
 
 def _could_be_mlp(module: torch.nn.Module) -> bool:
-    """Returns whether a module may be a layer's MLP: linear layers of a decoder, no experts, one input."""
+    """Returns whether a module may be a layer's MLP.
+
+    It may if it has linear layers of a decoder, no experts, and one input.
+    """
     linears = [each for each in module.modules() if isinstance(each, LinearBase)]
     # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
@@ -144,15 +147,17 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
     linear_prefixes = {f"{name}." for name, module in mlp.named_modules() if isinstance(module, LinearBase)}
     for name, _ in mlp.named_parameters():
         if not name.startswith(tuple(linear_prefixes)):
-            raise _NoMlpError(f"has the parameter {name} besides those of linear layers")
+            raise _NoMlpError(f"must have parameters only in linear layers (has {name})")
     input_, output, calls = _run_with_random_answers(mlp, linears)
     if not 1 < len(calls) == len(linears) <= 3:
-        raise _NoMlpError(f"calls {len(calls)} of {len(linears)} linear layers")
+        raise _NoMlpError(
+            f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
+        )
     *ups, (down, down_input, down_output) = calls
     if not all(linear_input is input_ for _, linear_input, _ in ups) or output is not down_output:
-        raise _NoMlpError("changes its input or output besides its linear layers")
+        raise _NoMlpError("must change its input and output only by linear layers")
     if any(linear.skip_bias_add and linear.has_bias for linear in linears):
-        raise _NoMlpError("adds a bias after a linear layer")
+        raise _NoMlpError("must not add a bias after a linear layer")
     gated = sum(answered.shape[1] for _, _, answered in ups) == 2 * down_input.shape[1]
     possible_orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
     distance, activation, gate_and_up = min(
@@ -164,7 +169,7 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
         key=lambda linears_in_order: linears_in_order[0],
     )
     if distance > _MAX_DISTANCE or (gated and activation == "relu2"):
-        raise _NoMlpError(f"has an activation that is none of {', '.join(_ACTIVATIONS)}")
+        raise _NoMlpError(f"must have one of the activations {', '.join(_ACTIVATIONS)}")
     linears_in_order = [linear for linear, _, _ in gate_and_up]
     if len(linears_in_order) > 1 and {
         name for each in linears_in_order for name, _ in each.named_parameters()
@@ -172,7 +177,7 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
         "weight",
         "bias",
     }:
-        raise _NoMlpError("has quantized gate and up in two linear layers")
+        raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
     return activation if gated else f"{activation}_no_mul", linears_in_order, down
 
 

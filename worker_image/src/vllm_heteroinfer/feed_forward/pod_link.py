@@ -336,7 +336,7 @@ def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
 
 
 def describe(link: Link) -> str:
-    """Describes how far an ask got, for the message about a missing answer."""
+    """Describes the progress of an ask, for the message about a missing answer."""
     if not link.is_open:
         return "it has answered"
     try:
@@ -348,18 +348,18 @@ def describe(link: Link) -> str:
     unacked = struct.unpack_from("=I", info, _UNACKED_AT)[0]
     cases = (
         (link.error, "its connection broke"),
-        (info[_RETRANSMITS_AT] >= _UNANSWERED, "its machine acknowledges nothing"),
+        (info[_RETRANSMITS_AT] >= _UNANSWERED, "its machine does not respond"),
         (
             link.sent < link.to_send,
-            f"{_describe_progress(link.sent, link.to_send)} of the ask are sent; {_SLOW}",
+            f"{_describe_progress(link.sent, link.to_send)} of the request are sent; {_SLOW}",
         ),
-        (unacked, f"its machine has not acknowledged the ask; {_SLOW}"),
+        (unacked, f"its machine has not acknowledged the request; {_SLOW}"),
         (
             link.received,
             f"{_describe_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}",
         ),
     )
-    return next((text for applies, text in cases if applies), "its machine has the ask")
+    return next((text for applies, text in cases if applies), "its machine has received the request")
 
 
 def _describe_progress(done: int, total: int) -> str:

@@ -68,7 +68,7 @@ class RemoteExperts:
                 continue
             if parameter.numel() <= 4 * experts:
                 small = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
-                # Its class, as vLLM's own classes of parameters find their loader by a property.
+                # Keep the class, because vLLM's parameter classes find their loader by a property.
                 real = torch.Tensor._make_subclass(type(parameter), small, False)
                 real.__dict__.update(parameter.__dict__)
                 self.module._parameters[name] = parameter = real

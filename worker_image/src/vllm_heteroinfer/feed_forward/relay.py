@@ -84,7 +84,7 @@ def connect_all(
                 f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
             ) from error
         _logger.info(
-            "feed-forward rank %d in pod %d: %.0f us for one row there and back, %s a second",
+            "feed-forward rank %d in pod %d: one row takes %.0f us in both directions, at %s per second",
             rank.rank,
             rank.pod,
             cost.round_trip_s * 1e6,
@@ -150,11 +150,9 @@ class Relay:
         """
         rank, error = self._relayed[number].rank, self._links[number].error
         if error == pod_link.MALFORMED:
-            problem = "sent a message that answers no ask. Start all pods from one image"
+            problem = "sent a message that answers no request. Start all pods from one image"
         elif error in _SILENT_MACHINE_ERRORS:
-            problem = (
-                f"its machine acknowledges nothing ({os.strerror(error)}). Check its node and the network"
-            )
+            problem = f"its machine does not respond ({os.strerror(error)}). Check its node and the network"
         else:
             time.sleep(OWN_REPORT_S)
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)

@@ -149,8 +149,8 @@ def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[d
             return method
         if layer in remote_parts:  # lanes could not distinguish the asks of the two
             raise ContractError(
-                f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got two)."
-                " Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"
+                f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (it has "
+                "two). Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"
             )
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)

@@ -81,9 +81,11 @@ class HubModel:
                 f"its listing cannot be read: {self._hub.clean(error)}"
             ) from error
         if not found.sha or not found.siblings:
-            raise self._hub.not_a_hub_error("its answer names no commit or no files")
+            raise self._hub.not_a_hub_error("its answer must name a commit and files")
         if not COMMIT.fullmatch(str(found.sha)):
-            raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
+            raise self._hub.not_a_hub_error(
+                f"its answer must name a commit of 1 to 64 letters and digits (got {reprlib.repr(found.sha)})"
+            )
         # Files with names that the cache cannot use are left out: no model needs such a file.
         return str(found.sha), [
             self._file(sibling) for sibling in found.siblings if can_be_a_file(sibling.rfilename)

@@ -78,7 +78,9 @@ class HubReader:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._hub.not_a_hub_error(f"its listing cannot be read ({type(error).__name__})") from error
         if not COMMIT.fullmatch(commit):
-            raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(commit)}")
+            raise self._hub.not_a_hub_error(
+                f"its answer must name a commit of 1 to 64 letters and digits (got {reprlib.repr(commit)})"
+            )
         return commit, files
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
@@ -133,7 +135,7 @@ class HubReader:
         content = self._read(url, size_bytes, {"Range": f"bytes=0-{size_bytes - 1}"})
         if len(content) < size_bytes:
             raise self._hub.unavailable_error(
-                f"sent {len(content)} of {size_bytes} bytes of {self._hub.clean(url)}"
+                f"sent only {len(content)} of the requested {size_bytes} bytes of {self._hub.clean(url)}"
             )
         return content
 

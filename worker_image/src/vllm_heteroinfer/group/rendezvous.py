@@ -71,8 +71,8 @@ def _open_stores(
     )
     yield store, rank, world_size
     raise RuntimeError(
-        "rendezvous: must happen once, because a group restarts only as a whole (torch asked for a second "
-        "one). Report this as a bug"
+        "rendezvous: must happen once, because a group restarts only as a whole (torch requested a "
+        "second rendezvous). Report this as a bug"
     )
 
 
@@ -101,7 +101,7 @@ class GroupStore:
     """
 
     def __init__(self, store: TCPStore, launch: PodLaunch) -> None:
-        self.waits_for: Callable[[int | None], None] = lambda rank: None
+        self.set_awaited_rank: Callable[[int | None], None] = lambda rank: None
         key = GroupKey.from_env(os.environ)
         self._key = None if key is None else key.of_epoch(launch.epoch)
         self._store = store
@@ -180,13 +180,13 @@ class GroupStore:
             ContractError: no process of this epoch signed the value.
         """
         full_key = self._prefix + key
-        self.waits_for(rank)
+        self.set_awaited_rank(rank)
         while not self._has_value(full_key):
             if deadline.left_s == 0:
                 source = "the process that sends it" if rank is None else f"rank {rank}"
                 raise TimeoutError(f"got no {what} within {deadline.total_s:.0f} s. Read the log of {source}")
             time.sleep(min(0.02, deadline.left_s))
-        self.waits_for(None)
+        self.set_awaited_rank(None)
         with Conversation(_STORE_RANK, "the group's store"):
             value = str(self._store.get(full_key).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)

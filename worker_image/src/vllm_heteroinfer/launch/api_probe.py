@@ -15,7 +15,7 @@ MAX_TRIES = 3
 async def probe_api(
     address: Awaitable[str], port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
 ) -> None:
-    """Checks the API server's health without end, and reports each result: whether it answered 200.
+    """Checks the API server's health without end, and reports after each check whether it answered 200.
 
     A missing answer does not count if this process was not scheduled for half of the time-out: the answer may
     wait unread in the kernel, and the API server on the same machine was not scheduled either. Then the check

@@ -213,7 +213,7 @@ class ChildProcess:
         return 0.0 if self._process is None else self._stop_clock.stopped_for_s(self.pid, now_s)
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process only, not to its group: it ends its own children in its own order."""
+        """Sends SIGTERM to the process only. The process ends its children in its own order."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 

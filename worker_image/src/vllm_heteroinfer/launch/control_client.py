@@ -189,8 +189,11 @@ class ControlClient:
         """Returns whether the leader has accepted this pod, even if the leader is lost since then."""
         return self._link is not None
 
-    def misses_a_stopping_leader(self) -> bool:
-        """Returns whether a leader that was asked to stop lost its connection: it ended, or will return."""
+    def is_reconnecting_to_stopping_leader(self) -> bool:
+        """Returns whether this pod lost the connection to a leader that was asked to stop.
+
+        The leader has ended, or will return.
+        """
         return self._leader_stopping and self._reconnecting
 
     def connected(self) -> bool:

@@ -93,8 +93,11 @@ class ControlServer:
         """Returns the seconds since the last message of the pod that has been silent longest."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
-    def misses_a_stopping_pod(self) -> bool:
-        """Returns whether a pod that was asked to stop lost its connection: it ended, or will reconnect."""
+    def lost_a_stopping_pod(self) -> bool:
+        """Returns whether the connection to a pod that was asked to stop is lost.
+
+        The pod has ended, or will reconnect.
+        """
         return bool(self._stopping & self._disconnected)
 
     def beat(self) -> None:
@@ -246,10 +249,10 @@ class ControlServer:
         if self._links.get(pod) is link:
             self._disconnected.add(pod)
             has_left = pod in self._stopping and not link.network_failed
-            if has_left or not await self._waits_for_reconnect(pod, link):
+            if has_left or not await self._wait_for_reconnect(pod, link):
                 self._report_lost_pod(pod, link.how_it_ended)
 
-    async def _waits_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
+    async def _wait_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether it did.
 
         If its health port refuses connections, its process has ended, so the wait ends too.

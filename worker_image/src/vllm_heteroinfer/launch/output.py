@@ -1,4 +1,4 @@
-"""The output of a pod's processes: every line passes through the supervisor, with a prefix.
+"""The output of a pod's processes. Every line passes through the supervisor, which adds a prefix.
 
 Each process has a thread. If the reader of the supervisor's output is slow, the thread blocks, the pipe
 fills, and the process waits in its write. So no line is lost, memory does not grow, and the supervisor's

@@ -179,7 +179,7 @@ class PodProcesses:
         )
 
     def _keep_process(self, process: SupervisedProcess) -> SupervisedProcess:
-        """Stores a process, on the starting thread: then kill() finds it even if start() is cancelled."""
+        """Stores a process, on the starting thread, so that kill() finds it even if start() is cancelled."""
         self._processes.append(process)
         return process
 

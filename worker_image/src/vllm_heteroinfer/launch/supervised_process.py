@@ -130,7 +130,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
             message=f"{process_name} {describe_exit(engine_exit_code, RankPhase(process.report.phase))}",
         )
     if process.reported is not None:
-        return _completed_report(process.reported, observed, plan, process_name)
+        return _complete_report(process.reported, observed, plan, process_name)
     if seen.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
         return replace(observed, reason=reason, message=f"{process_name} {STOPPED}")
@@ -144,7 +144,7 @@ def exit_reason(process: SupervisedProcess) -> FailureReason:
     return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
 
 
-def _completed_report(reported: Failure, observed: Failure, plan: Plan, process_name: str) -> Failure:
+def _complete_report(reported: Failure, observed: Failure, plan: Plan, process_name: str) -> Failure:
     """Completes a process's own report with the supervisor's knowledge.
 
     A rank may name another rank as the culprit, for example if their settings differ. Then the failure

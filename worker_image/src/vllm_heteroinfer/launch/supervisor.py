@@ -358,7 +358,7 @@ class Supervisor:
         if self._outcome.done() or self._drained:
             return
         # A stopping pod that has left makes ranks of other pods fail. So wait until it is back or lost.
-        if self._misses_a_stopping_pod():
+        if self._lost_a_stopping_pod():
             self._call_later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
@@ -368,10 +368,10 @@ class Supervisor:
             )
         )
 
-    def _misses_a_stopping_pod(self) -> bool:
+    def _lost_a_stopping_pod(self) -> bool:
         """Returns whether a stopping peer has lost its connection."""
-        return (self._server is not None and self._server.misses_a_stopping_pod()) or (
-            self._client is not None and self._client.misses_a_stopping_leader()
+        return (self._server is not None and self._server.lost_a_stopping_pod()) or (
+            self._client is not None and self._client.is_reconnecting_to_stopping_leader()
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -444,7 +444,7 @@ class Supervisor:
     def _on_verdict(self, failure: Failure) -> None:
         """Ends the group with the leader's verdict."""
         if self._asked_to_stop and failure.reason is FailureReason.POD_LOST:
-            self._stop()  # the leader names a pod that was asked to stop, and so was this pod
+            self._stop()  # this pod was asked to stop, too, so the lost pod is no failure
         self._conclude(failure)
 
     def _awake_s(self) -> float:

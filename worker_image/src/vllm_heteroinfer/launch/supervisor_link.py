@@ -24,7 +24,7 @@ FLUSH_TIMEOUT_S = 0.5
 
 
 class SupervisorLink:
-    """An established connection: `send` does not wait, `receive` returns one message after the other.
+    """An established connection. `send` does not wait, and `receive` returns one message after the other.
 
     Attributes:
         how_it_ended: description of the connection's end, after receive() has returned None or raised.
@@ -169,9 +169,9 @@ class SupervisorLink:
             f"the limit is {self.limit_s():.1f} s",
         )
         if not self._is_acknowledged():
-            return f"{silent}, and its machine acknowledges nothing ({limit}, network.heartbeatTimeout)"
+            return f"{silent}, and its machine does not respond ({limit}, network.heartbeatTimeout)"
         return (
-            f"{silent}, although its machine acknowledges data ({limit}: network.heartbeatTimeout, "
+            f"{silent}, although its machine responds ({limit}: network.heartbeatTimeout, "
             f"{self._timeout_s:g} s, plus time for busy machines)"
         )
 

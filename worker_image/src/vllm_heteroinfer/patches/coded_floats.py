@@ -30,12 +30,12 @@ class _AnyLayerKernel:
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Returns True: the patch installs this class only if our kernels can run."""
+        """Returns True, because the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Returns True: the kernels support every layer of the format."""
+        """Returns True, because the kernels support every layer of the format."""
         return True, None
 
     def apply_weights(

@@ -90,12 +90,12 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Returns True: the patch installs this class only if our kernels can run."""
+        """Returns True, because the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Returns True: the kernels support every int8 layer."""
+        """Returns True, because the kernels support every int8 layer."""
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

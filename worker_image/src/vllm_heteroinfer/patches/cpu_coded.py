@@ -97,7 +97,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Returns True: the patch installs this class only if our kernels can run."""
+        """Returns True, because the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
@@ -140,7 +140,7 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Returns True: the patch installs this class only if our kernels can run."""
+        """Returns True, because the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod

@@ -165,7 +165,7 @@ class _CodedMethod:
 
     @property
     def is_monolithic(self) -> bool:
-        """False: vLLM's router chooses the experts."""
+        """False, because vLLM's router chooses the experts."""
         return False
 
     def apply(

@@ -71,7 +71,7 @@ class _JoinedTensor:
 
 
 def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that packs experts: it calls vLLM's `original` for one expert at a time."""
+    """Returns a function that packs experts by calling vLLM's `original` for one expert at a time."""
 
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
         """Packs the experts one by one into tensors for all experts."""

@@ -69,17 +69,18 @@ CPU_EXPERTS_APPLY: Final = replace(
         *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2"),
         *("expert_tokens_meta", "apply_router_weight_on_input"),
     ),
-    why="computes the experts that the patch above packed",
+    why="computes the bf16 experts that this patch packed",
 )
 CPU_FP8_EXPERTS_PACKING: Final = replace(
     CPU_EXPERTS_PACKING,
     target=f"{_EXPERTS}:prepare_fp8_moe_layer_for_cpu",
     parameters=("w13", "w2"),
-    why="the same for FP8 experts in blocks; this function packs them for all checkpoint formats",
+    why="packs FP8 experts in blocks in the same way. vLLM calls this function for all checkpoint formats",
 )
 CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
     target=f"{_EXPERTS}:CPUExpertsFp8.apply",
+    why="computes the FP8 experts that this patch packed",
 )
 CPU_INT4_EXPERTS_PACKING: Final = Patch(
     id="cpu_packing",
@@ -89,9 +90,9 @@ CPU_INT4_EXPERTS_PACKING: Final = Patch(
         *("w13_bias", "w2_bias"),
     ),
     why=(
-        "vLLM unpacks 4-bit experts into 32-bit numbers before it packs them. All experts of a layer at "
-        "once need four to ten times their bytes. The patch replaces the whole function, and packs one "
-        "expert at a time"
+        "vLLM unpacks 4-bit experts into 32-bit numbers before it packs them. It unpacks all "
+        "experts of a layer at the same time, which takes four to ten times their bytes. The patch packs one "
+        "expert after another"
     ),
     verified=("0.32.0",),
     remove_when="vLLM packs 4-bit weights of CPUs in parts",
@@ -101,18 +102,18 @@ CPU_INT4_PACKING: Final = replace(
     CPU_INT4_EXPERTS_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a16",
     parameters=("self", "layer"),
-    why="the same for linear layers in 4 bits; the patch packs some outputs at a time",
+    why="packs 4-bit linear layers in slices, because vLLM unpacks a whole layer into 32-bit numbers",
 )
 CPU_INT4_PACKING_AMX: Final = replace(
     CPU_INT4_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a8",
-    why="the same for CPUs with AMX",
+    why="packs 4-bit linear layers in slices on CPUs with AMX",
 )
 CPU_AWQ_PACKING: Final = replace(
     CPU_INT4_PACKING,
     target="vllm.model_executor.layers.quantization.auto_awq:_convert_awq_to_standard_format",
     parameters=("layer", "w_q_name", "w_zp_name", "size_bits"),
-    why="the same for linear layers in AWQ, which vLLM converts to GPTQ's order first",
+    why="converts AWQ weights to GPTQ's order in slices, because vLLM unpacks a whole layer",
 )
 CPU_CODED_SCALES: Final = Patch(
     id="cpu_coded",
@@ -132,7 +133,7 @@ CPU_CODED_EXPERTS_CHOICE: Final = Patch(
     parameters=("cls", "moe_config", "weight_key", "activation_key", "activation_format"),
     why=(
         "vLLM's kernels for quantized experts on CPUs need AMX, and it has none for FP8 per channel and per "
-        "tensor, MXFP8 and NVFP4. Its methods ask this function before they create the experts' parameters"
+        "tensor, MXFP8 and NVFP4. Its methods call this function before they create the experts' parameters"
     ),
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin add classes of experts",
@@ -149,9 +150,9 @@ CPU_ROUTER: Final = Patch(
     target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
     parameters=("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
     why=(
-        "for models without groups of experts, vLLM's router on CPUs stops after the sigmoid scores, or "
-        "silently omits the bias that corrects a softmax choice. A function without a registry chooses "
-        "its class"
+        "for models without expert groups, vLLM's CPU router fails an assertion if scores are sigmoids, and "
+        "silently omits the bias that corrects a softmax choice. vLLM offers no way to register another "
+        "class of router"
     ),
     verified=("0.32.0",),
     remove_when="vLLM's router on CPUs makes the same choice as its routers on GPUs",

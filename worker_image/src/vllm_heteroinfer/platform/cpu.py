@@ -62,7 +62,7 @@ class HeteroCpuPlatform(CpuPlatform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Returns whether attention runs as an operation of torch's dispatcher: not in eager models.
+        """Returns whether attention runs as an operation of torch's dispatcher. It does not in eager models.
 
         For few rows, the dispatcher takes as long as attention. Returns vLLM's choice if the model is
         compiled, and for latent attention: without the op, latent attention runs a code path that vLLM tests
@@ -76,7 +76,7 @@ class HeteroCpuPlatform(CpuPlatform):
         return config.compilation_config.mode != CompilationMode.NONE
 
     def is_sleep_mode_available(self) -> bool:
-        """Returns True: our worker releases the KV cache, while vLLM's CPU worker only logs."""
+        """Returns True, because our worker releases the KV cache. vLLM's CPU worker only logs."""
         return True
 
     @classmethod

@@ -53,7 +53,7 @@ def _rounds_bf16() -> bool:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight, over the last axis: rounded once."""
+    """Returns x / sqrt(mean(x²) + epsilon) * weight, over the last axis, rounded once."""
     out = torch.empty(x.shape, dtype=x.dtype)
     torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
     return out

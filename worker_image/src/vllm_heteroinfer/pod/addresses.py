@@ -103,5 +103,5 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def host_in_url(host: str) -> str:
-    """Formats a host for a URL: an IPv6 address gets brackets."""
+    """Formats a host for a URL. An IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host

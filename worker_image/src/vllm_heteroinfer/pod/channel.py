@@ -261,12 +261,12 @@ class RankReporter:
                 self._report, busy=work, waiting_for_rank=waiting_for_rank, waiting_for_engine=False
             )
 
-    def waits_for(self, rank: int | None) -> None:
+    def set_awaited_rank(self, rank: int | None) -> None:
         """Sets the global rank whose message a starting rank waits for; None once the message has come."""
         with self._state_lock:
             self._report = replace(self._report, waiting_for_rank=rank)
 
-    def waits_for_engine(self) -> None:
+    def report_engine_wait(self) -> None:
         """Reports that this rank waits for the engine's next call; the next `set_work` ends the wait."""
         with self._state_lock:
             self._report = replace(self._report, busy=None, waiting_for_rank=None, waiting_for_engine=True)
@@ -293,7 +293,7 @@ class RankReporter:
         # The supervisor would refuse a line longer than MAX_LINE_BYTES as one from another program.
         self._send_last(RankMessage(failure=failure.cut(), lost=lost))
 
-    def engine_ended(self, exit_code: int | None) -> None:
+    def report_engine_end(self, exit_code: int | None) -> None:
         """Reports that the engine has ended, so this API server ends too.
 
         Returns once the supervisor has the report, or after FAILURE_TIMEOUT_S.

@@ -204,7 +204,7 @@ def _fork_orphan(supervisor: int) -> int | OSError:
 
 
 def _fork_and_exit(write_fd: int) -> None:
-    """Forks again: returns in the new process and ends the calling process."""
+    """Forks again. Returns in the new process and ends the calling process."""
     try:
         pid = os.fork()
     except OSError as error:

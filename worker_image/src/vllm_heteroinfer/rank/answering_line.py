@@ -152,7 +152,7 @@ class PodLine:
             port=self._listener.port,
         )
         context.store.put(lane_key(context.rank.rank), codec.to_json(ready))
-        context.reporter.waits_for(self._asking)
+        context.reporter.set_awaited_rank(self._asking)
         self._connection = self._listener.accept(context.launch, self._asking, context.startup)
         try:
             self._connection.answer_trials()
@@ -160,7 +160,7 @@ class PodLine:
             raise PeerGoneError(
                 self._asking, f"the connection ended while it was measured: {error}"
             ) from error
-        context.reporter.waits_for(None)
+        context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
         self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
 

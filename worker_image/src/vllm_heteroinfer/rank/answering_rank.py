@@ -166,7 +166,7 @@ class Lane:
         )
 
     def _answer_with_input(self, rows: int) -> None:
-        """Answers the probe: copies the input to this lane's answer."""
+        """Answers the probe by copying the input to this lane's answer."""
         slab = self._line.slab
         slab.y[self._line.lane][:rows].copy_(slab.x[:rows])
 

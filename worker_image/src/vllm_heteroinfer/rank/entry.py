@@ -136,7 +136,7 @@ def run(
         own_settings = fingerprint.of_files(plan.engine.model)
     reporter.set_phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
-    store.waits_for = reporter.waits_for
+    store.set_awaited_rank = reporter.set_awaited_rank
     if rank.feed_forward is not None:
         from vllm_heteroinfer.feed_forward import read_rate
         from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn

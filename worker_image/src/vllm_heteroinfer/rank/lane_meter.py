@@ -64,7 +64,7 @@ class LaneMeter:
         self._count(current, last)
         stuck = current.seen != current.answered and current.seen == last.seen
         self._context.reporter.set_work(
-            f"layer {self._slab.asked_layer} of ask {current.seen}" if stuck else None
+            f"layer {self._slab.asked_layer} of request {current.seen}" if stuck else None
         )
         steps, busy_s = (self._slab.steps - self._steps) % 2**32, (current.busy_ns - last.busy_ns) / 1e9
         if not steps:

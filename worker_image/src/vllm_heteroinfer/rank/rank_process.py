@@ -89,7 +89,7 @@ class RankProcess(WorkerProc):
         """
         context, deadline = self.context, self.context.startup
         context.store.put(f"loaded/{self.rank}", "")
-        context.reporter.waits_for_engine()
+        context.reporter.report_engine_wait()
         text = context.store.get("executor", deadline, what="message queue of the API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
         self.worker_response_mq = MessageQueue(
@@ -98,7 +98,7 @@ class RankProcess(WorkerProc):
             connect_ip=addresses.own_address(os.environ),
         )
         context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
-        context.reporter.waits_for_engine()
+        context.reporter.report_engine_wait()
         queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the API server")
         queues.wait_until_ready(self.worker_response_mq, deadline, what="the API server")
 
@@ -127,6 +127,6 @@ class RankProcess(WorkerProc):
                 self.context.fail(error)
             output = error
         if method not in STEP_METHODS:
-            self.context.reporter.waits_for_engine()
+            self.context.reporter.report_engine_wait()
         if output_rank is None or output_rank == self.rank:
             self.handle_output(output)

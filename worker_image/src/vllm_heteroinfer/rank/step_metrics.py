@@ -151,18 +151,18 @@ class RankMetrics(Meter):
         self._steps_on_device = 0
         self._lock = threading.Lock()
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Adds time that this step waited for a peer. Outside a step (warm-up) it does nothing."""
         if self._in_call:
             self._step.wait_s += seconds
 
-    def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
+    def add_transfer(self, direction: str, seconds: float, num_bytes: int) -> None:
         """Adds time and bytes of a copy or message in this step; direction is `send` or `recv`."""
         if self._in_call:
             self._step.transfer_s[direction] += seconds
             self._step.transfer_bytes[direction] += num_bytes
 
-    def waiting_for(self, rank: int | None) -> None:
+    def set_awaited_rank(self, rank: int | None) -> None:
         """Reports to the supervisor which rank's message this rank waits for."""
         if self._in_call:
             self._reporter.set_work(self._step_name, waiting_for_rank=rank)
@@ -425,7 +425,7 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Logs nothing: there is a scrape every few seconds."""
+            """Logs nothing, because there is a scrape every few seconds."""
 
     port = launch.address.metrics_port + rank.local_rank
     try:

@@ -1,4 +1,4 @@
-"""Decides for a group without an active epoch: what it waits for and how it starts. Pure.
+"""Decides for a group without an active epoch whether it waits or starts. Pure.
 
 While the spec is refused, the next epoch uses the revision of the last epoch.
 """
@@ -135,7 +135,9 @@ def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revi
 
 
 def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
-    """Chooses revision and plan of the next epoch: those of the spec, otherwise those the group last used.
+    """Chooses revision and plan of the next epoch.
+
+    They come from the spec, unless the group keeps those that it used last.
 
     Returns:
         The revision, the plan, and the hash under which the plan is stored.

@@ -113,7 +113,7 @@ def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupSt
     The operator requests the other pods only after it has created the first.
     """
     first = context.epoch_ref(status).pod_name(0)
-    return transitions.not_begun(status) if first in context.never_requested else status
+    return transitions.without_start_time(status) if first in context.never_requested else status
 
 
 def _can_still_start(context: Context, status: GroupStatus, origin: EpochOrigin) -> bool:

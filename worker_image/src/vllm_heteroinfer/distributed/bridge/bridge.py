@@ -128,7 +128,10 @@ class Bridge:
         self._send_link.timeout_s = self._link.timeout_s = timeout_s
 
     def begin_step(self, step: int) -> None:
-        """Starts a step of the engine: ranks compare its number, and the count of collectives restarts."""
+        """Starts a step of the engine.
+
+        Ranks compare its number, and the count of collectives starts again at 0.
+        """
         self._step, self._count = step, 0
 
     def set_history(self, digest: int) -> None:

@@ -45,7 +45,7 @@ class Exchange:
         its shape: `exchange_parts` would create views, which takes longer than the rest of this method.
         """
         signal = self._staging.publishing_signal()
-        self._meter.transferred(
+        self._meter.add_transfer(
             "send", self._staging.wait_for_copies() if signal is None else 0.0, form.num_bytes
         )
         self._link.publish(header, form.num_bytes, signal)
@@ -57,9 +57,12 @@ class Exchange:
         return parts
 
     def mark_used(self, form: Form) -> None:
-        """Marks the tensors of `publish_and_collect` as used: their last use is queued on the stream."""
+        """Marks the tensors of `publish_and_collect` as used.
+
+        Call it after their last use is queued on the stream.
+        """
         self._staging.end_fetches()
-        self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
+        self._meter.add_transfer("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
 
     def exchange_parts(
         self,
@@ -89,7 +92,7 @@ class Exchange:
                 self._staging.copy_out(
                     self._link.outgoing(), own_part, form_of(own_part.dtype, own_part.shape), first=part == 0
                 )
-            self._meter.transferred("send", self._staging.wait_for_copies(), own_part.nbytes)
+            self._meter.add_transfer("send", self._staging.wait_for_copies(), own_part.nbytes)
             own_header = header_of_part(header, part)
             self._link.publish(own_header, own_part.nbytes)
             begin, end = max(offset, low), min(offset + per_part, high)
@@ -102,7 +105,7 @@ class Exchange:
             )
             use_parts(begin, end, parts)
             self._staging.end_fetches()
-            self._meter.transferred("recv", 0.0, sum(part.nbytes for part in parts))
+            self._meter.add_transfer("recv", 0.0, sum(part.nbytes for part in parts))
 
     def _collect(
         self, header: bytes, own_elements: torch.Tensor, ranges: Sequence[tuple[int, int, int]]

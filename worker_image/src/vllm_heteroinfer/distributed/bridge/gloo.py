@@ -63,7 +63,7 @@ class _GlooMessage:
 
 
 class GlooLink:
-    """A link over gloo: see `BridgeLink`."""
+    """A link over gloo. See `BridgeLink`."""
 
     def __init__(
         self,
@@ -129,11 +129,12 @@ class GlooLink:
         arrivals = self._arrivals(slot)
         while pending:
             start = time.perf_counter()
-            # Report each wait: the supervisor assumes that a rank hangs itself if it reports no wait.
-            self._meter.waiting_for(self._process_group.ranks[pending[0]])
+            # Report each wait: if a rank reports no wait, the supervisor concludes that this rank is the one
+            # that hangs.
+            self._meter.set_awaited_rank(self._process_group.ranks[pending[0]])
             peer = next(arrivals)
-            self._meter.waited(time.perf_counter() - start)
-            self._meter.waiting_for(None)
+            self._meter.add_wait(time.perf_counter() - start)
+            self._meter.set_awaited_rank(None)
             pending.remove(peer)
             message = self._in[peer][slot]
             yield peer, message.header, message.part
@@ -220,10 +221,10 @@ class GlooLink:
     def _wait_and_report(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
         """Waits for a send or a receive, and reports the wait to the meter."""
         start = time.perf_counter()
-        self._meter.waiting_for(self._process_group.ranks[peer])
+        self._meter.set_awaited_rank(self._process_group.ranks[peer])
         self._wait_for(work, peer, awaited, timeout_s)
-        self._meter.waiting_for(None)
-        self._meter.waited(time.perf_counter() - start)
+        self._meter.set_awaited_rank(None)
+        self._meter.add_wait(time.perf_counter() - start)
 
     def _wait_for(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
         """Waits for a send or a receive; raises PeerLostError if it fails or takes too long."""

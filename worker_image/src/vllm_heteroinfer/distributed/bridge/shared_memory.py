@@ -37,7 +37,7 @@ _CHECK_S = 0.1
 
 
 class SharedMemoryLink:
-    """A link over shared memory: see `BridgeLink`."""
+    """A link over shared memory. See `BridgeLink`."""
 
     def __init__(
         self, slab: BridgeSlab, process_group: ProcessGroupRanks, *, timeout_s: float, meter: Meter
@@ -141,7 +141,7 @@ class SharedMemoryLink:
         arrived = wait_until(ready, SPIN_S)
         reported = not arrived
         if reported:  # a short wait is not reported, because the report would take as long
-            self._meter.waiting_for(rank)
+            self._meter.set_awaited_rank(rank)
             arrived = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
         if not arrived:
@@ -153,8 +153,8 @@ class SharedMemoryLink:
                 awaited=awaited,
             )
         if reported:
-            self._meter.waiting_for(None)
-        self._meter.waited(waited)
+            self._meter.set_awaited_rank(None)
+        self._meter.add_wait(waited)
 
     def announce(self, message: bytes) -> None:
         """Puts a message into the ring; only the first rank may call it."""
@@ -191,7 +191,7 @@ class SharedMemoryLink:
         return message
 
     def finish_sending(self, peer: int) -> None:
-        """Does nothing: a published part exists as long as any rank maps the slab."""
+        """Does nothing, because a published part exists as long as any rank maps the slab."""
 
     def close(self) -> None:
         """Marks this rank as closed. The kernel frees the memory after the last process unmaps it."""

@@ -61,14 +61,19 @@ class Staging:
         return buffer.view_as(form)
 
     def end_fetches(self) -> None:
-        """Ends the fetches of a part: the last use of the fetched tensors is queued on the stream."""
+        """Ends the time measurement of a part's fetches.
+
+        Call it after the last use of the fetched tensors is queued on the stream.
+        """
         if self._fetch_start is not None:
             self._seconds += time.perf_counter() - self._fetch_start
             self._fetch_start = None
 
 
 class CudaStaging(Staging):
-    """The copies of a GPU rank: by kernels on mapped host memory for small parts, otherwise asynchronous.
+    """The copies of a GPU rank.
+
+    Kernels on mapped host memory copy small parts. Other parts are copied asynchronously.
 
     The first part of a tensor is copied out on the stream that computed the tensor. The other parts are
     copied out on a second stream, while the first stream copies in and combines the parts received before.
@@ -180,7 +185,7 @@ class CudaStaging(Staging):
         return self._staged[peer].view_as(form).copy_(buffer.view_as(form), non_blocking=True)
 
     def end_fetches(self) -> None:
-        """Ends the measured time of the fetches, on the current stream."""
+        """Ends the time measurement of a part's fetches, on the current stream. See `Staging.end_fetches`."""
         self._fetch_time.end()
 
 

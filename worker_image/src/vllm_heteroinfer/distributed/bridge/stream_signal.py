@@ -60,7 +60,7 @@ class StreamSignal:
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def raise_device_error(self) -> None:
-        """Raises the device's error, if any: the stream of a failed device never writes its words."""
+        """Raises the device's error, if any. A failed device never writes the words of its stream."""
         torch.cuda.current_stream(self._device).query()
 
 

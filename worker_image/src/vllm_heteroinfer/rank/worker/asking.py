@@ -1,4 +1,4 @@
-"""The mode of the rank with attention: it asks feed-forward ranks for parts of its model. Imports vLLM."""
+"""The mode of the rank with attention. It asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _RemoteLoad(ModelLoad):
-    """Changes of the load: records the parts of feed-forward ranks, and omits their tensors."""
+    """Records the parts of feed-forward ranks during the load, and omits their tensors."""
 
     def __init__(
         self,

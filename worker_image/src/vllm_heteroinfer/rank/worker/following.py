@@ -1,4 +1,4 @@
-"""Warm-up of a tensor-parallel group with CPU ranks: the first rank leads, the CPU ranks follow.
+"""Warm-up of a tensor-parallel group with CPU ranks. The first rank leads, and the CPU ranks follow.
 
 A GPU's warm-up runs forward passes that depend on its kernels, caches and settings, so followers cannot
 predict them. The leader announces each pass just before it runs, and each follower runs the same pass, so
@@ -62,14 +62,14 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
 
     compute_logits: Callable[..., Any] | None = getattr(model, "compute_logits", None)
 
-    def announced_logits(hidden_states: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+    def announce_and_compute_logits(hidden_states: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
         """Announces a computation of logits, then runs it."""
         assert compute_logits is not None
         send(Event.LOGITS, hidden_states.shape[0])
         return compute_logits(hidden_states, *args, **kwargs)
 
     if compute_logits is not None:
-        model.compute_logits = announced_logits
+        model.compute_logits = announce_and_compute_logits
     try:
         with _reporting_passes(model, lambda tokens: send(Event.FORWARD, tokens)):
             yield
@@ -134,12 +134,12 @@ def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)
-    def announced(*args: Any, **kwargs: Any) -> Any:
+    def report_and_run(*args: Any, **kwargs: Any) -> Any:
         """Reports a forward pass, then runs it."""
         report(num_tokens(args, kwargs))
         return forward(*args, **kwargs)
 
-    model.forward = announced
+    model.forward = report_and_run
     try:
         yield
     finally:

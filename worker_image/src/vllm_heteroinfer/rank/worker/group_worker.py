@@ -103,7 +103,9 @@ class GroupWorkerMixin:
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the bytes of this rank's KV cache: as planned, or less if the largest batch leaves less.
+        """Returns the bytes of this rank's KV cache.
+
+        They are as planned, or fewer if the largest batch leaves less memory.
 
         Raises:
             MemoryError: the largest batch leaves no memory for a KV cache.
@@ -203,11 +205,11 @@ class GroupWorkerMixin:
         metrics.begin_call()
         communicators.take_wait_s()
         yield
-        metrics.waited(communicators.take_wait_s())
+        metrics.add_wait(communicators.take_wait_s())
         metrics.end_call()
 
     def _hidden_generators(self, runner: Any) -> AbstractContextManager[None]:
-        """Hides random generators whose samples are discarded: vLLM cannot rewind a CPU generator."""
+        """Hides random generators whose samples are discarded, because vLLM cannot rewind a CPU generator."""
         if self.context.rank.device is Device.GPU:
             return nullcontext()
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)

@@ -17,7 +17,7 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 
 
 class SharedSamples:
-    """Replaces a runner's `_sample`: the group's first rank samples and broadcasts its tokens.
+    """Replaces a runner's `_sample`. The group's first rank samples and broadcasts its tokens.
 
     Every step of the last stage ends with this broadcast, even if all its tokens are discarded (the first
     chunks of a prompt). So this broadcast detects ranks that disagree on the content of a step.

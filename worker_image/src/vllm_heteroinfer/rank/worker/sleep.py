@@ -61,7 +61,10 @@ class SleepMixin:
 
 
 class CpuSleepMixin:
-    """Releases the pages of the KV cache to the kernel. The weights stay: they already are in host memory."""
+    """Releases the pages of the KV cache to the kernel.
+
+    The weights stay, because they already are in host memory.
+    """
 
     model_runner: Any
 
@@ -71,7 +74,7 @@ class CpuSleepMixin:
         _logger.info("asleep at level %d: released %s of KV cache", level, format_bytes(freed))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing: the kernel maps pages of zeros when the KV cache is used."""
+        """Does nothing, because the kernel maps pages of zeros when the KV cache is used."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Releases the KV cache if `tags` name it. A CPU rank never drops its weights."""
