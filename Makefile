@@ -69,7 +69,7 @@ unit: setup  ## runs the unit tests on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
 # Tests run in two lanes: tests that compute, and tests that mostly wait. The second lane includes new folders of
-# tests/integration. Each lane runs two files at once; tests/integration/conftest.py keeps some tests together.
+# tests/integration. Each lane runs two files at the same time; tests/integration/conftest.py keeps some tests together.
 LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models served_models calibration)

@@ -94,7 +94,7 @@ def _serve_and_check(progress: Progress, model_dir: Path, references: dict[str, 
         prompt = PROMPTS[0]
         answer = up.complete(url, prompt)
         progress.detail(f"{prompt!r} -> {answer['text']!r}")
-        progress.step(f"greedy tokens of {len(PROMPTS)} prompts at once against transformers")
+        progress.step(f"greedy tokens of {len(PROMPTS)} prompts at the same time against transformers")
         _check_tokens(up, url, references, progress)
         _print_ranks(up)
         progress.step("Ctrl-C")

@@ -196,7 +196,7 @@ class Processes:
         ]
 
     def wait_gone(self, timeout_s: float) -> list[int]:
-        """Returns those that live after `timeout_s`; at once when there are none."""
+        """Returns those that live after `timeout_s`; immediately when there are none."""
         deadline = monotonic() + timeout_s
         while (left := self.living()) and monotonic() < deadline:
             sleep(POLL_S)

@@ -290,7 +290,7 @@ def main() -> int:
     """Runs the churn; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.churn")
     parser.add_argument("--groups", type=int, default=200)
-    parser.add_argument("--parallel", type=int, default=5, help="groups alive at once")
+    parser.add_argument("--parallel", type=int, default=5, help="groups alive at the same time")
     parser.add_argument("--modes", default="Pipeline,Tensor")
     parser.add_argument("--endings", default=ENDINGS, help="taken in turn; default: %(default)s")
     parser.add_argument("--gpu", action="store_true", help="one rank of each group on a GPU")

@@ -1,4 +1,4 @@
-"""Several ways to have a model's experts off the GPU, started at once and measured in turn, cell by cell.
+"""Several ways to have a model's experts off the GPU, started together and measured in turn, cell by cell.
 
     python -m tests.bench.feed_forward_cells ours:24 gpu uva:24 [--requests 1,4,16,64] [--fp8] [...]
     python -m tests.bench.feed_forward_cells ours:6 ours:6:OMP_NUM_THREADS=14,OMP_PROC_BIND=true uva:6 gpu
@@ -11,7 +11,7 @@ decode. Before each cell of ours a process with the lane's variables reads memor
 once one copies pinned memory to the GPU (the link): a stock cell that beats the link is void, and nothing
 that copies whole layers can take less than their bytes over it.
 
-What is measured is printed and appended to `--results` at once; the tables come last, also after
+What is measured is printed and appended to `--results` at the same time; the tables come last, also after
 `--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
 `gpu` on the CPU with a tiny shape, to try the program.
 """
@@ -271,7 +271,7 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float, max_l
 
     Args:
         group: that has nothing else to do.
-        requests: at once.
+        requests: at the same time.
         steps: to measure.
         about_s: what a step takes, to ask for few tokens beyond those that are measured.
         max_len: of a request, in tokens.

@@ -307,7 +307,7 @@ def main() -> int:
     """Runs the kills; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_kills")
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--parallel", type=int, default=8, help="groups alive at once")
+    parser.add_argument("--parallel", type=int, default=8, help="groups alive at the same time")
     parser.add_argument("--seconds", type=float, help="start no more groups after so long")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
     parser.add_argument("--also-asking", action="store_true", help="every seventh time the rank that asks")

@@ -151,7 +151,7 @@ class HostMeter:
         )
 
     def wait(self) -> None:
-        """Does nothing: a CPU computes at once."""
+        """Does nothing: a CPU computes at the same time."""
 
     def forget_peak(self) -> None:
         """Does nothing: the resident set has no peak of its own here."""

@@ -2,7 +2,7 @@
 
     python -m tests.bench.metrics_overhead [--shape 8b|tiny] [--rounds 20] [--write FILE]
 
-Two groups of one shape are up at once, and idle but for the one that is asked; rounds alternate, so that
+Two groups of one shape are up together, and idle but for the one that is asked; rounds alternate, so that
 whatever else the machine does meets both. A step is the time of one long answer by its tokens. All this
 is repeated with new groups, the other one started first, since two processes of one program differ in
 where their memory lies. Where the machine's noise is larger than the bar, this says little; so what is done

@@ -12,7 +12,7 @@ after the other, with dummy bf16 weights, torch.compile and CUDA graphs:
     prefetch  stock vLLM --offload-group-size with the same layers
     alone     our GPU stage's layers as a model of its own: what that stage costs without a peer
 
-A step is (time of long answers - time of short ones) / (difference in tokens), all requests at once,
+A step is (time of long answers - time of short ones) / (difference in tokens), all requests at the same time,
 so that prefill and start-up of requests cancel out; median over rounds.
 """
 

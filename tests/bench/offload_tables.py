@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked: how many requests at once, how many steps are timed, how often."""
+    """What is asked: how many requests at the same time, how many steps are timed, how often."""
 
     requests: int
     steps: int

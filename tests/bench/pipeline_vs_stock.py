@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.bench.pipeline_vs_stock [--write FILE]
 
-Both groups are up at once and idle but for the one that is asked: rounds alternate, so that
+Both groups are up at the same time and idle but for the one that is asked: rounds alternate, so that
 whatever else the machine does meets both. Exits 1 if ours has less than 0.95 of stock's tokens/s.
 """
 
@@ -56,7 +56,7 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked in a round: so many requests at once, of so many tokens each."""
+    """What is asked in a round: so many requests at the same time, of so many tokens each."""
 
     concurrency: int
     tokens: int
@@ -183,7 +183,7 @@ def to_markdown(
 ) -> str:
     """Returns the section of docs/user/benchmarks.md."""
     rows = [
-        f"| {load.concurrency} at once, {load.tokens} tokens each | {statistics.median(by['ours']):.1f} | "
+        f"| {load.concurrency} of {load.tokens} tokens | {statistics.median(by['ours']):.1f} | "
         f"{statistics.median(by['stock']):.1f} | {ratio(by):.2f} |"
         for load, by in rates.items()
     ]
@@ -201,7 +201,7 @@ def to_markdown(
 
 Ours (two pods under supervisors) against stock vLLM 0.32.0 `--nnodes 2 --pipeline-parallel-size 2`, the same
 random Llama-shaped model (8 layers, 256 wide, float32), prompts and settings, torch.compile on, one thread a
-stage, prefix caching as by default. Medians of {rounds} alternating rounds, both groups up at once.
+stage, prefix caching as by default. Medians of {rounds} alternating rounds, both groups up at the same time.
 
 {os.cpu_count()} cores of {cpu}, load average {busy:.1f} during the run, {date}.
 Command: `{command}`

@@ -7,7 +7,7 @@ Calibrates this machine as `heteroinfer-worker calibrate` does, lets the planner
 calibration, starts exactly that plan with dummy weights, and measures it. In turns with a cell's steps the
 kernel that the group's CPU ranks compute with is measured again, by as many threads, and the cell is
 predicted from these looks too: on a host that others use a calibration is true for its own moment. A step
-is the time between two tokens of one of the requests that decode at once, the median of `--steps` of them; a
+is the time between two tokens of one of the requests that decode together, the median of `--steps` of them; a
 first token is the first one that a stream brings. `--devices-as-cpu` is a dry run with tiny models, for want
 of a GPU.
 
@@ -126,7 +126,7 @@ class Cell:
 
     Attributes:
         what: "step" or "first token".
-        requests: at once.
+        requests: at the same time.
         context: tokens that each has already; of a first token, its prompt's.
     """
 
@@ -253,7 +253,7 @@ def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[
 
 
 def steps_of(times: Sequence[float]) -> list[float]:
-    """Returns the times between a stream's tokens; those that came at once share the time until then."""
+    """Returns the times between a stream's tokens; those that came together share the time until then."""
     arrivals = list(Counter(times).items())
     return [
         (after - before) / tokens
@@ -277,7 +277,7 @@ def measure_steps(
 
     Args:
         group: that is ready.
-        requests: at once.
+        requests: at the same time.
         steps: to be measured, in TURNS turns.
         look: called before each turn, and after the last one.
     """
@@ -493,7 +493,7 @@ def start(
 
 
 def end_all(started: Sequence[Started]) -> None:
-    """Ends every group at once, those too that are starting."""
+    """Ends every group at the same time, those too that are starting."""
     for each in started:
         for child in each.group.children if each.group else ():
             with contextlib.suppress(ProcessLookupError):
@@ -508,7 +508,7 @@ def end_all(started: Sequence[Started]) -> None:
 
 
 def run(options: argparse.Namespace, results: Results, calibration: Calibration, cpus: int) -> None:
-    """Starts and measures the groups, some at once; each is measured while the others are idle."""
+    """Starts and measures the groups, some at the same time; each is measured while the others are idle."""
     wanted = list(options.groups)
     started: list[Started] = []
     try:

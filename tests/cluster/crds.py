@@ -24,7 +24,7 @@ def apply_crds(cluster: Cluster, *definitions: Mapping[str, Any]) -> None:
 def wait_established(cluster: Cluster, *names: str) -> None:
     """Returns once the API server serves these CustomResourceDefinitions.
 
-    `kubectl wait` gives up at once on one that has no conditions yet, as every new one has none.
+    `kubectl wait` gives up immediately on one that has no conditions yet, as every new one has none.
 
     Raises:
         ClusterError: one of them is not served after 30 s, or does not exist.

@@ -1,8 +1,8 @@
 """Nodes that are not there, for thousands of pods: kwok says for their kubelets how pods fare.
 
 Everything else of the control plane is real: the scheduler places the pods, controllers and
-garbage collection see them come and go. A pod that is placed turns Running and Ready at once, and
-again after its node was taken for lost; one that is being deleted goes at once; an inspect pod ends
+garbage collection see them come and go. A pod that is placed turns Running and Ready immediately, and
+again after its node was taken for lost; one that is being deleted goes immediately; an inspect pod ends
 with a model's profile.
 """
 
@@ -90,7 +90,7 @@ def build_stages(profile: str | None, *, finalizers: bool = False) -> list[dict[
     Args:
         profile: a text in JSON; None leaves pods that look at a model, or fetch one, to the caller.
         finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet; else it
-            goes at once, for a write less a pod.
+            goes immediately, for a write less a pod.
     """
     placed = {"key": ".spec.nodeName", "operator": "Exists"}
     alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
@@ -166,7 +166,7 @@ def start_kwok(
     """Starts kwok beside a control plane, and returns once all its nodes are Ready.
 
     It lives as long as the cluster. Pods have addresses at which nobody answers: the machine gets a
-    blackhole route for them, so that a request to one ends here at once. See `build_stages` for `profile`
+    blackhole route for them, so that a request to one ends here immediately. See `build_stages` for `profile`
     and `finalizers`.
 
     Raises:

@@ -311,7 +311,7 @@ def build_kubelet_config(
 
 
 def build_corefile(addresses: Addresses, kubeconfig: str) -> str:
-    """Returns CoreDNS's configuration: cluster names for a second at most, NXDOMAIN at once for others."""
+    """Returns CoreDNS's configuration: cluster names for a second at most; NXDOMAIN for others."""
     return f"""cluster.local in-addr.arpa {{
   bind {addresses.node}
   errors

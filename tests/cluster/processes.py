@@ -52,7 +52,7 @@ def spawn(
     that a proxy or a credential of the caller's shell never changes how a cluster behaves.
 
     Raises:
-        ClusterError: the program could not be started, or ended at once.
+        ClusterError: the program could not be started, or ended immediately.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -73,7 +73,7 @@ def spawn(
         raise ClusterError(f"cannot start {command[0]}: {error}") from error
     identity = ProcessIdentity.of(pid)
     if identity is None:
-        raise ClusterError(f"{command[0]} ended at once; its last words:\n{tail(log)}")
+        raise ClusterError(f"{command[0]} ended immediately; its last words:\n{tail(log)}")
     return identity
 
 

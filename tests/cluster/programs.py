@@ -30,7 +30,7 @@ class Program:
         """Returns the program, started, with its log in the state folder.
 
         Raises:
-            ClusterError: it could not be started, or ended at once.
+            ClusterError: it could not be started, or ended immediately.
         """
         environment = dict(environment or {})
         identity = processes.spawn(command, mark=state.folder, log=state.log(name), environment=environment)

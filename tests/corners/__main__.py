@@ -5,7 +5,7 @@
 The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets how pods
 fare. Each resource is brought to where it gets to (it serves, rests, or its conditions say why not), one
 fault of `faults.py` happens to it, and it must be back there, or have used up its restarts. Meanwhile and
-after it hold: conditions are what the pods are, of this generation; no two epochs of a group at once; no pod
+after it hold: conditions are what the pods are, of this generation; no two epochs of a group overlap; no pod
 that ran has the name of another that did; what is deleted goes with all that it owned. Prints a table and
 the findings; exits 1 if there are any.
 """

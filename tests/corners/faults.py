@@ -19,7 +19,7 @@ QUOTA = Kind(name="ResourceQuota", api_version="v1", plural="resourcequotas")
 REFUSED = 429
 TRIES = 10
 REACTS_S = 20.0
-"""Between a fault and its echo in the status, on a machine that does a dozen resources at once."""
+"""Between a fault and its echo in the status, on a machine that does a dozen resources at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +356,7 @@ def _tells_of_quota(now: Seen) -> bool:
 
 
 async def make_again(lane: Lane, seen: Seen) -> None:
-    """Deletes the resource, and makes it again under its name at once when it is gone."""
+    """Deletes the resource, and creates it again under its name immediately after it is gone."""
     path = HETERO_INFERENCE.path(lane.namespace, seen.name)
     await lane.server.delete(path, {})
     await lane.gone(seen.name)

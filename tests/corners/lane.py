@@ -20,7 +20,7 @@ TRIES = 5
 QUIET_S = 1.5
 """Nothing of a resource has changed for so long: it has settled."""
 SETTLE_S = 120.0
-"""Back-offs of 10 s twice over, on a machine that does a dozen resources at once."""
+"""Back-offs of 10 s twice over, on a machine that does a dozen resources at the same time."""
 VOLUME = Kind(name="PersistentVolume", api_version="v1", plural="persistentvolumes", namespaced=False)
 _LOOKS_AT_MODELS = (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)
 
@@ -49,7 +49,7 @@ class Lane:
         """Returns a resource and its pods now, or None if it is gone; checks what must hold at any moment.
 
         Raises:
-            Finding: two epochs of a group at once, or a name that two pods had when they ran.
+            Finding: two epochs of a group at the same time, or a name that two pods had when they ran.
         """
         pods = (await self._get(POD.path(self.namespace)))["items"]
         try:
@@ -65,7 +65,7 @@ class Lane:
                 self.ran[pod_name].add(pod["metadata"]["uid"])
         seen = Seen(resource=resource, pods=workers)
         if mixed := find_two_epochs(seen):
-            raise Finding(f"two epochs at once: {mixed}")
+            raise Finding(f"two epochs at the same time: {mixed}")
         if twice := {pod: uids for pod, uids in self.ran.items() if len(uids) > 1}:
             raise Finding(f"names of pods that ran twice: {twice}")
         return seen

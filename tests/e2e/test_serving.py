@@ -72,7 +72,7 @@ DENY_CALIBRATIONS = json.dumps(
 
 
 def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
-    """All prompts at once give the reference's tokens."""
+    """All prompts at the same time give the reference's tokens."""
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = {
             prompt: pool.submit(pair.complete, reference[prompt]["prompt_token_ids"], REFERENCE_TOKENS)

@@ -1,4 +1,4 @@
-"""What the tests ask of a group, all prompts at once."""
+"""What the tests ask of a group, all prompts at the same time."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--groups-at-once",
         type=int,
         default=STARTS_AT_ONCE,
-        help="groups alive at once; default: %(default)s",
+        help="groups alive at the same time; default: %(default)s",
     )
 
 
@@ -214,7 +214,7 @@ def groups(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Groups]:
-    """Every group that the selected tests ask for; as many alive at once as --groups-at-once says.
+    """Every group that the selected tests ask for; as many alive at the same time as --groups-at-once says.
 
     The first ones start with the session, beside tests that need no group.
     """

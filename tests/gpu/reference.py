@@ -141,7 +141,7 @@ def by_transformers(model: Path) -> list[Answer]:
 
 
 def by_stock_vllm(model: Path, dtype: str, device: str) -> list[Answer]:
-    """Returns greedy answers of stock vLLM on one device, all prompts at once."""
+    """Returns greedy answers of stock vLLM on one device, all prompts at the same time."""
     import vllm
 
     # float32 through a backend that multiplies in float32 (facts: Hybrid on a real GPU).

@@ -48,7 +48,7 @@ def topologies(choose: Callable[[Topology], bool]) -> pytest.MarkDecorator:
 def test_greedy_tokens_equal_those_of_transformers_and_stock_vllm(
     served: Served, references: References, report: Report
 ) -> None:
-    """As transformers and stock vLLM on one GPU answer, all prompts at once; then from the prefix cache."""
+    """As transformers and stock vLLM on one GPU answer, all prompts together; then from the prefix cache."""
     exact = references["transformers"].result()
     stock = references["float32"].result()
     row = report.row(served.topology)

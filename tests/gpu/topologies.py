@@ -12,7 +12,7 @@ from tests.integration.worker.groups import build_plan
 
 GPU, CPU = Device.GPU, Device.CPU
 CPUS_PER_THREAD = 8
-"""A CPU rank gets a thread for so many CPUs: several groups of up to four ranks run at once, and more
+"""A CPU rank gets a thread for so many CPUs: several groups of up to four ranks run together, and more
 threads than CPUs would spin against each other."""
 
 SLEEPERS_KV_BYTES = 3 << 30

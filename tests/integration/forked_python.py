@@ -42,7 +42,7 @@ class ForkedProcess:
             raise TimeoutError(f"process {self.pid} runs on after {timeout_s} s")
 
     def kill(self) -> None:
-        """Ends the process, and what it started, at once."""
+        """Ends the process, and what it started, immediately."""
         if self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]:
             try:
                 os.killpg(self.pid, signal.SIGKILL)

@@ -49,7 +49,7 @@ HOST = "llm.example.com"
 KEY = "a-key-of-these-tests"
 START_S = 420.0
 ANSWER_S = 300.0
-"""All clients at once, on a node whose two cores other tests use too."""
+"""All clients at the same time, on a node whose two cores other tests use too."""
 REQUESTS = 48
 CLIENTS = 8
 """Each sends its next request after an answer, so the picker sees the load that it made."""

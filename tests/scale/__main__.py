@@ -2,7 +2,7 @@
 
     python -m tests.scale [--resources 1000] [--idle-seconds 600] [--write FILE]
 
-Creates them at once, waits until every group serves, leaves the operator alone, kills it and starts
+Creates them at the same time, waits until every group serves, leaves the operator alone, kills it and starts
 another. Prints a table, and writes it to FILE; exits 1 if a figure is worse than its limit. Must be root.
 """
 

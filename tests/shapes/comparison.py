@@ -59,7 +59,7 @@ def settings(profile: ModelProfile, length: int) -> EngineSettings:
 
 
 BATCHES = {"cpu": 2, "cuda": 3}
-"""At once, of the two stages that vLLM was asked for: on CUDA it schedules one ahead, as our pipelines don't
+"""Concurrent batches of vLLM's two stages. On CUDA it schedules one batch ahead, which our pipelines don't
 (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
 
 

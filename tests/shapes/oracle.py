@@ -114,7 +114,7 @@ def _config(directory: Path, layers: tuple[int, int]) -> Any:
         trust_remote_code=True,
     ).create_engine_config()
     config.cache_config.kv_cache_layout = LAYOUT
-    config.parallel_config.pipeline_parallel_size = 2  # batches at once; the stages are made by hand
+    config.parallel_config.pipeline_parallel_size = 2  # batches at the same time; the stages are made by hand
     return config
 
 

@@ -11,7 +11,7 @@ MIN_SAMPLES = 16
 def find_faults(result: Result, *, has_real_ranks: bool) -> list[str]:
     """Returns what is wrong with a result, in words; nothing for one that is fine."""
     found = [f"not Ready at the end: {words}" for words in result.not_ready]
-    found += [f"two epochs at once: {words}" for words in result.mixed]
+    found += [f"two epochs at the same time: {words}" for words in result.mixed]
     if result.after != result.before:
         found.append(f"objects: got {dict(result.after)}, expected {dict(result.before)} as at the begin")
     if result.left:
@@ -37,7 +37,7 @@ def build_table(result: Result) -> str:
         "resources": f"{result.resources}",
         **{what: f"{count}" for what, count in sorted(result.done.items())},
         "epochs seen, every 5 s": f"{len(result.epochs)}",
-        "groups seen with two epochs at once": f"{len(result.mixed)}",
+        "groups seen with two epochs at the same time": f"{len(result.mixed)}",
         "all Ready again": settled,
         "objects, first all Ready": _counts(result.before),
         "objects, at the end": _counts(result.after),

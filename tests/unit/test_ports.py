@@ -1,4 +1,4 @@
-"""Ports that tests take: no two processes are given the same at once."""
+"""Ports that tests take: no two processes get the same port."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The test cluster's control plane: it answers, several run at once, and none leaves anything."""
+"""The test cluster's control plane: it answers, several run at the same time, and none leaves anything."""
 
 import json
 import os

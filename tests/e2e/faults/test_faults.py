@@ -142,7 +142,7 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     )
     assert took.ready_false_s is not None
     assert took.ready_false_s <= expected.ready_false_s, took
-    assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
+    assert turn.first_created >= turn.old_gone, f"two epochs at the same time: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, took
     assert turn.old_gone - ended_epoch.at <= expected.old_gone_s, took
     assert turn.epoch == group["epoch"], "the group serves in the epoch after"
@@ -283,7 +283,7 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     failure = scene.group["failures"][-1]
     assert (failure["reason"], failure["epoch"]) == ("PodDeleted", epoch), failure
     assert down.at - deleted <= expected.available_false_s, f"Available=False after {down.at - deleted:.1f} s"
-    assert turn.first_created >= turn.old_gone, f"two epochs at once: {turn}"
+    assert turn.first_created >= turn.old_gone, f"two epochs at the same time: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, turn
     scene.pair.wait_ready(START_S)
     now = scene.group["epoch"]

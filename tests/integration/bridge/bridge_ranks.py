@@ -69,7 +69,7 @@ class Process:
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """Ends the rank, and whatever its wrapper started, at once."""
+        """Ends the rank, and whatever its wrapper started, immediately."""
         self._process.kill()
         self._process.wait(DEADLINE_S)
 

@@ -85,7 +85,7 @@ def serving(
 
 
 def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[int]]:
-    """Returns the group's greedy tokens after each prompt, all asked at once."""
+    """Returns the group's greedy tokens after each prompt, all asked at the same time."""
     with ThreadPoolExecutor(len(tiny_models.PROMPTS)) as pool:
         return list(pool.map(lambda prompt: group.complete(prompt, tokens), tiny_models.PROMPTS))
 

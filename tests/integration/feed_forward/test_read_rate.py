@@ -1,4 +1,4 @@
-"""Feed-forward ranks read memory at once, and share by how fast each is; real processes, CPU only."""
+"""Feed-forward ranks read memory together, and share layers by their speeds; real processes, CPU only."""
 
 import json
 import os

@@ -442,7 +442,7 @@ def router() -> Any:
 
 
 def packing() -> dict[str, Any]:
-    """4-bit weights packed in slices are those packed at once, and take less memory meanwhile."""
+    """4-bit weights packed in slices equal those packed in one call, and need less memory."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
     from vllm.model_executor.layers.quantization import auto_awq

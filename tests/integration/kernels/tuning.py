@@ -8,7 +8,7 @@ def tune(library: KernelLibrary, path: str | None = None, streams: int = -1, pre
 
     Args:
         path: one of PATHS.
-        streams: positions that a thread reads at once: 1, 2 or 4.
+        streams: positions that a thread reads at the same time: 1, 2 or 4.
         prefetch: distance in 2 KiB of a stream, in 4 KiB of one of FP8.
 
     Raises:

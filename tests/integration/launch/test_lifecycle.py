@@ -54,7 +54,7 @@ def test_an_unready_group_reports_the_reason(tmp_path: Path) -> None:
         assert not group.status().ready
 
 
-@pytest.mark.parametrize("when", ["ready", "starting", "at once"])
+@pytest.mark.parametrize("when", ["ready", "starting", "immediately"])
 def test_stopped_group_exits_with_0_and_leaves_nothing(tmp_path: Path, when: str) -> None:
     with tiny_group(tmp_path, (1, 2), do={} if when == "ready" else {2: "late"}) as group:
         group.start()
@@ -68,7 +68,7 @@ def test_stopped_group_exits_with_0_and_leaves_nothing(tmp_path: Path, when: str
         asked = stop(group, 0, 1)
         codes = group.wait_exits(asked + STOP_LIMIT_S)
         assert group.marked() == []
-    assert codes == [0, 0] if when != "at once" else set(codes) <= {0, -signal.SIGTERM}, group.logs()
+    assert codes == [0, 0] if when != "immediately" else set(codes) <= {0, -signal.SIGTERM}, group.logs()
     assert not any(pod.message.exists() for pod in group.pods)
     if when == "ready":
         assert "[api] api server stops in order" in group.pods[0].log.read_text()

@@ -181,7 +181,7 @@ def test_a_slow_dns_name_does_not_delay_the_end(tmp_path: Path) -> None:
         group.launches = [dataclasses.replace(launch, addresses=named) for launch in group.launches]
         group.start()
         for pod in group.pods:
-            wait_until(lambda: "asks for localhost" in pod.log.read_text(), 60, group.logs)  # noqa: B023 - called at once
+            wait_until(lambda: "asks for localhost" in pod.log.read_text(), 60, group.logs)  # noqa: B023 - called immediately
             pod.process.terminate()
         assert group.wait_exits(time.monotonic() + 10) == [0, 0]
 

@@ -167,7 +167,7 @@ def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
         for _ in range(3):
             before = log.read_text().count("reconnected to the leader")
             wire.reset()
-            wait_until(lambda: log.read_text().count("reconnected to the leader") > before, 5, group.logs)  # noqa: B023 - called at once
+            wait_until(lambda: log.read_text().count("reconnected to the leader") > before, 5, group.logs)  # noqa: B023 - called immediately
             wait_until(lambda: all(pod.is_ready() for pod in group.pods), 2, group.logs)
         started = time.monotonic()
         wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
@@ -221,7 +221,7 @@ def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
                 asked = log.read_text().count("asks for localhost")
                 wire.reset()
                 wait_until(
-                    lambda: log.read_text().count("reconnected to the leader") == again,  # noqa: B023 - called at once
+                    lambda: log.read_text().count("reconnected to the leader") == again,  # noqa: B023 - called immediately
                     LONGER_THAN_A_HEARTBEAT_S,
                     group.logs,
                 )

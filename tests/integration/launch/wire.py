@@ -15,7 +15,7 @@ class Wire:
 
     Attributes:
         swallows: how many connections are accepted next of which nothing passes.
-        refuses: whether connections are reset at once.
+        refuses: whether connections are reset immediately.
     """
 
     def __init__(self, port: int) -> None:

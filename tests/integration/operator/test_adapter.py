@@ -252,7 +252,7 @@ async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
         message = await until("the second try", lambda: tried_again(2))
         assert "is being deleted, but finalizer heteroinfer.dev/test blocks it" in message
         assert not await own_events(server, namespace), (
-            "an object that disappears by itself causes no event at once"
+            "an object that disappears by itself causes no event immediately"
         )
         await until("the fifth try", lambda: tried_again(5))
         assert [event["reason"] for event in await own_events(server, namespace)] == ["NameHeld"]

@@ -186,4 +186,4 @@ async def forge_while_the_spec_is_refused(
         forged = await config_map(server, namespace, part)
         name = forged["metadata"]["name"]
         await attacker.replace(forged)
-        await until(f"{name} is deleted", lambda name=name: is_gone(server, namespace, name))  # type: ignore[misc]  # bound at once
+        await until(f"{name} is deleted", lambda name=name: is_gone(server, namespace, name))  # type: ignore[misc]  # bound immediately

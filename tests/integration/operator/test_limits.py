@@ -36,7 +36,7 @@ MAX_GROWTH_BYTES = 45e6
 """Stored objects would take 90 MB; a page or event briefly exists as bytes, text and values."""
 
 
-# aiohttp warns that a body above 1 MiB is written at once, which is intended here.
+# aiohttp warns that a body above 1 MiB is written immediately, which is intended here.
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)

@@ -245,7 +245,7 @@ async def test_a_model_of_a_hub_becomes_ready(
 
         await until("the event", reported)
 
-        # With a token, another pod tries at once; the claim stays unchanged.
+        # With a token, another pod tries immediately; the claim stays unchanged.
         token = {"tokenSecretRef": {"name": SECRET}}
         await apply(server, namespace, hub_spec(**token))
 

@@ -28,7 +28,7 @@ async def test_two_operators_that_start_at_once_have_one_key(
 async def test_both_secrets_get_the_same_key(
     server: ApiServer, namespace: str, filled: tuple[str, ...]
 ) -> None:
-    """The former Secret takes precedence, even if several operators start at once."""
+    """The former Secret takes precedence, even if several operators start at the same time."""
     held = {name: bytes([number]) * KEY_BYTES for number, name in enumerate(filled)}
     for name in ("own", "former"):
         data = {DATA_KEY: base64.b64encode(held[name]).decode()} if name in held else {}

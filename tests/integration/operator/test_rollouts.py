@@ -228,7 +228,7 @@ async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: Api
     assert await fleet.uids(0) == before
     assert (await fleet.condition("Available"))[:2] == ("True", "Serving")
     assert (await fleet.condition("Ready"))[:2] == ("False", "ObjectRefused")
-    assert await dry_runs(server) - tried <= 5, "at once, 5 s and 10 s later, of two pods each at most"
+    assert await dry_runs(server) - tried <= 5, "immediately, 5 s and 10 s later, of two pods each at most"
 
     better = {**second, "resources": {"requests": {"cpu": "1"}}}
     await fleet.change(roles=[first, better])

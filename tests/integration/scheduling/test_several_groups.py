@@ -150,10 +150,10 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
         async with clients(server, namespace, nodes) as load:
             await _drain_each(pair, load, NODES)
 
-            # Two drains at once, of the nodes of both groups: the second waits for the first one's group.
+            # Two concurrent drains, of the nodes of both groups: the second waits for the first one's group.
             first, second = [place.pop() for place in (await pair.apart()).values()]
             await asyncio.gather(pair.drain(first), pair.drain(second))
-            assert not load.failed, "two drains at once"
+            assert not load.failed, "two drains at the same time"
             for node in (first, second):
                 plane.kubectl("uncordon", node)
             await until("both groups", pair.places, STEP_S, pair.said)

@@ -25,7 +25,7 @@ def answer(options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at
         options: of vLLM's engine.
         prompts: token ids.
         tokens: of each answer.
-        at_once: whether all are asked at once, or one after the other.
+        at_once: whether all are asked at the same time, or one after the other.
     """
     import torch
 

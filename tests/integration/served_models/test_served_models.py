@@ -81,7 +81,7 @@ def ask_stock(engine: EngineSettings, *, at_once: bool, rotary: bool) -> list[li
 
     Args:
         engine: of the plan.
-        at_once: whether all prompts are asked at once.
+        at_once: whether all prompts are asked at the same time.
         rotary: whether positions are turned by torch in 16 bits, too.
     """
     options: dict[str, Any] = {

@@ -100,7 +100,7 @@ class Stack:
 
 
 def watch(stack: Stack, seconds: float) -> Watched:
-    """Returns what Prometheus saw of so long a time: few requests first, then more than run at once."""
+    """Returns what Prometheus saw of so long a time: few requests first, then more than can run together."""
     began = time.time()
     for requests, end in ((2, began + seconds / 3), (MAX_SEQS + 3, began + seconds)):
         with stack.busy(requests):
@@ -273,7 +273,7 @@ def _wait_for(plane: Cluster, selector: str, count: int) -> list[dict[str, Any]]
 
 
 def _plan(plane: Cluster, model: Path) -> Plan:
-    """Returns the group's plan as stored, but with the model of this machine, and few requests at once."""
+    """Returns the group's plan as stored, but with the model of this machine, and few concurrent requests."""
     (stored,) = [o for o in get(plane, "configmaps")["items"] if names.PLAN_KEY in o.get("data", {})]
     plan = Plan.from_json(stored["data"][names.PLAN_KEY])
     return dataclasses.replace(

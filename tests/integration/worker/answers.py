@@ -12,7 +12,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def answer_all(group: Group, reference: Reference) -> None:
-    """Asks every prompt at once and compares every token."""
+    """Asks every prompt at the same time and compares every token."""
     with ThreadPoolExecutor(len(reference)) as pool:
         prompts = [answer["prompt_token_ids"] for answer in reference.values()]
         got = list(pool.map(group.complete, prompts))

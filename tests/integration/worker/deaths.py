@@ -1,4 +1,4 @@
-"""A killed rank of a real group ends the whole group at once, and every pod names it.
+"""A killed rank of a real group ends the whole group immediately, and every pod names it.
 
 Groups of several shapes end so, once their other tests are done.
 """

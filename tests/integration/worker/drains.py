@@ -94,7 +94,7 @@ def half_a_request(group: Group) -> socket.socket:
 
 
 def check_refused(group: Group, prompt: list[int]) -> None:
-    """The pods are not ready at once, and refuse requests a moment later."""
+    """The pods become unready immediately, and refuse requests a moment later."""
     deadline = time.monotonic() + 5
     ready = group.health_url(names.PATH_READYZ)
     while fetch(ready) is not None:

@@ -120,6 +120,6 @@ def test_a_hanging_engine_is_reported_and_a_long_step_is_not(group: Group, refer
 
 
 def answer_until(enough: threading.Event, group: Group, reference: Reference) -> None:
-    """Asks every prompt at once, again and again: requests are under way for as long as a test needs them."""
+    """Sends all prompts together, again and again, so that requests are in progress as long as needed."""
     while not enough.is_set():
         answer_all(group, reference)

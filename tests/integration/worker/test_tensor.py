@@ -135,7 +135,7 @@ def check_all(group: Group, reference: Reference, way: str) -> None:
 
 
 def check_greedy(group: Group, reference: Reference) -> None:
-    """Asks every prompt twice, all at once, and compares every token with transformers'."""
+    """Asks every prompt twice, all at the same time, and compares every token with transformers'."""
     answers = [*reference.values()] * 2
     with ThreadPoolExecutor(len(answers)) as pool:
         got = list(pool.map(group.complete, [answer["prompt_token_ids"] for answer in answers]))

@@ -115,7 +115,7 @@ def check_metrics(group: Group) -> None:
 
 
 def test_structured_output_works_over_stages(group: Group) -> None:
-    """JSON of a schema and one of a list, all at once, greedy and not: the last stage masks."""
+    """JSON of a schema and one of a list, all at the same time, greedy and not: the last stage masks."""
     questions = [(kind, sampling) for kind in ("json", "choice") for sampling in (0, 1, 2, 3)]
     with ThreadPoolExecutor(len(questions)) as pool:
         answers = list(pool.map(lambda question: ask(group, *question), questions))

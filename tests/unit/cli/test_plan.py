@@ -77,10 +77,10 @@ def test_prints_verdict_figures_and_ranks(
     )
     assert speed.startswith("  speed        2.")
     assert " tokens/s for one request. Limit: rank " in speed
-    assert together.endswith(" tokens/s for 4 requests of 512 tokens at once")
+    assert together.endswith(" tokens/s for 4 requests of 512 tokens at the same time")
     assert first_token.startswith("  first token  ")
     limit = "an assumed KV cache, because the memory of role cpu is unknown"
-    assert requests == f"  requests     4 requests of 512 tokens each at once. Limit: {limit}"
+    assert requests == f"  requests     4 requests of 512 tokens each at the same time. Limit: {limit}"
     assert rates == (
         "  rates        defaults: this machine was not measured. Run `heteroinfer calibrate` (under a minute)"
     )

@@ -91,7 +91,8 @@ def test_prints_the_limits_of_requests_and_of_their_length() -> None:
     full = int(sequences_at_once(tight))
     assert full == (num_kv_blocks(tight) - 1) // 256
     each = "request of 8,192 tokens" if full == 1 else "requests of 8,192 tokens each"
-    both = f" requests of 1,024 tokens each at once, or {full} {each} at once. Limit: {limit}. "
+    together = "at the same time"
+    both = f" requests of 1,024 tokens each {together}, or {full} {each} {together}. Limit: {limit}. "
     assert both in found["requests"]
     assert found["size"].startswith(f"{num_kv_blocks(tight)} blocks of 32 tokens on every rank, about ")
     default = "8,192 tokens (the default of engine.maxModelLen)"
@@ -108,7 +109,7 @@ def test_prints_the_limits_of_requests_and_of_their_length() -> None:
 def test_bounds_with_plenty_of_memory_and_with_unknown_memory() -> None:
     found = kv_cache(plan(spec(gpu(deviceMemory="141Gi"), engine={"maxModelLen": 1024})))
     assert found["requests"].startswith(
-        "256 requests of 1,024 tokens each at once. Limit: 256 requests in a step. One request of "
+        "256 requests of 1,024 tokens each at the same time. Limit: 256 requests in a step. One request of "
     )
     assert found["length"] == (
         "1,024 tokens (engine.maxModelLen). The model supports 131,072; "
@@ -117,7 +118,8 @@ def test_bounds_with_plenty_of_memory_and_with_unknown_memory() -> None:
     found = kv_cache(plan(spec(gpu()), replace(profile(), max_position_embeddings=4096)))
     limit = "an assumed KV cache, because the memory of role gpu is unknown"
     assert found["requests"].startswith(
-        "16 requests of 1,024 tokens each at once, or 4 requests of 4,096 tokens each at once. "
+        "16 requests of 1,024 tokens each at the same time, "
+        "or 4 requests of 4,096 tokens each at the same time. "
         f"Limit: {limit}. "
     )
     assert found["length"] == (
@@ -148,7 +150,8 @@ def test_verdict_and_table_come_before_details() -> None:
     assert verdict == "llama fits: 2 pods (1 CPU, 1 GPU), mode Pipeline"
     assert speed.startswith(f"  speed        {duration(figures.step.step_s)} (")
     assert "tokens/s for one request. Limit: rank 0 (role cpu), " in speed
-    assert together.endswith(f" tokens/s for {figures.short_requests} requests of 1,024 tokens at once")
+    requests = f"{figures.short_requests} requests of 1,024 tokens"
+    assert together.endswith(f" tokens/s for {requests} at the same time")
     assert first.startswith("  first token  ")
     assert first.endswith(" after a prompt of 1,024 tokens. Limit: rank 0 (role cpu)")
     assert requests.startswith("  requests     ")
@@ -219,7 +222,7 @@ def test_choices_with_another_number_of_pods_are_planned() -> None:
     less = lines(planned, "fewer pods")[0]
     assert less == (
         f"fewer pods: with 1 pod of role gpu instead of 2, a step takes {steps[1]} instead of {steps[0]}, "
-        f"and as many requests of 8,192 tokens run at once as now ({held[1]})"
+        f"and as many requests of 8,192 tokens run at the same time as now ({held[1]})"
     )
     assert held[1] == held[0]
     (more, layer) = lines(planned, "faster")
@@ -291,7 +294,8 @@ def test_a_layer_moved_from_the_stage_that_is_short_of_memory_is_planned() -> No
     assert line.startswith(
         "more concurrency: with one layer moved from stage 2 (role gpu) to stage 1 (role cpu), a step takes "
     )
-    found = re.search(r"and ([0-9.]+) requests of 8,192 tokens run at once instead of ([0-9.]+)$", line)
+    pattern = r"and ([0-9.]+) requests of 8,192 tokens run at the same time instead of ([0-9.]+)$"
+    found = re.search(pattern, line)
     assert found is not None
     assert found[2] == f"{sequences_at_once(planned):.1f}"
     assert float(found[1]) > 10 * float(found[2])

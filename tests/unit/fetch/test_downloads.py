@@ -1,4 +1,4 @@
-"""Downloads side by side: a refusal for good is raised at once, and the lock is kept while others run."""
+"""Downloads side by side: a refusal for good is raised immediately, and the lock is kept while others run."""
 
 import os
 import threading

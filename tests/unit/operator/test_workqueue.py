@@ -143,7 +143,7 @@ async def test_conflicts_are_retried_at_once_but_not_without_limit() -> None:
         await until(lambda: len(times) == 6)
     running.cancel()
     await asyncio.wait({running})
-    assert times[4] - times[0] < 0.2, "four at once"
+    assert times[4] - times[0] < 0.2, "four at the same time"
     assert times[5] - times[4] >= 0.2, "then as failures"
     errors = names.OPERATOR_RECONCILE_ERRORS_TOTAL
     assert metrics.registry.get_sample_value(errors, {"reason": "Conflict"}) == 5

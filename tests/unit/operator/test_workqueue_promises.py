@@ -141,7 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
     async def process(self, key: ResourceKey) -> float | None:
         expected, now = self.expected[key], self.loop.time()
         if key in self.at_work:
-            self.broken.append(f"{key} is processed twice at once")
+            self.broken.append(f"{key} is processed twice at the same time")
         if now < expected.not_before - EXACT_S:
             self.broken.append(f"{key} is tried {expected.not_before - now:g} s too early")
         expected.start_by, expected.not_before, expected.starts = None, 0.0, expected.starts + 1

@@ -126,7 +126,7 @@ def groups(draw: st.DrawFn) -> list[PodDemand]:
 
 
 def allowed(demands: list[PodDemand], nodes: tuple[NodeView, ...], topology_key: str) -> bool:
-    """Says what the scheduler would, for a whole assignment at once."""
+    """Says what the scheduler would, for a whole assignment at the same time."""
     placed = list(zip(demands, nodes, strict=True))
     values = {n.labels.get(topology_key) for n in nodes}
     return (

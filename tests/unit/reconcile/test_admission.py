@@ -137,7 +137,7 @@ def test_scaling_does_not_clear_a_refusal(world: World) -> None:
     world.change_spec(rollout={"maxUnavailable": 2})
     world.step()
     assert world.condition("Stalled") == ("True", "ObjectRefused")
-    assert len(world.tried) == tried + 1, "and the dry run starts at once"
+    assert len(world.tried) == tried + 1, "and the dry run starts immediately"
     world.live(1)
     assert len(world.events) == events
     world.refuses.clear()

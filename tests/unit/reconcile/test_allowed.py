@@ -389,7 +389,7 @@ def check_group_lives_on(world: World) -> None:
     assert world.condition("Available")[0] == "True"
     world.end_pod("demo-0-1-1")
     world.step()
-    assert world.condition("Available")[0] == "False", "the status is written at once"
+    assert world.condition("Available")[0] == "False", "the status is written immediately"
     world.settle()
     world.reap()
     world.settle()

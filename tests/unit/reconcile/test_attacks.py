@@ -527,7 +527,7 @@ def reject_a_cpu_pod(world: World) -> None:
 @pytest.mark.parametrize("evictions", [0, 3])
 @pytest.mark.parametrize("gpu", [OPTIONS.images.gpu, "worker:2"])
 def test_pods_of_all_devices_have_images_of_the_same_version(gpu: str, evictions: int) -> None:
-    """The upgrade changed only the CPU image, or both; the next epoch starts at once."""
+    """The upgrade changed only the CPU image, or both; the next epoch starts immediately."""
     world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]]))
     reject_a_cpu_pod(world)
     disrupted = {"epoch": 1, "reason": "PodDisrupted", "message": "", "counted": False}

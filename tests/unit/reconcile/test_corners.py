@@ -437,7 +437,7 @@ def test_ready_requires_all_groups_with_the_current_spec(world: World) -> None:
 
 
 def test_the_wait_for_gpus_does_not_count_other_shortages(world: World) -> None:
-    """After an hour without memory, GPUs are missing: CPUOnly takes effect 10 minutes later, not at once."""
+    """After an hour without memory, GPUs are missing. CPUOnly takes effect 10 minutes later, not before."""
     gpu = {
         "name": "gpu",
         "device": "GPU",

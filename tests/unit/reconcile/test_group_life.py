@@ -72,7 +72,7 @@ def test_a_pod_that_its_node_rejects_is_replaced_alone(
     change(world, FOLLOWER, phase="Failed", reason=reason, message="no capacity", node="node")
     decision = world.step()
     assert f"rejected by node node before it ran ({reason}: no capacity)" in group(world)["message"]
-    assert FOLLOWER in world.pods, "not at once: the scheduler may choose the same node"
+    assert FOLLOWER in world.pods, "not immediately: the scheduler may choose the same node"
     assert decision.look_again_s == pytest.approx(10.1)
     world.advance_time(10)
     world.settle()

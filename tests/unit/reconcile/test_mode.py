@@ -97,7 +97,7 @@ def test_the_plan_chooses_and_reports_the_mode() -> None:
     (pod,) = (found.manifests[name] for name in found.workers())
     assert pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] == "14"
     (event,) = (each for each in found.recorded if each.reason == "ModeChosen")
-    for words in ("mode FeedForward chosen by prediction for 32 requests at once", "Pipeline: ", "GPU only"):
+    for words in ("mode FeedForward chosen by prediction for 32 requests of ", "Pipeline: ", "GPU only"):
         assert words in event.message
     assert "FeedForward chosen" in found.status["plans"][0]["notes"]
     (record,) = records(found)

@@ -31,7 +31,7 @@ def whole_groups(world: World) -> list[str]:
 
 
 def live(world: World, seconds: float) -> None:
-    """Lets time pass; pods become ready at once, and deleted pods disappear after two seconds."""
+    """Lets time pass; pods become ready immediately, and deleted pods disappear after two seconds."""
     end = world.now + timedelta(seconds=seconds)
     while world.now < end:
         gone = [name for name, pod in world.pods.items() if pod.gone_by and pod.gone_by - world.now < _GONE]

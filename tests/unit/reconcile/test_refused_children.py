@@ -319,7 +319,7 @@ def test_available_is_false_if_a_webhook_redirects_the_service(changed: dict[str
 
 @pytest.mark.parametrize("forgets", ["restart_operator", "change_spec"])
 def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) -> None:
-    """Refusals are only in memory: Ready and Available were written True, then False at once."""
+    """Refusals are only in memory: Ready and Available were written True, then False immediately."""
     world = World(spec=cpu_pair())
     world.refuses["Service", "demo"] = "a webhook says no"
     world.serve()

@@ -496,7 +496,7 @@ class World:
         self.pods[name] = replace(self.pods[name], deleting=True, gone_by=gone_by)
 
     def vanish(self, name: str) -> None:
-        """Deletes a pod without a node as a user would: it is gone at once."""
+        """Deletes a pod without a node as a user would: it is gone immediately."""
         assert not self.pods[name].node
         del self.pods[name]
         self.never_placed.add(name)

@@ -122,7 +122,7 @@ class EngineSettings:
         block_size: tokens per KV block; a multiple of 32.
         eager_gpu: whether GPU ranks run without CUDA graphs and torch.compile.
         eager_cpu: whether CPU ranks run without torch.compile.
-        batches_in_flight: decode batches that may be in the pipeline at once, >= 1.
+        batches_in_flight: decode batches that may be in the pipeline at the same time, >= 1.
         extra_args: the user's `engine.args` for vLLM, without options that the plan sets.
     """
 
@@ -228,7 +228,7 @@ class Plan(codec.JsonValue):
 
     @property
     def batches_at_once(self) -> int:
-        """Maximum number of batches that vLLM schedules at once.
+        """Maximum number of batches that vLLM schedules at the same time.
 
         KV blocks that these batches will free are not available to the next batch yet.
         """

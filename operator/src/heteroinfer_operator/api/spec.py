@@ -97,7 +97,7 @@ class ShortageSpec(Model):
     """Reaction to missing GPUs. Wait: wait until the GPUs exist. CPUOnly: run the GPU roles on CPUs."""
     after: Duration = "10m"
     """Time without enough GPUs before CPUOnly takes effect; ignored with action Wait. If no node can be
-    added, CPUOnly takes effect at once."""
+    added, CPUOnly takes effect immediately."""
 
 
 class LoadSpec(Model):
@@ -188,7 +188,7 @@ class SchedulingSpec(Model):
     gang: When = When.AUTO
     """Whether the pods of a group are placed all together or not at all. Auto: by the cluster's gang
     scheduler; without one, the operator creates no pod until all of them fit. Always: only by a gang
-    scheduler. Never: the operator creates all pods at once, and each pod is placed on its own."""
+    scheduler. Never: the operator creates all pods at the same time, and each pod is placed on its own."""
     queue_name: QueueName = ""
     """Name of the Kueue or Volcano queue. Default: none."""
     scheduler_name: Annotated[str, Field(max_length=253)] = ""

@@ -26,7 +26,7 @@ class _Difference:
 
     Attributes:
         text: the changes of step and concurrency.
-        costs_nothing: whether, in printed figures, a step takes no longer and no fewer requests run at once.
+        costs_nothing: whether, in printed figures, a step takes no longer and no fewer requests run together.
     """
 
     text: str
@@ -59,16 +59,16 @@ def describe_waste(planned: Planned) -> tuple[str, ...]:
 
 
 def _compare(other: Planned, planned: Planned) -> _Difference:
-    """Compares another plan with this one: time of a step, and full-length requests at once."""
+    """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
     steps_s = [predict(each.plan, each.rates).step_s for each in (other, planned)]
     step, step_now = map(duration, steps_s)
     at_once, at_once_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
     time = f"as long as now ({step})" if step == step_now else f"{step} instead of {step_now}"
     if at_once == at_once_now:
-        concurrency = f"as many {requests} run at once as now ({at_once})"
+        concurrency = f"as many {requests} run at the same time as now ({at_once})"
     else:
-        concurrency = f"{at_once} {requests} run at once instead of {at_once_now}"
+        concurrency = f"{at_once} {requests} run at the same time instead of {at_once_now}"
     more_requests = sequences_at_once(other) >= sequences_at_once(planned) or at_once == at_once_now
     costs_nothing = (steps_s[0] <= steps_s[1] or step == step_now) and more_requests
     return _Difference(text=f"a step takes {time}, and {concurrency}", costs_nothing=costs_nothing)

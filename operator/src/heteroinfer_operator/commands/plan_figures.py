@@ -1,4 +1,4 @@
-"""Calculates the figures of a plan that users compare: requests at once, tokens a second. Pure."""
+"""Calculates the figures of a plan that users compare: concurrent requests, tokens per second. Pure."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Figures:
         step: one decode step for one request without context.
         slowest: rank that takes most of this step.
         short: tokens of a short request: 1,024, or engine.maxModelLen if that is less.
-        short_requests: requests of `short` tokens that run at once.
-        full_requests: requests of engine.maxModelLen tokens that run at once.
+        short_requests: requests of `short` tokens that run at the same time.
+        full_requests: requests of engine.maxModelLen tokens that run at the same time.
         tokens_per_s: tokens that `short_requests` requests get together in a second.
         prompt: tokens of the prompt of `first_token`.
         first_token: time from a request to its first token.
@@ -113,7 +113,7 @@ def memory_limit(planned: Planned) -> str:
 
 
 def describe_requests(planned: Planned, figures: Figures) -> str:
-    """Describes how many short and full-length requests run at once, and the limit of these numbers."""
+    """Describes how many short and full-length requests run at the same time, and what limits them."""
     max_requests, full_requests = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len
     scheduler = f"{count(max_requests, 'request')} in a step"
@@ -129,7 +129,7 @@ def describe_requests(planned: Planned, figures: Figures) -> str:
 
 def _requests_at_once(requests: int, tokens: int) -> str:
     each = " each" if requests != 1 else ""
-    return f"{count(requests, 'request')} of {count(tokens, 'token')}{each} at once"
+    return f"{count(requests, 'request')} of {count(tokens, 'token')}{each} at the same time"
 
 
 def name_rank(planned: Planned, rank: int) -> str:

@@ -144,7 +144,7 @@ def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> l
     rows = [("speed", f"{speed}. Limit: {name_rank(planned, figures.slowest)}, {share}")]
     if figures.short_requests > 1:
         load = f"{figures.short_requests:,} requests of {count(figures.short, 'token')}"
-        rows.append(("", f"{three_digits(figures.tokens_per_s)} tokens/s for {load} at once"))
+        rows.append(("", f"{three_digits(figures.tokens_per_s)} tokens/s for {load} at the same time"))
     limit = name_rank(planned, figures.slowest_for_prompt)
     first = f"{spread(figures.first_token)} after a prompt of {count(figures.prompt, 'token')}"
     rows += [

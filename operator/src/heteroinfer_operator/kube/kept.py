@@ -73,8 +73,8 @@ class StatusAttempts:
     """The unanswered attempts to write a resource's status: the first and the newest.
 
     All attempts name the same version of the resource, so the API server stores at most one. The first
-    attempt may be about to succeed at a slow API server. An API server that was away answers the newest at
-    once.
+    attempt may be about to succeed at a slow API server. An API server that was away answers the newest
+    immediately.
     """
 
     _attempts: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
@@ -141,7 +141,7 @@ class ResourceMemory:
         """Returns the refusals that the next decision must respect.
 
         After a change of the spec, only the refusals of revisions apply, and they are due for another attempt
-        at once.
+        immediately.
         """
         known = tuple(self.permits.known.values())
         return (

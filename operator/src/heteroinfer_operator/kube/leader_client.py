@@ -163,7 +163,7 @@ class LeaderClient:
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
         """Tests whether a leader accepts connections, and reports a change of its reachability.
 
-        It opens up to TRIES_UNTIL_SILENT connections. If a connection is refused at once, it still waits
+        It opens up to TRIES_UNTIL_SILENT connections. If a connection is refused immediately, it still waits
         until TRY_S is over. Otherwise it would report a silence shorter than MIN_SILENT_S.
         """
         uid, started_s, loop = pod.view.uid, self._clock(), asyncio.get_running_loop()

@@ -14,8 +14,8 @@ from heteroinfer_operator.reconcile.group_planner import read_gang
 class NeverPlaced:
     """The pods that vanished without a node, by resource.
 
-    The API server removes such a pod at once, without a grace period, so no reconcile sees it end. Its last
-    state is in the watch's event. A process that missed the event cannot know this.
+    The API server removes such a pod immediately, without a grace period, so no reconcile sees it end. Its
+    last state is in the watch's event. A process that missed the event cannot know this.
     """
 
     _pods: dict[ResourceKey, dict[str, str]] = field(default_factory=dict)

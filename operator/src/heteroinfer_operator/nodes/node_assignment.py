@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Gang(StrEnum):
-    """A gang scheduler, which places all pods of a group at once or none."""
+    """A gang scheduler, which places all pods of a group at the same time or none."""
 
     KUEUE = "Kueue"
     VOLCANO = "Volcano"

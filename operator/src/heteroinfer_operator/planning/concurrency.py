@@ -1,4 +1,4 @@
-"""The requests that the KV cache of a plan holds at once. Pure."""
+"""The requests that the KV cache of a plan holds at the same time. Pure."""
 
 from dataclasses import replace
 

@@ -34,7 +34,7 @@ SAMPLING_BYTES: Final = 18
 random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
 256 requests and 262,144 entries took 16.9 bytes each (H200, 2026-11-26)."""
 _HIDDEN_STATES: Final = 4
-"""Number of a token's hidden states that are in memory at once besides the layer's intermediate values."""
+"""Number of a token's hidden states in memory at the same time, besides the layer's intermediate values."""
 _ATTENTION_STATES: Final = 3
 """Size of one token's queries, keys, values and attention output together, in hidden states."""
 _RESERVED_PER_USED: Final = Fraction(7, 4)
@@ -100,7 +100,7 @@ class GpuFloor:
 
 
 def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
-    """Returns the most intermediate elements that one token needs at once in a layer on one rank."""
+    """Returns the most intermediate elements that one token needs at the same time in a layer on one rank."""
     hidden = profile.hidden_size
     rank_columns = (kind.columns or _DEFAULT_COLUMNS * hidden) // tensor
     if kind.experts:

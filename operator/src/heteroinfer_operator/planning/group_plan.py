@@ -45,9 +45,9 @@ class Capacity:
     Attributes:
         free_nodes: all nodes with their free capacity; None if nodes are unknown.
         pods_may_wait: whether the operator creates the pods although they do not fit, because a gang
-            scheduler places all pods at once, or because the user wants each pod placed on its own.
+            scheduler places all pods at the same time, or because the user wants each pod placed on its own.
         shortage_age_s: seconds since GPUs have been missing; None if waiting is useless, so that CPUOnly
-            takes effect at once.
+            takes effect immediately.
         resource: name of the resource, by which affinity terms may select its pods; None without a name.
         others: groups of the resource that this group prefers to be apart from; None without such groups.
         priority: the scheduler preempts pods below this priority; None if it preempts none.

@@ -86,7 +86,7 @@ def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int
 
     Args:
         tensor: ranks of a stage, which share heads.
-        batches: batches that may be scheduled at once; sliding windows keep the tokens of all these
+        batches: batches that may be scheduled at the same time; sliding windows keep the tokens of all these
             batches.
     """
     caches = [
@@ -149,7 +149,7 @@ def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens
     Args:
         block_tokens: tokens of a block.
         tokens: tokens of the sequence.
-        batch_tokens: tokens that may be scheduled at once.
+        batch_tokens: tokens that may be scheduled at the same time.
     """
     match cache.kind:
         case AttentionKind.LINEAR:

@@ -83,5 +83,6 @@ class ModeChoice:
 
 def describe_load(load: LoadSpec) -> str:
     """Describes a load, such as "1 request of 1,024 prompt and 256 output tokens"."""
-    requests = "1 request" if load.requests == 1 else f"{load.requests:,} requests at once"
-    return f"{requests} of {load.prompt_tokens:,} prompt and {load.output_tokens:,} output tokens"
+    requests = "1 request" if load.requests == 1 else f"{load.requests:,} requests"
+    together = "" if load.requests == 1 else " at the same time"
+    return f"{requests} of {load.prompt_tokens:,} prompt and {load.output_tokens:,} output tokens{together}"

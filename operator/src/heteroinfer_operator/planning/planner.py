@@ -261,7 +261,7 @@ def _choose_num_kv_blocks(
     """Returns the number of KV cache blocks, which is the same on every rank.
 
     vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than max_num_seqs
-    full-length requests never run at once.
+    full-length requests never run at the same time.
     """
     is_unknown = not all(stage.is_known for stage in budgets)
     max_useful = (

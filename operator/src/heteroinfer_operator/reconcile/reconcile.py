@@ -356,7 +356,7 @@ def _next_check_s(
 ) -> float | None:
     """Returns the seconds until the next check of the resource; None if only events matter."""
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
-    # The actions of this reconcile include the dry run. Decide again with its answer at once.
+    # The actions of this reconcile include the dry run. Decide again with its answer immediately.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):

@@ -146,7 +146,7 @@ def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refus
 
 
 def retry_revisions_now(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Keeps only the refusals of revisions, with a retry at once, after a change of the spec.
+    """Keeps only the refusals of revisions, with an immediate retry, after a change of the spec.
 
     A refused revision stays refused until the next dry run answers. A scale does not change the revision, so
     it must neither start the rollout of the revision nor clear its refusal.
@@ -183,8 +183,8 @@ class ActionPermits:
         self.known = {
             _refusal_key((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in unexpired
         }
-        # The status of this decision still contains the dropped refusals. So another reconcile follows at
-        # once, and reports that they are over.
+        # The status of this decision still contains the dropped refusals. So another reconcile follows
+        # immediately, and reports that they are over.
         self._refusal_is_over = len(unexpired) < len(before)
 
     def may_run(self, action: Write) -> bool:

@@ -52,7 +52,7 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
-    """Returns the time of the next start of a group whose epoch has ended; None for at once.
+    """Returns the time of the next start of a group whose epoch has ended; None if it may start immediately.
 
     Uncounted ends, such as evictions, also delay the next start. Restarts for an upgrade delay only further
     restarts for an upgrade.

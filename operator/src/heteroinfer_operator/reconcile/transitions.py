@@ -114,7 +114,7 @@ def ended(
     Args:
         is_final: whether the group has used up its restarts.
         blocked_pod: message about a pod that does not end, or "".
-        next_epoch_time: time of the restart; None for a restart at once.
+        next_epoch_time: time of the restart; None for an immediate restart.
     """
     last = failures[-1]
     status = _with_next_epoch(_without_running_epoch(status)).changed(

@@ -1,4 +1,4 @@
-"""Runs several checks and combines their errors, so that users see all problems at once. Pure."""
+"""Runs several checks and combines their errors, so that users see all problems at the same time. Pure."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ def run_all_checks(*checks: Callable[[], tuple[str, ...] | None]) -> tuple[str, 
 
     Raises:
         PlanError: at least one check failed. The message has the lines of all failed checks, so that users
-            can fix all problems at once.
+            can fix all problems at the same time.
     """
     warnings: list[str] = []
     failed: list[PlanError] = []

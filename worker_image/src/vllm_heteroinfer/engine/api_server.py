@@ -2,7 +2,7 @@
 
 vLLM's own command needs a distribution named `vllm`, but the CPU build has another name
 (vllm/entrypoints/cli/main.py@v0.32.0). So this module builds the server from vLLM's parts.
-The engine is a child process of this process; if the engine dies, this process exits at once.
+The engine is a child process of this process; if the engine dies, this process exits immediately.
 """
 
 import argparse

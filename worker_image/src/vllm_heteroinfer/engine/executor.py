@@ -180,7 +180,7 @@ class GroupExecutor(MultiprocExecutor):
         return future if non_block else future.result()
 
     def _read_replies(self, method: Any, ranks: Any, deadline: Deadline) -> list[Any]:
-        """Reads the replies of `ranks` as they arrive, so that an error is raised at once.
+        """Reads the replies of `ranks` as they arrive, so that an error is raised immediately.
 
         Skips unread replies to an earlier call that failed. The timeout starts here, because earlier calls
         are finished by now, and the process may have been stopped during them.

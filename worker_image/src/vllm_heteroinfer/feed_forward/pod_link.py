@@ -292,7 +292,7 @@ def _derive_token(key: EpochKey | None, *parts: str) -> int:
 
 
 def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
-    """Makes a socket send at once, and end if the other machine is silent for the heartbeat timeout."""
+    """Makes a socket send immediately, and end if the other machine is silent for the heartbeat timeout."""
     timeout_ms = int(launch.heartbeat_timeout_s * 1000)
     tcp = socket.IPPROTO_TCP
     connected.setsockopt(tcp, socket.TCP_NODELAY, 1)

@@ -107,8 +107,8 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     Raises:
         FetchError: the model cannot be fetched, or the hub stalls.
     """
-    # The kernel does not end PID 1 at a SIGTERM without a handler. The process can end at once, because the
-    # cache keeps unfinished downloads.
+    # The kernel does not end PID 1 at a SIGTERM without a handler. The process can end immediately, because
+    # the cache keeps unfinished downloads.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(names.exit_code_of_signal(signal.SIGTERM))
     )

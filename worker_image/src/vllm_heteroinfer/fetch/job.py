@@ -292,7 +292,7 @@ def fetch_in_parallel(
 ) -> None:
     """Fetches files, `at_once` at a time. Starts no other file after an error.
 
-    A permanent error is raised at once, while other downloads still run, because a download cannot be
+    A permanent error is raised immediately, while other downloads still run, because a download cannot be
     interrupted. These downloads hold the lock of their folder until they or the process end, so another fetch
     never writes to the same parts. The process does not wait for their threads at its end.
 

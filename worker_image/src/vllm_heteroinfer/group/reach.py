@@ -66,7 +66,7 @@ def check_pods(
 
 @contextlib.contextmanager
 def _listening(host: str) -> Iterator[int]:
-    """Listens at a free port, yields the port, and closes each connection at once."""
+    """Listens at a free port, yields the port, and closes each connection immediately."""
     with socket.socket(addresses.family_of(host), socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen()

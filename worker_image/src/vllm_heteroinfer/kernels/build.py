@@ -80,7 +80,7 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
 
 
 def _compile(compiler: str, scratch: Path) -> None:
-    """Compiles all sources at once, and links them to `library.so` in the folder `scratch`."""
+    """Compiles all sources at the same time, and links them to `library.so` in the folder `scratch`."""
     sources = _list_sources("*.cpp")
     objects = [scratch / f"{source.stem}.o" for source in sources]
     compiling = [

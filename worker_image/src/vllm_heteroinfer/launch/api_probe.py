@@ -19,7 +19,7 @@ async def probe_api(
 
     A missing answer does not count if this process was not scheduled for half of the time-out: the answer may
     wait unread in the kernel, and the API server on the same machine was not scheduled either. Then the check
-    is repeated at once.
+    is repeated immediately.
 
     Args:
         address: the pod's own address, the target of the clients' Service. If it were loopback, a pod that

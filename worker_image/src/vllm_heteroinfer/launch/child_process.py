@@ -218,7 +218,7 @@ class ChildProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills the whole process group at once."""
+        """Kills the whole process group immediately."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -118,7 +118,7 @@ def _take_from_one_node(free_cpus: dict[int, list[Cpu]], threads: int) -> list[C
 
 
 def _take_evenly(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
-    """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at once."""
+    """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at the same time."""
     turns = [cpu for row in zip_longest(*free_cpus.values()) for cpu in row if cpu is not None]
     taken = turns[:threads]
     for node, cpus in free_cpus.items():

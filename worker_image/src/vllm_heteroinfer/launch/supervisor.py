@@ -200,7 +200,7 @@ class Supervisor:
             listening.cancel()
 
     async def _listen_to_leader(self) -> None:
-        """Handles the leader's messages; returns at once on the leader itself."""
+        """Handles the leader's messages; returns immediately on the leader itself."""
         if self._client is not None:
             await self._client.listen()
 
@@ -375,7 +375,7 @@ class Supervisor:
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Begins a drain at the first signal; stops at once at the second."""
+        """Begins a drain at the first signal; stops immediately at the second."""
         if self._asked_to_stop or self._outcome.done():
             self._stop_at_once.set()
             self._stop()

@@ -191,12 +191,12 @@ class SupervisorLink:
             self._writer.write_eof()
 
     def abort(self) -> None:
-        """Closes the connection at once."""
+        """Closes the connection immediately."""
         self._writer.transport.abort()
 
 
 def _set_options(writer: asyncio.StreamWriter, timeout_s: float) -> None:
-    """Makes the kernel send messages at once, and end a connection whose data nobody acknowledges."""
+    """Makes the kernel send messages immediately, and end a connection whose data nobody acknowledges."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))

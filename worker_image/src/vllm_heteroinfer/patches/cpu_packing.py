@@ -111,7 +111,7 @@ def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that converts a weight from AWQ slice by slice.
 
     It calls vLLM's `original` for a slice of the outputs at a time. One call for all outputs would unpack the
-    whole weight at once.
+    whole weight.
     """
 
     def convert_awq_to_standard_format(

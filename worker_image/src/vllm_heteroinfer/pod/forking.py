@@ -3,9 +3,9 @@
 Importing vLLM takes 11 s of CPU time in each process (docs/contributor/startup.md). So the supervisor starts
 one process and asks it to fork the other processes: a fork has the imports already and shares their memory.
 
-Each fork is orphaned on purpose, by a parent that ends at once. The fork becomes a child of the supervisor,
-which is PID 1 or a subreaper. So exit codes, signals and the kill at the supervisor's death work as if the
-supervisor had started the fork. After the last fork the first process continues as a rank.
+Each fork is orphaned on purpose, by a parent that ends immediately. The fork becomes a child of the
+supervisor, which is PID 1 or a subreaper. So exit codes, signals and the kill at the supervisor's death work
+as if the supervisor had started the fork. After the last fork the first process continues as a rank.
 
 The standard library and the contract only. Each message of the channel is one request with two descriptors;
 each request gets one answer.

@@ -40,7 +40,7 @@ class ConnectionLimit:
     """Limits the number of unauthenticated connections. Use it from one event loop.
 
     Closes the oldest connection above the limit, so that idle strangers cannot keep out a peer that
-    authenticates at once.
+    authenticates immediately.
     """
 
     def __init__(self, max_connections: int) -> None:

@@ -55,7 +55,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
     """Runs a rank until its supervisor ends it, or until it fails.
 
     Args:
-        problem: an error of the imports, with which the rank fails at once.
+        problem: an error of the imports, with which the rank fails immediately.
     """
     plan, launch, rank = read_assignment(os.environ)
     reporter = RankReporter.from_env(os.environ)

@@ -172,7 +172,7 @@ def end_because_never_seen(epoch: int) -> EpochEnd:
     """
     message = (
         f"the operator never saw a pod of epoch {epoch}: the pods were not created, or another controller "
-        "changed or deleted them at once. Look for a mutating webhook or a controller that changes labels or "
-        "owners of pods"
+        "changed or deleted them immediately. Look for a mutating webhook or a controller that changes "
+        "labels or owners of pods"
     )
     return EpochEnd(reason=PODS_NEVER_SEEN, message=message, counted=False)

@@ -312,7 +312,7 @@ class Bridge:
         return self._link.listen(deadline_s)
 
     def close(self) -> None:
-        """Frees the buffers and connections; ranks that wait for this rank see at once that it left."""
+        """Frees the buffers and connections; ranks that wait for this rank see immediately that it left."""
         self._exchange.wait_for_copies()
         self._link.close()
         self._send_link.close()

@@ -113,7 +113,7 @@ class BridgeLink(Protocol):
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Makes the outgoing part of `num_bytes` bytes readable for the other ranks.
 
-        With a signal, the device does this after its queued work. Otherwise it happens at once.
+        With a signal, the device does this after its queued work. Otherwise it happens immediately.
         """
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:

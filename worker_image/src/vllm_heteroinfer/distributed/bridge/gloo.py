@@ -110,7 +110,7 @@ class GlooLink:
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Posts all receives of this rank, then all sends. Does not support a signal."""
         if signal is not None:
-            raise ValueError("publish: signal must be None, since gloo sends at once")
+            raise ValueError("publish: signal must be None, since gloo sends immediately")
         self._published += 1
         slot = self._published % _PARTS
         message = self._out[slot]

@@ -12,7 +12,7 @@ MAPPED_BYTES = 256 << 10
 """Largest part that a GPU's kernels read and write directly in host memory.
 
 Direct access saves the start of the copy engine and a launch: with copies, 8 KiB took 68 us and 256 KiB
-took 80 us (H200, 2026-11-21). For larger parts, the copy engine moves data in both directions at once.
+took 80 us (H200, 2026-11-21). For larger parts, the copy engine moves data in both directions concurrently.
 """
 _SAMPLE = 16
 """Only one of 16 mapped copies is timed, and its time counts 16 times: timing takes as long as a copy."""

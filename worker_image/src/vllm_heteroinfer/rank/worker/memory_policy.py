@@ -33,7 +33,7 @@ def prefer_nodes(nodes: Sequence[int]) -> str:
     """Allocates new memory of this process on `nodes`. Returns the reason for a failure, or "".
 
     A single node is preferred, not required: if it is full, memory comes from other nodes. Several nodes are
-    interleaved, so that the process reads from all of them at once.
+    interleaved, so that the process reads from all of them at the same time.
 
     Args:
         nodes: at least one.

@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt's tokens, computed for a few tokens at a time.
 
-vLLM computes them for all tokens of a step at once. 2,048 tokens and a vocabulary of 262,144 entries took
+vLLM computes them for all tokens of a step together. 2,048 tokens and a vocabulary of 262,144 entries took
 5 GiB (H100, 2026-11-26). Plans do not reserve that memory, so a single request could end a rank.
 Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._get_prompt_logprobs_dict@v0.32.0.
 """

@@ -21,7 +21,7 @@ from vllm_heteroinfer.rank.context import RankContext
 KV_CACHE = "kv_cache"
 """vLLM's tag of the KV cache (vllm/v1/executor/abstract.py::SLEEP_TAGS@v0.32.0)."""
 MADV_DONTNEED = 4
-"""asm-generic/mman-common.h: frees the pages at once; they read as zeros afterwards."""
+"""asm-generic/mman-common.h: frees the pages immediately; they read as zeros afterwards."""
 
 _logger = logging.getLogger(__name__)
 
