@@ -150,8 +150,8 @@ def test_verdict_and_table_come_before_details() -> None:
     assert verdict == "llama fits: 2 pods (1 CPU, 1 GPU), mode Pipeline"
     assert speed.startswith(f"  speed        {duration(figures.step.step_s)} (")
     assert "tokens/s for one request. Limit: rank 0 (role cpu), " in speed
-    requests = f"{figures.short_requests} requests of 1,024 tokens"
-    assert together.endswith(f" tokens/s for {requests} at the same time")
+    load = f"{figures.short_requests} requests of 1,024 tokens"
+    assert together.endswith(f" tokens/s for {load} at the same time")
     assert first.startswith("  first token  ")
     assert first.endswith(" after a prompt of 1,024 tokens. Limit: rank 0 (role cpu)")
     assert requests.startswith("  requests     ")
