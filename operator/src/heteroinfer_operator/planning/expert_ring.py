@@ -62,7 +62,7 @@ class ExpertRing:
 
     @property
     def experts_per_slot(self) -> int:
-        """Experts that the GPU copies and computes at once."""
+        """Experts that the GPU copies and computes at the same time."""
         return max(self.num_bytes // self.bytes_for(1), 1)
 
     @property
