@@ -24,8 +24,8 @@ class Parameter:
 
     Attributes:
         name: the part of the name after `w13_` or `w2_`.
-        columns: columns that one element holds; 0 if one element is for the whole projection.
-        inputs: inputs that one element holds; 0 if one element is for all inputs.
+        columns_per_element: columns that one element holds; 0 if one element is for the whole projection.
+        inputs_per_element: inputs that one element holds; 0 if one element is for all inputs.
     """
 
     name: str
