@@ -82,7 +82,7 @@ def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator
     )
 
 
-def test_pods_have_the_limits_that_a_quota_asks_for(pair: Resource) -> None:
+def test_pods_have_the_limits_that_a_quota_requires(pair: Resource) -> None:
     for pod in pair.pods():
         (container,) = pod["spec"]["containers"]
         limits = {"cpu": "2", "memory": "3Gi", "ephemeral-storage": "1Gi"}

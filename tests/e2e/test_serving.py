@@ -158,7 +158,7 @@ def planned_by(calibration: Calibration, folder: Path, tmp_path: Path) -> dict[s
     return dict(json.loads(done.stdout))
 
 
-def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
+def test_a_new_node_is_measured_and_predictions_use_the_result(
     pair: Resource, model: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     cluster, node = pair.cluster, pair.cluster.node_name

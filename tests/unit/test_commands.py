@@ -297,7 +297,7 @@ def test_every_option_in_the_docs_exists() -> None:
         ("`--ssl-*`, `--model-dir`, --no-enable-prefix-caching, --for=condition=Available, a -- b", []),
     ],
 )
-def test_an_option_that_nothing_has_is_found(text: str, odd: list[str]) -> None:
+def test_an_unknown_option_is_found(text: str, odd: list[str]) -> None:
     assert wrong_options(text) == odd
 
 

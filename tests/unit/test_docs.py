@@ -249,7 +249,7 @@ def wrong_values(text: str) -> tuple[list[str], int]:
     )
 
 
-def test_every_value_of_a_field_is_one_of_its_list() -> None:
+def test_every_value_of_a_field_is_in_its_list() -> None:
     found = [(page, *wrong_values(page.read_text())) for page in NAMING_THE_WIRE]
     assert sum(count for _, _, count in found) > 15
     assert not [(name_of(page), odd) for page, odd, _ in found if odd]

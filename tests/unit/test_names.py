@@ -119,7 +119,7 @@ def test_module_names_are_unique_or_have_one_meaning() -> None:
     assert twice == same, "names that stand once need no reason"
 
 
-def test_nothing_is_imported_by_the_name_of_a_module() -> None:
+def test_no_import_alias_is_the_name_of_another_module() -> None:
     modules = {normal(module.rpartition(".")[2]): module for module in modules_below(SOURCES)}
     by_another = [each for file in modules_below(SOURCES).values() for each in renamed(file.read_text())]
     assert len(by_another) > 10

@@ -141,7 +141,7 @@ def test_modules_that_are_declared_pure_are_pure() -> None:
     )
 
 
-def test_a_pure_package_has_pure_modules_alone() -> None:
+def test_a_pure_package_has_only_pure_modules() -> None:
     assert impure_in_pure_packages(MODULES, PURE) == set()
     assert impure_in_pure_packages(["a", "a.b", "a.c.d", "e"], {"a", "a.b"}) == {"a.c.d"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.cluster import cluster_cgroup
 
 
-def test_removes_a_cgroup_while_others_make_and_remove_some_below_it() -> None:
+def test_removes_a_cgroup_while_other_processes_change_its_children() -> None:
     name = f"heteroinfer-test-{os.getpid()}"
     cluster_cgroup.create(name)
     folder = cluster_cgroup.hierarchies()[0] / name

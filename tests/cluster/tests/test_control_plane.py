@@ -37,7 +37,7 @@ def test_helm_reaches_the_cluster(control_plane: Cluster) -> None:
     assert control_plane.helm("list", "-A", "-o", "json").strip() == "[]"
 
 
-def test_a_second_one_runs_beside_the_first_and_stops_without_a_trace(control_plane: Cluster) -> None:
+def test_a_second_control_plane_runs_next_to_the_first_and_leaves_nothing(control_plane: Cluster) -> None:
     with start_control_plane_only() as second:
         assert second.state.number != control_plane.state.number
         assert len(processes.marked_pids(second.state.folder)) == 4
@@ -81,7 +81,7 @@ signal.pause()
 """
 
 
-def test_what_a_killed_owner_left_is_gone_with_the_next_start() -> None:
+def test_the_next_start_removes_the_processes_of_a_killed_owner() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
     ) as owner:

@@ -13,7 +13,7 @@ from tests.cluster.traces import observe_traces
 WAIT = "--for=jsonpath={.status.phase}=Running"
 
 
-def test_a_second_node_joins_is_cut_off_and_goes(node_cluster: NodeCluster) -> None:
+def test_a_second_node_joins_is_disconnected_and_leaves(node_cluster: NodeCluster) -> None:
     before = observe_traces()
 
     def kubelet_answers(name: str) -> bool:

@@ -129,9 +129,7 @@ POLICY = json.dumps(
 )
 
 
-def test_a_network_policy_lets_in_whom_it_names_and_nobody_else(
-    node_cluster: NodeCluster, namespace: str
-) -> None:
+def test_a_network_policy_admits_only_the_listed_sources(node_cluster: NodeCluster, namespace: str) -> None:
     for name in ("server", "friend", "stranger"):
         pod = build_pod(name, WEB, {"role": name})
         node_cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=pod)
@@ -154,7 +152,7 @@ def test_a_network_policy_lets_in_whom_it_names_and_nobody_else(
     processes.wait_until("the end of the policy", lambda: reaches("stranger"), timeout_s=10)
 
 
-def test_a_network_policy_lets_out_to_whom_it_names_and_nobody_else(
+def test_a_network_policy_permits_only_the_listed_destinations(
     node_cluster: NodeCluster, namespace: str
 ) -> None:
     for name in ("server", "client"):

@@ -134,13 +134,13 @@ def test_an_error_names_the_killed_rank() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_rank_that_closed_is_seen_at_once(group: Group) -> None:
+def test_a_closed_rank_is_detected_immediately(group: Group) -> None:
     reported = outcomes(group, "leave")
     assert [one.get("error") for one in reported[:-1]] == ["PeerLostError"] * (len(reported) - 1)
     assert all(one["seconds"] < 2 for one in reported[:-1])
 
 
-def test_shared_memory_has_no_name_and_nothing_stays() -> None:
+def test_shared_memory_has_no_name_and_leaves_nothing() -> None:
     before = set(os.listdir("/dev/shm"))
     with running(Group(), "until_error", elements=100_000) as ranks:
         for rank in ranks:

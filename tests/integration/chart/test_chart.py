@@ -150,7 +150,7 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
         assert not {j["metadata"]["name"] for j in renamed} & {j["metadata"]["name"] for j in jobs}, value
 
 
-def test_calibrations_keep_to_accounts_and_rights_that_are_given(plane: Cluster) -> None:
+def test_calibrations_use_only_the_given_accounts_and_rights(plane: Cluster) -> None:
     name = "rel-heteroinfer-calibration"
     without = render(plane, *KINDS, "rbac.create=false")
     assert of_kind(without, "Role") == of_kind(without, "RoleBinding") == []
@@ -400,7 +400,7 @@ OPEN = (
 """Objects of Kubernetes' own or of a parent chart, which the chart hands on as they are."""
 
 
-def test_the_rendered_crd_is_the_file_but_for_being_kept(plane: Cluster) -> None:
+def test_the_rendered_crd_equals_the_file_except_for_its_keep_annotation(plane: Cluster) -> None:
     file = yaml.safe_load((CHART / "files" / "heteroinference.yaml").read_text())
     (rendered,) = of_kind(render(plane), "CustomResourceDefinition")
     assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}

@@ -226,7 +226,7 @@ def said_by(accept: Callable[[dict[str, Any]], object], body: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_pods_refuse_is_refused_at_apply(name: str, server: Server) -> None:
+def test_values_that_pods_refuse_are_refused_at_apply(name: str, server: Server) -> None:
     fields, words = REFUSED[name]
     body = resource(fields)
     assert words in said_by(server.create, body)
@@ -234,7 +234,9 @@ def test_what_pods_refuse_is_refused_at_apply(name: str, server: Server) -> None
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED_TEMPLATES)
-def test_what_would_open_more_is_refused_at_apply(fields: dict[str, Any], words: str, server: Server) -> None:
+def test_fields_that_give_pods_more_rights_are_refused_at_apply(
+    fields: dict[str, Any], words: str, server: Server
+) -> None:
     body = resource(template(**fields))
     assert words in said_by(server.create, body)
     assert words in said_by(parse_resource, body)

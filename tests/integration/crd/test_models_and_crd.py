@@ -95,7 +95,7 @@ def test_models_and_api_server_accept_the_same_names(name: Any, server: Server) 
     assert (by_models(body) is None) == (by_server(server, body)[0] is None)
 
 
-def test_every_status_that_the_models_give_is_stored_as_it_is(server: Server) -> None:
+def test_every_status_of_the_models_is_stored_unchanged(server: Server) -> None:
     created = server.create({**GOOD, "metadata": {"name": "with-status"}}, dry_run=False)
 
     @settings(max_examples=100, deadline=None, suppress_health_check=SHARED, phases=PHASES)

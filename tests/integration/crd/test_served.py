@@ -133,7 +133,7 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     assert row.split()[-3:] == ["hf://org/model", "3", "0a1b"]
 
 
-def test_it_is_in_its_own_category_and_not_in_all(cluster: Cluster, server: Server) -> None:
+def test_the_kind_is_in_its_own_category_and_not_in_all(cluster: Cluster, server: Server) -> None:
     """`kubectl delete all --all` must not delete models."""
     server.create(resource("listed"), dry_run=False)
     listed = "heteroinference.heteroinfer.dev/listed"
@@ -212,7 +212,7 @@ DURATIONS = sorted(durations(SPEC_SCHEMA))
 
 
 @pytest.mark.parametrize("path", DURATIONS, ids=".".join)
-def test_a_duration_of_the_wrong_form_is_refused_in_one_way(path: tuple[str, ...], cluster: Cluster) -> None:
+def test_invalid_durations_are_refused_with_the_same_message(path: tuple[str, ...], cluster: Cluster) -> None:
     for wrong in ("5d", "", "ms", "5", "-5m", "5m 3s", "one minute", "1h" * 9):
         value: Any = wrong
         for name in reversed(path):

@@ -135,7 +135,7 @@ def test_shared_experts_stay_a_frozen_pod_continues_and_a_stopped_rank_is_report
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
 
 
-def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: Path) -> None:
+def test_a_dense_model_in_shares_serves_and_ends_with_a_killed_gpu_rank(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(1, 3)) as group:
         assert answers(group) == reference(model)

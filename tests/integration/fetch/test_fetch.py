@@ -223,7 +223,7 @@ def test_a_fetch_fails_after_its_stall_limit(hub: HubServer, cache: Path) -> Non
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
 
 
-def test_a_hub_that_keeps_the_connection_and_sends_nothing(hub: HubServer, cache: Path) -> None:
+def test_a_hub_that_keeps_a_silent_connection_open_is_given_up(hub: HubServer, cache: Path) -> None:
     """The client would wait for its own time-out, and ask again, and again."""
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache, "--patience", "3") as fetch:
@@ -267,7 +267,7 @@ def test_only_a_truncated_file_is_fetched_again(hub: HubServer, cache: Path) -> 
     check_folder(hub, cache)
 
 
-def test_a_part_that_a_crash_left_wrong_is_found_by_its_hash(hub: HubServer, cache: Path) -> None:
+def test_a_part_damaged_by_a_crash_is_found_by_its_hash(hub: HubServer, cache: Path) -> None:
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache) as fetch:
         fetch.wait_for(lambda progress: progress.done_bytes > 3 * CHUNK_BYTES)
@@ -311,7 +311,7 @@ def test_a_file_that_is_refused_for_good_ends_the_fetch_while_others_come(
     assert hub.seen.sent_bytes[SHARDS[1]] < len(hub.repositories[MODEL].files[SHARDS[1]])
 
 
-def test_two_fetches_of_one_model_do_the_work_once(hub: HubServer, cache: Path) -> None:
+def test_two_fetches_of_one_model_download_it_once(hub: HubServer, cache: Path) -> None:
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache) as first:
         first.wait_for(lambda progress: progress.done_bytes > 3 * CHUNK_BYTES)

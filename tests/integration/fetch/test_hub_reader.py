@@ -161,7 +161,7 @@ class PlainFiles(SimpleHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("where", ["environment", "file"])
-def test_the_token_opens_a_private_model_and_goes_to_no_other_host(
+def test_the_token_gives_access_to_a_private_model_and_only_the_hub_gets_it(
     hub: HubServer, made: Path, tmp_path: Path, where: str
 ) -> None:
     hub.repositories[MODEL].token = TOKEN
@@ -202,7 +202,7 @@ def test_reports_a_missing_revision(hub: HubServer, tmp_path: Path) -> None:
     assert "has no revision v9" in str(error)
 
 
-def test_a_busy_hub_is_asked_again_and_reported(hub: HubServer, tmp_path: Path) -> None:
+def test_a_request_to_a_busy_hub_is_repeated_and_reported(hub: HubServer, tmp_path: Path) -> None:
     hub.refuse_with = 503
     error = refused(hub, tmp_path)
     assert (error.reason, error.is_temporary) == (FailureReason.MODEL_HUB_UNREACHABLE, True)

@@ -104,7 +104,7 @@ def test_past_the_drain_timeout_the_group_ends_anyway(tmp_path: Path, asked: tup
     assert codes[asked[0]] == names.EXIT_STOPPED
 
 
-def test_without_requests_nothing_is_waited_for(tmp_path: Path) -> None:
+def test_a_drain_without_requests_does_not_wait(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -120,7 +120,7 @@ def test_a_drain_timeout_of_0_disables_draining(tmp_path: Path) -> None:
     assert codes == [names.EXIT_STOPPED] * 2
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_supervisor_immediately(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         request = serve_slowly(group)
         ask_to_stop(group, 0, 1)
@@ -132,7 +132,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         request.close()  # until then it runs
 
 
-def test_a_rank_that_dies_meanwhile_ends_the_group_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_drain_ends_the_group_and_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         request = serve_slowly(group)
         ask_to_stop(group, 1)
@@ -155,7 +155,7 @@ def check_its_end(group: TinyGroup, request: SlowRequest, trigger: Path) -> None
     assert group.wait_exits(time.monotonic() + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
 
 
-def test_a_connection_that_is_reset_meanwhile_is_made_again(tmp_path: Path) -> None:
+def test_a_connection_reset_during_a_drain_is_established_again(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group, wired(group) as wire:
         request = ask_slowly(group)
         ask_to_stop(group, 0, 1)
@@ -166,7 +166,7 @@ def test_a_connection_that_is_reset_meanwhile_is_made_again(tmp_path: Path) -> N
         check_its_end(group, request, tmp_path / "trigger")
 
 
-def test_a_pod_that_is_asked_while_a_busy_machine_keeps_it_from_its_leader_ends_nothing(
+def test_a_drain_of_a_pod_that_lost_its_leader_on_a_busy_machine_fails_no_group(
     tmp_path: Path,
 ) -> None:
     with tiny_group(tmp_path) as group, wired(group) as wire:
@@ -196,7 +196,7 @@ def wait(seconds: float) -> None:
     wait_until(lambda: time.monotonic() - since > seconds, seconds + 10)
 
 
-def test_a_pod_that_is_lost_meanwhile_ends_the_drain(tmp_path: Path) -> None:
+def test_a_pod_lost_during_a_drain_ends_the_drain(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         request = serve_slowly(group)
         ask_to_stop(group, 0, 1)

@@ -37,7 +37,7 @@ def test_forks_are_children_of_the_supervisor_in_sessions_of_their_own(tmp_path:
     assert "[rank 1] rank 1 is connected" in output
 
 
-def test_a_fork_has_the_descriptors_of_its_own_only(tmp_path: Path) -> None:
+def test_a_fork_has_only_its_own_descriptors(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (2,)) as group:
         group.start()
         group.wait_ready()
@@ -49,7 +49,7 @@ def test_a_fork_has_the_descriptors_of_its_own_only(tmp_path: Path) -> None:
             assert held.isdisjoint(set(outputs.values()) - {outputs[label]})
 
 
-def test_each_is_started_by_itself_where_nothing_is_to_be_forked(tmp_path: Path) -> None:
+def test_each_rank_starts_as_a_new_process_if_forks_are_disabled(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (2,), env={"TINY_NO_FORKS": "1"}) as group:
         group.start()
         group.wait_ready()
@@ -90,7 +90,7 @@ def test_supervisor_ends_while_the_first_rank_imports(tmp_path: Path, number: in
 
 
 @pytest.mark.parametrize("delay_ms", range(0, 60, 10))
-def test_supervisor_killed_while_forks_are_made_leaves_nothing(tmp_path: Path, delay_ms: int) -> None:
+def test_supervisor_killed_during_forks_leaves_no_process(tmp_path: Path, delay_ms: int) -> None:
     with tiny_group(tmp_path, (4,)) as group:
         group.start()
         wait_until(lambda: imports(group), 20, group.logs)

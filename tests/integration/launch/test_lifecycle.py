@@ -133,7 +133,7 @@ def test_a_foreign_connection_to_the_control_port_is_refused(tmp_path: Path) -> 
         assert group.pods[0].is_ready()
 
 
-def test_startup_timeout_names_the_rank_that_others_wait_for_and_its_phase(tmp_path: Path) -> None:
+def test_startup_timeout_names_the_awaited_rank_and_its_phase(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={0: "await", 1: "late"}, startup_timeout_s=5) as group:
         group.start()
         codes = group.wait_exits(time.monotonic() + 20)

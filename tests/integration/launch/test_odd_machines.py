@@ -99,7 +99,7 @@ def test_an_end_just_before_a_fork_leaves_no_process() -> None:
     assert done.stdout == "True []\n"
 
 
-def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:
+def test_a_full_log_disk_delays_no_rank(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1,), do={0: "chat"}) as group:
         full = os.open("/dev/full", os.O_WRONLY)
         pod = group.start_pod(0, stdout=full)

@@ -43,7 +43,7 @@ def test_no_output_line_is_lost_and_memory_stays_constant(tmp_path: Path) -> Non
     assert [int(line.split()[3]) for line in lines] == list(range(LINES))
 
 
-def test_reader_that_stalls_holds_up_the_rank_and_not_the_supervisor(tmp_path: Path) -> None:
+def test_a_stalled_reader_delays_the_rank_but_not_the_supervisor(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "chat"}) as group:
         group.start_pod(0)
         stalled = group.start_pod(1, stdout=subprocess.PIPE)
@@ -85,7 +85,7 @@ os._exit(0)
 """
 
 
-def test_reports_the_last_line_of_a_process_at_once() -> None:
+def test_reports_the_last_line_of_a_process_immediately() -> None:
     """20 of them took 2 s in which the supervisor beat for nobody, where nobody read its output."""
     done = subprocess.run(
         [sys.executable, "-c", LAST_LINES], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT

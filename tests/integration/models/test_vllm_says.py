@@ -78,7 +78,7 @@ def test_kernels_for_experts_take_the_routing_methods_of_the_table(kernels: dict
         assert {routing.value for routing in ours} == known & set(methods), scheme
 
 
-def test_routers_of_cpus_choose_by_every_method_with_our_patch_alone(kernels: dict[str, Any]) -> None:
+def test_cpu_routers_support_every_method_only_with_our_patch(kernels: dict[str, Any]) -> None:
     of_vllm, patched = kernels["routers"]
     assert [kind for kind, each in of_vllm.items() if not each["computes"]] == ["sigmoid", "sigmoid biased"]
     assert not of_vllm["softmax biased"]["heeds"]

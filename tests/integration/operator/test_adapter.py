@@ -81,7 +81,7 @@ def service(owner: Owner, name: str, port: int = 80) -> dict[str, Any]:
     return child(owner, "Service", name, spec={"type": "ClusterIP", "selector": {"app": "x"}, "ports": ports})
 
 
-async def test_own_writes_are_observed_at_once(server: ApiServer, namespace: str) -> None:
+async def test_own_writes_are_observed_immediately(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         after = await act(

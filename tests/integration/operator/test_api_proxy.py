@@ -12,7 +12,7 @@ from tests.integration.operator.api_proxy import api_proxy
 from tests.integration.operator.running_operator import until
 
 
-async def test_the_proxy_fails_delays_holds_and_changes_requests(
+async def test_the_proxy_refuses_delays_holds_and_changes_requests(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     path = CONFIG_MAP.path(namespace)
@@ -42,7 +42,7 @@ async def test_the_proxy_fails_delays_holds_and_changes_requests(
             await through.close()
 
 
-async def test_the_proxy_holds_and_cuts_watches(
+async def test_the_proxy_holds_and_breaks_watches(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     path = CONFIG_MAP.path(namespace)

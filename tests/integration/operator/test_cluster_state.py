@@ -190,7 +190,7 @@ def restore_etcd(cluster: Cluster, copy: Path) -> None:
     controllers.start_again()
 
 
-async def test_a_restored_older_store_is_listed_again_at_once(tmp_path: Path) -> None:
+async def test_a_restored_older_store_is_listed_again_immediately(tmp_path: Path) -> None:
     with start_control_plane_only() as plane:
         apply_crds(plane, build_crd())
         server = ApiServer(await load_configuration(str(plane.kubeconfig)))

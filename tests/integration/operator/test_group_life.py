@@ -62,7 +62,7 @@ async def remove(server: ApiServer, namespace: str, *names: str) -> None:
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
 
 
-async def test_a_pod_that_its_node_rejects_is_replaced_alone(
+async def test_a_pod_rejected_by_its_node_is_replaced_without_the_others(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:

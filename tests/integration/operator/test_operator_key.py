@@ -13,7 +13,7 @@ from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.running_cluster import Cluster
 
 
-async def test_two_operators_that_start_at_once_have_one_key(
+async def test_two_operators_that_start_together_have_one_key(
     server: ApiServer, namespace: str, control_plane: Cluster
 ) -> None:
     for name in ("absent", "empty"):

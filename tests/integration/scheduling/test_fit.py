@@ -31,7 +31,7 @@ async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
     return set(placed) if len(placed) == 2 and all(placed) else set()
 
 
-async def test_capacity_is_waited_for_shared_and_given_back(
+async def test_groups_wait_for_capacity_share_it_and_release_it(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(server, "a", gpus=0)
@@ -161,7 +161,7 @@ async def test_a_group_uses_the_zone_with_capacity_for_all_its_pods(
         assert found == {"z2", "z3"}, "zone 1 has GPUs for both, but not CPUs"
 
 
-async def test_pods_that_must_be_near_each_other_are_all_placed_or_none_is_made(
+async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """Four pods with required pod affinity by zone: no zone has nodes for all of them, and then one has."""

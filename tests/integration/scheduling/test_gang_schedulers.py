@@ -260,7 +260,7 @@ class Resource:
         return f"{said}\n{stored}\n{self.process.said}"
 
 
-async def test_half_a_gang_waits_and_a_whole_one_serves(site: Site, resource: Resource) -> None:
+async def test_an_incomplete_gang_waits_and_a_complete_gang_serves(site: Site, resource: Resource) -> None:
     """Also the epoch after a rank's death, and the end, with nothing left."""
     await resource.create()
     await resource.waiting()
@@ -353,7 +353,7 @@ async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
 
 
 @pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)
-async def test_a_cluster_upgraded_under_a_group_loses_nothing(
+async def test_a_cluster_upgrade_does_not_interrupt_a_group(
     site: Site, resource: Resource, tmp_path: Path
 ) -> None:
     """Kubernetes of each later version in turn, on the same etcd.

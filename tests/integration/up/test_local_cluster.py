@@ -150,7 +150,7 @@ async def test_exit_code_and_output_are_kept(tmp_path: Path) -> None:
         assert (running.log_dir / "p-0-1-0.log").read_text() == "to the log\n"
 
 
-async def test_termination_message_is_cut_as_kubernetes_cuts_it(tmp_path: Path) -> None:
+async def test_termination_messages_are_truncated_as_in_kubernetes(tmp_path: Path) -> None:
     async with _cluster(tmp_path, TELLS) as running:
         await running.run(CreateObject(manifest=pod()))
         (ended,) = await running.wait(_ended)
@@ -227,7 +227,7 @@ async def test_deleted_pod_is_gone_after_its_grace(tmp_path: Path, program: str)
 
 
 @pytest.mark.parametrize("stay", ["yes", "no"])
-async def test_no_process_of_a_pod_outlives_it(tmp_path: Path, stay: str) -> None:
+async def test_no_process_outlives_its_pod(tmp_path: Path, stay: str) -> None:
     async with _cluster(tmp_path, LEAVES_CHILDREN, STAY=stay) as running:
         await running.run(CreateObject(manifest=pod()))
         await running.wait_started()

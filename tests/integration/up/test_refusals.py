@@ -101,7 +101,7 @@ def test_up_refuses_a_port_in_use(tmp_path: Path, model_dir: Path) -> None:
     assert f"port {taken} on 127.0.0.1: another program uses it" in errors
 
 
-def test_up_refuses_a_path_that_is_no_python(tmp_path: Path, model_dir: Path) -> None:
+def test_up_refuses_a_path_without_a_python(tmp_path: Path, model_dir: Path) -> None:
     file = write(tmp_path, resource(model_dir))
     errors = _refused(tmp_path, ["-f", file, "--worker-python", tmp_path / "python"])
     assert "is not a program). `make setup` creates" in errors

@@ -37,7 +37,7 @@ def test_the_chart_adds_no_monitoring_objects_by_default(plane: Cluster) -> None
     assert {o["kind"] for o in render(plane)}.isdisjoint(OURS)
 
 
-def test_the_api_server_accepts_it_by_the_real_definitions(plane: Cluster) -> None:
+def test_the_api_server_accepts_the_objects_by_their_real_definitions(plane: Cluster) -> None:
     objects = [o for o in render(plane, *ALL) if o["kind"] in OURS]
     assert sorted({o["kind"] for o in objects}) == sorted(OURS)
     for stored in objects:
@@ -116,7 +116,7 @@ def test_dashboards_are_config_maps_that_grafanas_sidecar_finds(plane: Cluster) 
         assert json.loads(text) == json.loads(files.pop(name))
 
 
-def test_promtool_accepts_the_rules_and_each_alert_fires_when_it_should(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_each_alert_fires_as_expected(tmp_path: Path) -> None:
     promtool = str(tools.program(tools.PROMETHEUS, "promtool"))
     assert "SUCCESS" in processes.run([promtool, "check", "rules", str(RULES)])
     shutil.copy(RULES, tmp_path)

@@ -153,11 +153,11 @@ def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> Non
     assert done == ["done 0", "done 1", "done 2"]
 
 
-def test_an_engine_that_was_stopped_waits_on_for_its_ranks() -> None:
+def test_a_thawed_engine_continues_to_wait_for_its_ranks() -> None:
     """They may have been stopped with it: who judges counts no time in which it had no turn."""
     assert run_script(WORKER_PYTHON, STOPPED).answer() == ["done"]
 
 
-def test_an_engine_that_was_stopped_in_the_step_before_waits_on_for_its_ranks() -> None:
+def test_an_engine_frozen_in_the_previous_step_continues_to_wait_for_its_ranks() -> None:
     """With two steps in flight the second one's time was over when its reply was first looked for."""
     assert run_script(WORKER_PYTHON, STOPPED_BEFORE).answer() == ["done"]

@@ -174,7 +174,7 @@ def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
         assert counted < 5
 
 
-def test_threads_of_a_rank_have_its_cores(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_threads_of_a_rank_run_on_its_cores(model: Path, reference: Reference, tmp_path: Path) -> None:
     """cpuBinding: every compute thread is bound to the rank's cores; the engine has its own.
 
     The engine is stopped at its end, and named.

@@ -214,7 +214,7 @@ def stream(group: Group, prompt: list[int], max_tokens: int) -> Iterator[str]:
             yield line.decode().strip()
 
 
-def test_a_stream_under_way_gets_all_of_its_tokens(group: Group, reference: Reference) -> None:
+def test_a_running_stream_gets_all_its_tokens(group: Group, reference: Reference) -> None:
     """The last test of the group: it stops, and leaves no shared memory behind."""
     expected = next(iter(reference.values()))
     before = shared_memory()

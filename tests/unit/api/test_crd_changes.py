@@ -58,14 +58,14 @@ def test_finds_a_change_of_a_field(field: str, change: dict[str, Any], found: st
     assert found in find_changes(build_crd(), new)
 
 
-def test_finds_a_removed_enum_value_and_takes_a_new_one() -> None:
+def test_finds_a_removed_enum_value_and_accepts_a_new_one() -> None:
     old, more = build_crd(), copy.deepcopy(build_crd())
     _spec(more)["parallelism"]["properties"]["mode"]["enum"].append("Another")
     assert find_changes(old, more) == []
     assert find_changes(more, old) == [".spec.parallelism.mode: enum value removed"]
 
 
-def test_a_new_optional_field_and_other_words_are_no_changes() -> None:
+def test_a_new_optional_field_and_new_descriptions_are_compatible() -> None:
     new = copy.deepcopy(build_crd())
     _spec(new)["another"] = {"type": "string", "maxLength": 1, "description": "A field."}
     _spec(new)["replicas"]["description"] = "Other words."

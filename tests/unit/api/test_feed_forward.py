@@ -65,7 +65,7 @@ def test_impossible_feed_forward_settings_are_refused_with_a_reason(raw: dict[st
     assert words in caught.value.message
 
 
-def test_tensor_and_pipeline_may_be_one_and_nothing_else() -> None:
+def test_tensor_and_pipeline_must_be_one() -> None:
     sizes = {"mode": "FeedForward", "tensor": 1, "pipeline": 1}
     assert parse_spec({**spec(), "parallelism": sizes}).world_size == 1
     with pytest.raises(SpecError):

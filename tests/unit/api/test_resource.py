@@ -84,7 +84,7 @@ def test_models_are_built_by_their_python_names() -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, 1.5, True, 10**15, [1]])
-def test_refuses_a_number_that_is_no_quantity(amount: Any) -> None:
+def test_refuses_a_number_as_a_quantity(amount: Any) -> None:
     bad = cpu(resources={"limits": {"cpu": amount}})
     assert problems(spec(roles=[bad])).startswith("spec.roles[0].resources.limits.cpu")
 
@@ -288,7 +288,7 @@ def test_a_name_that_makes_host_names_too_long_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["1llama", "llama.3", "-x", "Llama", "x-"])
-def test_a_name_that_is_no_service_name_is_refused(name: str) -> None:
+def test_a_name_that_services_cannot_have_is_refused(name: str) -> None:
     with pytest.raises(
         SpecError, match="name must consist of lower-case letters, digits and '-', and start with a letter"
     ):

@@ -26,7 +26,7 @@ def condition(
     return Condition(type=kind, status=status, reason=reason, message="", last_transition_time=at)
 
 
-def test_a_status_is_read_back_as_it_was() -> None:
+def test_a_status_is_read_back_unchanged() -> None:
     failure = FailureStatus(
         epoch=1, time=NOW, reason="RankExited", message="rank 1 (cpu) exited", rank=1, exit_code=-9
     )

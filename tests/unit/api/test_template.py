@@ -126,7 +126,7 @@ def test_fields_that_platforms_need_are_accepted() -> None:
     assert {key: dumped[key] for key in PLATFORM} == PLATFORM
 
 
-def test_a_field_that_is_not_set_makes_no_revision() -> None:
+def test_an_unset_field_causes_no_new_revision() -> None:
     stored = spec(nodeSelector={"a": "b"}).changed(parallelism=ParallelismSpec(mode=Mode.PIPELINE))
     assert identity.revision(stored) == "0200e8941a", "as 5ba4481 named it, with the CRD's default mode"
 

@@ -121,7 +121,7 @@ def test_a_name_excludes_the_choice_of_several(option: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", [["top"], ["logs", "tiny"]])
-def test_without_a_kubeconfig_one_message_names_it(
+def test_a_missing_kubeconfig_is_reported_in_one_message(
     command: list[str],
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,

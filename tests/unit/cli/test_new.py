@@ -95,14 +95,14 @@ def test_the_resource_plans_with_the_figures_of_its_comments(
             assert f"memory: {size}" in text or f"deviceMemory: {size} " in text
 
 
-def test_says_if_cpus_are_not_needed(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_unneeded_cpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new(str(models / DENSE), *hardware("24Gi", "24Gi"))
     assert "# The CPUs are not used: the GPUs hold the whole model" in capsys.readouterr().out
     new(str(models / DENSE), *hardware("24Gi"))
     assert "The CPUs are not used" not in capsys.readouterr().out
 
 
-def test_a_feed_forward_group_takes_the_memory_and_cores_that_were_given(
+def test_a_feed_forward_group_uses_the_given_memory_and_cores(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new(str(models / MIXTURE), *hardware("24Gi", "64Gi"))
@@ -171,7 +171,7 @@ def test_shorter_requests_are_suggested_if_they_are_the_smallest_change(
         ([*hardware("8Gi"), "--revision", "main"], "must be an hf:// model if revision"),
     ],
 )
-def test_wrong_options_are_one_message(
+def test_each_wrong_option_is_reported_in_one_message(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new(str(write_model(tmp_path / "model")), *arguments, code=1)

@@ -122,7 +122,7 @@ def test_explain_adds_details_under_headings(
 
 
 @pytest.mark.parametrize("option", ["--choices", "--explain"])
-def test_choices_are_shown_if_asked_for(
+def test_choices_are_shown_on_request(
     option: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, planning=CPU_ONLY)
@@ -356,7 +356,7 @@ def test_names_each_argument_and_annotation_that_the_chart_refuses(
     assert not capsys.readouterr().err
 
 
-def test_names_each_argument_that_no_plan_takes(
+def test_names_each_argument_that_no_plan_accepts(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["--foo", "--tensor-parallel-size=2", "--max-log-len", "5", "-n2"]
@@ -490,7 +490,7 @@ def test_every_restriction_of_the_chart_has_a_case() -> None:
     assert RESTRICTIONS.keys() == {name for name in values if name.startswith("allow")}
 
 
-def test_resources_that_the_chart_gives_roles_count(
+def test_resources_that_the_chart_adds_to_roles_count(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, roles=[{"name": "cpu", "device": "CPU"}])
@@ -541,7 +541,7 @@ def test_reports_the_line_of_a_yaml_error_in_a_file_of_nodes(
     assert f"--nodes: {nodes} is not a list of Kubernetes objects (line 3: mapping values are not" in reported
 
 
-def test_a_missing_calibration_file_names_the_command_that_makes_it(
+def test_a_missing_calibration_file_is_reported_with_the_command_that_creates_it(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nope.json"
@@ -698,7 +698,7 @@ def test_counts_preemption_of_pods_with_lower_priority(
     assert "the file has no PriorityClasses, so the plan cannot preempt pods of lower priority" in reported
 
 
-def test_json_that_is_cut_off_names_its_line(
+def test_truncated_json_is_reported_with_its_line(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "nodes.json"

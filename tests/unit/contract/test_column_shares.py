@@ -34,7 +34,7 @@ def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int])
 
 
 @given(experts=st.integers(1, 60), shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8))
-def test_every_expert_is_of_one_rank(experts: int, shares: list[int]) -> None:
+def test_every_expert_belongs_to_one_rank(experts: int, shares: list[int]) -> None:
     if experts < len(shares):
         with pytest.raises(ContractError, match=r"must be at most .* Use fewer ranks"):
             share_experts(experts, shares)

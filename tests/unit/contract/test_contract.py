@@ -72,7 +72,7 @@ def test_a_failure_always_fits_and_keeps_its_reason(failure: Failure) -> None:
         assert back == failure
 
 
-def test_cut_failure_uses_its_limit() -> None:
+def test_a_truncated_failure_uses_the_whole_limit() -> None:
     back = Failure.from_json(
         Failure(reason=FailureReason.RANK_RAISED, message="m" * 9000, last_log="l" * 9000).to_json()
     )

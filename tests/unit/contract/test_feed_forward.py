@@ -138,7 +138,7 @@ def test_feed_forward_ranks_may_have_pods_of_their_own() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_such_a_pod_serves_one_stage_and_has_no_other_rank() -> None:
+def test_a_pod_of_feed_forward_ranks_serves_one_stage_and_has_no_other_rank() -> None:
     of_second = replace(_lane(3, 0, layers=(7, 8)), stage=1, pod=2, local_rank=1)
     alone = replace(_lane(2, 0), pod=2, local_rank=0)
     assert _two_stages(alone, replace(of_second, pod=3, local_rank=0)).world_size == 4

@@ -59,6 +59,6 @@ def test_a_no_option_cancels_a_flag() -> None:
         ("-=2", "--tensor-parallel-size", False),
     ],
 )
-def test_a_beginning_may_be_any_option_that_has_it(arg: str, option: str, may_mean: bool) -> None:
+def test_a_prefix_may_be_any_option_that_begins_with_it(arg: str, option: str, may_mean: bool) -> None:
     (given,) = given_options([arg])
     assert given.may_mean(option) is may_mean

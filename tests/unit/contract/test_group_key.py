@@ -32,7 +32,7 @@ def test_a_code_is_valid_for_one_purpose_and_exactly_its_parts(
     assert key.verifies(key.code(one[0], *one[1]), other[0], *other[1]) is (one == other)
 
 
-def test_a_key_is_the_same_from_the_environment_and_its_name_is_no_key() -> None:
+def test_reads_a_key_from_the_environment_and_its_fingerprint_hides_it() -> None:
     assert GroupKey.from_env({names.ENV_GROUP_KEY: KEY.text}) == KEY
     assert GroupKey.from_env({}) is None
     assert KEY.fingerprint not in KEY.text
@@ -45,13 +45,13 @@ def test_refuses_an_invalid_key_without_showing_it(text: str) -> None:
     assert text not in str(refusal.value)
 
 
-def test_a_key_is_in_no_text_of_its_values() -> None:
+def test_no_text_of_a_keys_values_contains_the_key() -> None:
     for value in (KEY, KEY.of_epoch(1)):
         assert value.secret.hex() not in repr(value)
         assert repr(value.secret) not in repr(value)
 
 
-def test_a_signed_text_is_good_under_its_name_only() -> None:
+def test_a_signed_text_is_valid_only_under_its_name() -> None:
     key = KEY.of_epoch(3)
     signed = key.sign("store", "rank/1", '{"addr": "tcp://10.0.0.1:5"}')
     assert key.read_signed("store", "rank/1", signed) == '{"addr": "tcp://10.0.0.1:5"}'

@@ -114,7 +114,7 @@ def test_tied_head_counts_once(tmp_path: Path, keeps_copy: bool) -> None:
     assert (profile.tied_head, profile.head_bytes, profile.embedding_bytes) == (True, 0, 256)
 
 
-def test_reads_a_nested_text_config_beside_a_vision_tower(tmp_path: Path) -> None:
+def test_reads_the_nested_text_config_of_a_model_with_a_vision_tower(tmp_path: Path) -> None:
     text = {key: value for key, value in CONFIG.items() if key != "architectures"}
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     tensors = {f"language_model.{name}": shape for name, shape in TENSORS.items()}
@@ -247,7 +247,7 @@ def test_reads_the_quantization(tmp_path: Path) -> None:
     assert read_profile(write_model(tmp_path, config=config)).quantization == "fp8"
 
 
-def test_numbered_shards_are_all_there_without_an_index_too(tmp_path: Path) -> None:
+def test_missing_numbered_shards_are_found_without_an_index(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     (directory / "model.safetensors").rename(directory / "model-00001-of-00003.safetensors")
     with pytest.raises(ModelFilesError, match=r"model-00002-of-00003\.safetensors, .* are missing\. Finish"):
@@ -265,7 +265,7 @@ def test_numbered_shards_are_all_there_without_an_index_too(tmp_path: Path) -> N
         ("W4A8_AWQ", "modelopt W4A8_AWQ", SchemeName.OTHER),
     ],
 )
-def test_quantization_beside_the_config_is_read(
+def test_reads_a_quantization_file_next_to_the_config(
     tmp_path: Path, algorithm: str, method: str, scheme: SchemeName
 ) -> None:
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}

@@ -245,7 +245,7 @@ def test_layers_for_speculation_are_dropped(tmp_path: Path) -> None:
         ("language_model.", "", 2),
     ],
 )
-def test_layers_of_an_encoder_are_no_layers_of_the_decoder(
+def test_layers_of_an_encoder_do_not_count_as_decoder_layers(
     tmp_path: Path, decoder: str, encoder: str, layers: int
 ) -> None:
     stack = encoder if encoder.endswith("blocks.") else f"{encoder}layers."
@@ -262,7 +262,7 @@ def test_layers_of_an_encoder_are_no_layers_of_the_decoder(
     assert profile.encoder == "audio"
 
 
-def test_the_embedding_beside_an_encoder_is_the_decoders(tmp_path: Path) -> None:
+def test_finds_the_decoders_embedding_in_a_model_with_an_encoder(tmp_path: Path) -> None:
     tensors = {name: sizes for name, sizes in TENSORS.items() if "embed_tokens" not in name}
     tensors |= {"mm_whisper_embeddings.tok_embeddings.weight": TENSORS["model.embed_tokens.weight"]}
     tensors |= {f"mm_whisper_embeddings.whisper_encoder.layers.{i}.w1.weight": [10] for i in range(4)}
@@ -294,7 +294,7 @@ GPT_2: dict[str, Any] = {
 """Whose class's defaults are 12, 768, 12 and 1024."""
 
 
-def test_another_name_of_a_field_is_before_its_default(tmp_path: Path) -> None:
+def test_an_alternative_name_of_a_field_takes_precedence_over_its_default(tmp_path: Path) -> None:
     tensors = {"wte.weight": [50257, 1600], **{f"h.{i}.attn.c_attn.weight": [1600] for i in range(14)}}
     profile = read_profile(write_model(tmp_path, config=GPT_2, tensors=tensors))
     assert (profile.num_layers, profile.hidden_size, profile.num_attention_heads) == (14, 1600, 25)
@@ -302,7 +302,7 @@ def test_another_name_of_a_field_is_before_its_default(tmp_path: Path) -> None:
     assert profile.dropped_bytes == 0
 
 
-def test_a_nested_config_is_before_the_whole_one(tmp_path: Path) -> None:
+def test_a_nested_config_takes_precedence_over_the_outer_config(tmp_path: Path) -> None:
     text = {name: value for name, value in GPT_2.items() if name != "architectures"}
     config = {"architectures": ["Some"], "num_hidden_layers": 2, "hidden_size": 8, "text_config": text}
     tensors = {"wte.weight": [50257, 1600], **{f"h.{i}.attn.c_attn.weight": [1600] for i in range(14)}}
@@ -447,7 +447,7 @@ def test_layers_that_share_keys_and_values_have_none(tmp_path: Path) -> None:
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
-def test_without_shared_layers_a_last_stage_may_have_one(tmp_path: Path) -> None:
+def test_without_shared_layers_the_last_stage_may_have_one_layer(tmp_path: Path) -> None:
     profile = _gemma_4(
         tmp_path,
         num_kv_shared_layers=0,

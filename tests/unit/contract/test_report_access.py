@@ -43,7 +43,7 @@ def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
         assert stranger.read(answer(guard, stranger.headers(), 1.0), "part") is None
 
 
-def test_credentials_are_good_once_and_at_their_leader_only() -> None:
+def test_credentials_are_valid_once_and_only_at_their_leader() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
     credentials = reader.headers()[CREDENTIALS_HEADER]

@@ -38,7 +38,7 @@ LAYER = LayerRecipe(
 )
 
 
-def test_a_recipe_is_equal_after_its_text() -> None:
+def test_a_recipe_is_equal_after_serialization() -> None:
     file = RecipeFile(name="model.safetensors", num_bytes=4096, digest="00")
     recipe = Recipe(layers={3: LAYER}, dtype="bfloat16", max_rows=64, unit=32, files=(file,))
     assert Recipe.from_text(recipe.to_text()) == recipe

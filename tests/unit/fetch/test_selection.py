@@ -99,7 +99,7 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
         ".//model-00001-of-00002.safetensors",
     ],
 )
-def test_an_index_names_none_of_our_files_in_any_way(name: str) -> None:
+def test_an_index_must_not_name_files_that_the_cache_uses(name: str) -> None:
     files = listing((*SHARDED, name))
     with pytest.raises(FetchError, match=r"that names .* files") as refused:
         weight_files(files, {"weight_map": {"t0": "model-00001-of-00002.safetensors", "t1": name}})

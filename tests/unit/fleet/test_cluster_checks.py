@@ -50,7 +50,7 @@ def installed_operator(version: str = "0.2.0", ready: int = 1) -> InstalledOpera
     ("major", "minor", "state"),
     [("1", "30", "ok"), ("1", "31+", "ok"), ("1", "29", "failed"), ("2", "0", "ok"), ("x", "", "unknown")],
 )
-def test_the_oldest_supported_kubernetes_is_known(major: str, minor: str, state: str) -> None:
+def test_the_version_of_kubernetes_is_checked(major: str, minor: str, state: str) -> None:
     assert judge_kubernetes(major, minor, "v")[0].value == state
 
 

@@ -92,7 +92,7 @@ def test_texts_lose_secrets_in_every_spelling(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN_2", "DB_PWD", "S3_KEY", "NGC_AUTH", "CONNECTION_STRING"])
-def test_variables_that_are_not_known_to_be_public_lose_their_value(name: str) -> None:
+def test_values_of_variables_that_may_be_secret_are_removed(name: str) -> None:
     env, args = [{"name": name, "value": "hidden"}], ["--api-key", "a", "hidden"]
     redacted = redact_object({"env": env, "args": args})
     assert "hidden" not in json.dumps(redacted)

@@ -107,7 +107,7 @@ def test_conditions_that_need_attention_lead_to_the_next_step(odd: dict[str, str
     assert all(f"why {kind}" in text for kind in odd)
 
 
-def test_a_suspended_resource_is_as_it_should_be() -> None:
+def test_a_suspended_resource_counts_as_healthy() -> None:
     found = summary(
         {"Available": "False", "Planned": "Unknown", "CapacityAvailable": "Unknown"}, spec={"suspend": True}
     )

@@ -59,7 +59,7 @@ async def test_an_answer_counts_even_if_the_process_was_not_scheduled(answer: by
     assert asked <= 3
 
 
-async def test_a_server_that_answers_on_loopback_alone_is_not_healthy() -> None:
+async def test_a_server_that_answers_only_on_loopback_is_not_healthy() -> None:
     """A pod without IPv4 whose server listens on 0.0.0.0 refuses every client of its Service."""
     said, asked = await results(b"HTTP/1.1 200 OK\r\n", lambda: 0.0, 2, address="::1")
     assert said == [False] * 2

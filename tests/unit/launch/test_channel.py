@@ -91,7 +91,7 @@ def test_heartbeat_age_is_the_groups_and_grows_in_silence(ends: tuple[RankChanne
     assert reporter.heartbeat_age_s() > first
 
 
-def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_a_request_to_drain_persists_and_is_answered(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     assert not reporter.asked_to_drain()
     channel.send(SupervisorMessage(group_age_s=0.0, drain=True))
@@ -176,7 +176,7 @@ def test_a_failure_is_delivered_once_a_stopped_supervisor_resumes(quick: None) -
         assert last == [(failure, Lost.RANK)]
 
 
-def test_a_supervisor_that_is_gone_ends_the_process() -> None:
+def test_the_end_of_the_supervisor_ends_the_process() -> None:
     with reporting() as (channel, _, gone):
         channel.close()
         assert gone.wait(LIMIT_S)

@@ -49,7 +49,7 @@ def test_a_few_threads_less_are_better_than_two_numa_nodes() -> None:
     )
 
 
-def test_one_rank_spans_numa_nodes_rather_than_leave_half_of_the_machine() -> None:
+def test_one_rank_spans_numa_nodes_instead_of_leaving_half_of_the_machine_unused() -> None:
     assert allocate(TWO_NODES, ranks=1, reserved=2) == (cpu_set(*range(1, 8), *range(9, 16), nodes=(0, 1)),)
 
 
@@ -74,7 +74,7 @@ def test_reserved_cpus_are_a_whole_core() -> None:
     assert allocate(SMT, ranks=1, reserved=2) == (cpu_set(1, 2, 3, 4, 5, 6, 7, nodes=(0, 1)),)
 
 
-def test_both_hyper_threads_where_cores_are_too_few() -> None:
+def test_ranks_use_both_hyper_threads_if_there_are_too_few_cores() -> None:
     two_cores = (SMT[0], SMT[1], SMT[8], SMT[9])
     assert allocate(two_cores, ranks=3, reserved=1) == (cpu_set(1), cpu_set(8), cpu_set(9))
 

@@ -273,7 +273,7 @@ def test_ranks_of_a_pod_are_pinned_to_different_cpus() -> None:
     assert not {"0", "1"} & (first | second)
 
 
-def test_api_server_takes_the_leaders_platform() -> None:
+def test_the_api_server_uses_the_leaders_platform() -> None:
     env = api_environment(PLAN, {"HETEROINFER_RANK": "9"}, HOST)
     assert (env["VLLM_HETEROGENEOUS_DEVICE"], env["CUDA_VISIBLE_DEVICES"]) == ("cpu", "-1")
     assert names.ENV_RANK not in env

@@ -23,7 +23,7 @@ def test_both_ends_of_a_connection_accept_each_other() -> None:
         assert leader.open(follower.seal(line)) == line
 
 
-def test_a_follower_without_the_key_is_answered_nothing() -> None:
+def test_a_follower_without_the_key_gets_no_answer() -> None:
     for line in (codec.to_json(build_opening(OTHER, 1)), "GET / HTTP/1.1", "", '{"pod": 1}'):
         with pytest.raises(ContractError):
             reply_to(KEY, line)

@@ -60,7 +60,7 @@ def test_the_first_group_gets_the_users_api_port() -> None:
     assert addressing.endpoint(_spec(), OWNER) == "http://127.0.0.1:8000/v1"
 
 
-def test_taken_api_port_is_reported() -> None:
+def test_an_api_port_in_use_is_reported() -> None:
     port = contiguous_ports(2) + 1  # the one before it is free, too
     with socket.socket() as other:
         other.bind((LOOPBACK, port))

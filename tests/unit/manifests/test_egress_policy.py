@@ -79,12 +79,14 @@ def group_policies(*selectors: Manifest, egress: Egress = Egress.AUTO) -> list[A
         ({"matchLabels": {names.LABEL_GROUP: "1"}}, None),
     ],
 )
-def test_exactly_the_pods_that_others_keep_in_are_let_out(other: Manifest, selected: Manifest | None) -> None:
+def test_egress_policies_apply_to_exactly_the_pods_that_other_policies_isolate(
+    other: Manifest, selected: Manifest | None
+) -> None:
     found = group_policies(other)
     assert [policy["spec"]["podSelector"] for policy in found] == ([] if selected is None else [selected])
 
 
-def test_pods_reach_their_group_and_dns_and_nothing_else() -> None:
+def test_pods_reach_only_their_group_and_dns() -> None:
     [policy] = group_policies({}, {})
     assert policy["spec"]["policyTypes"] == ["Egress"]
     group, dns = policy["spec"]["egress"]
@@ -102,7 +104,7 @@ def test_the_installation_decides_which_pods_get_policies() -> None:
     assert always["spec"]["podSelector"] == {"matchLabels": LABELS}
 
 
-def test_one_policy_is_enough_if_all_pods_of_the_namespace_are_kept_in() -> None:
+def test_one_policy_suffices_if_all_pods_of_the_namespace_are_isolated() -> None:
     others = [{"matchLabels": {"app": str(number)}} for number in range(100)]
     [policy] = group_policies({}, *others, {"matchExpressions": [{"key": "a", "operator": "Exists"}]})
     assert policy["spec"]["podSelector"] == {"matchLabels": LABELS}

@@ -112,7 +112,7 @@ def test_every_golden_file_is_used() -> None:
     assert {path.stem for path in GOLDEN.glob("*.yaml")} == {*MANIFESTS, "resource"}
 
 
-def test_the_environment_gives_back_launch_and_plan() -> None:
+def test_launch_and_plan_are_read_back_from_the_environment() -> None:
     for pod in PLAN.pods:
         container = MANIFESTS[f"pod-{pod.index}"]["spec"]["containers"][0]
         env = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
@@ -180,7 +180,7 @@ def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
     assert pods.source.path == "/model/acme--llama/abc"
 
 
-def test_a_token_is_no_new_revision_and_another_fetch() -> None:
+def test_a_token_causes_another_fetch_but_no_new_revision() -> None:
     without, with_one = (
         _hub_spec(cache={"claimName": "models"}, **token)
         for token in ({}, {"tokenSecretRef": {"name": "hub"}})

@@ -98,7 +98,7 @@ def test_authorities_are_in_the_pods_that_fetch_and_serve(
         assert env(pod)[names.ENV_CA_BUNDLE] == "/etc/heteroinfer/ca-bundle/ca.crt"
 
 
-def test_other_authorities_fetch_anew_and_none_change_nothing() -> None:
+def test_other_authorities_cause_a_new_fetch_and_no_authorities_change_nothing() -> None:
     model = {"uri": "hf://org/model", "cache": {"size": "1Gi"}}
     plain, trusting = spec(model=model), spec(model={**model, "caBundle": BUNDLE})
     assert model_pod_name(plain, OWNER) == "llama-fetch-10a901296a", "as 5ba4481 named it"

@@ -115,7 +115,7 @@ def test_a_refusal_names_the_field_to_change(said: str, advice: str) -> None:
     assert advice in refusal_message(CreateObject(manifest=pod), said)
 
 
-def test_a_policy_of_others_is_no_quota() -> None:
+def test_a_policy_of_another_controller_does_not_count_as_a_quota() -> None:
     spec = spec_of()
     pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
     said = 'admission webhook "validate.kyverno.svc" denied the request: pods must specify the label team'

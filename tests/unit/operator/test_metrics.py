@@ -95,7 +95,7 @@ def test_metrics_show_the_state_and_failures_of_a_group() -> None:
     assert value(names.GROUP_PHASE, phase="Starting") is None
 
 
-def test_conditions_are_one_zero_or_minus_one() -> None:
+def test_metrics_of_conditions_are_1_0_or_minus_1() -> None:
     metrics = OperatorMetrics()
     metrics.observe_status(KEY, parse_status(STATUS))
     found = {

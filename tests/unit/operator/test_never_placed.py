@@ -88,7 +88,7 @@ async def test_a_pod_is_not_known_if_its_last_state_has_a_node_or_may_have(
     assert not watched.names()
 
 
-async def test_the_end_of_an_older_pod_says_nothing_about_a_newer_one(watched: Watched) -> None:
+async def test_the_end_of_an_older_pod_does_not_affect_a_newer_pod(watched: Watched) -> None:
     cache = watched.state.cache_of(POD, "default")
     assert cache is not None
     newer = pod(uid="next")

@@ -61,7 +61,7 @@ def test_refusals_that_may_pass_once_old_pods_are_gone_do_not_blame_the_object(
 
 
 @pytest.mark.parametrize("status", [0, 401, 409, 429, 500, 502, 503, 504])
-def test_an_unavailable_api_server_refuses_nothing(status: int) -> None:
+def test_errors_of_an_unavailable_api_server_do_not_count_as_refusals(status: int) -> None:
     error = ApiError("POST /pods", status=status, answer_message="try again")
     assert not error.blames_object
     assert not error.is_refusal

@@ -18,7 +18,7 @@ def buffer_bytes() -> int:
         connection._app_transport.abort()
 
 
-async def test_a_connection_keeps_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_keeps_only_one_tls_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sslproto.SSLProtocol, "max_size", 2 * RECORD_BYTES)  # undone after this test
     assert buffer_bytes() == 2 * RECORD_BYTES
     shrink_tls_buffers()

@@ -72,7 +72,7 @@ async def test_a_key_is_processed_once_and_again_if_added_during_processing() ->
         assert sorted(seen) == [A, A, B]
 
 
-async def test_one_key_never_runs_twice_at_once_and_does_not_block_others() -> None:
+async def test_one_key_never_runs_twice_concurrently_and_does_not_block_others() -> None:
     at_work: set[ResourceKey] = set()
     most = 0
 

@@ -226,7 +226,7 @@ def test_a_pod_asks_for_a_gpu_that_holds_the_floor_too(memory_mib: int) -> None:
     assert again.gpu_memory_mib == {1: asked}
 
 
-def test_an_existing_plan_keeps_its_gpus_size_beside_nodes_of_another_architecture() -> None:
+def test_an_existing_plan_keeps_its_gpu_size_despite_nodes_of_another_architecture() -> None:
     group, large = spec(gpu(), cpu(memory="96Gi")), big("a", gpus=1, memory_mib=81920)
     planned = fit(group, build_free_nodes([large]))
     arm = big("arm", gpus=1, labels={"kubernetes.io/arch": "arm64"})  # without a label of its memory

@@ -162,7 +162,7 @@ def test_refuses_gpu_kernels_for_experts_on_cpus() -> None:
 
 
 @pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "MiniMaxM3SparseForCausalLM"])
-def test_attention_and_classes_of_cpus_do_not_matter_beside_a_gpu(name: str) -> None:
+def test_feed_forward_ranks_need_no_cpu_attention_and_no_cpu_class(name: str) -> None:
     """Feed-forward ranks have the experts alone; a stage on CPUs has all of the model."""
     model = replace(mixture(), architecture=name)
     sparse = replace(model, kinds=tuple(replace(k, attention=AttentionKind.SPARSE) for k in model.kinds))
@@ -281,7 +281,7 @@ def test_experts_take_the_memory_that_they_take_in_the_checkpoint(
     assert peak_extra_bytes(remote, engine, (0,)) >= GIB + rows * 8 * 2048
 
 
-def test_a_layer_of_an_mlp_is_there_twice_while_it_is_packed() -> None:
+def test_an_mlp_layer_needs_twice_its_memory_while_it_is_packed() -> None:
     model = replace(mixture(24), kinds=(DENSE, MOE))
     remote = build_feed_forward_part(one_rank(), model, range(6))
     engine = plan(feed_forward(), mixture()).plan.engine
@@ -415,7 +415,7 @@ def fullest(ranks: int, experts: int, topk: int, rows: int) -> float:
     return (step_s / 6 - exchanged) * rates.experts / EXPERT
 
 
-def test_columns_that_are_no_whole_blocks_are_not_filled() -> None:
+def test_columns_of_incomplete_blocks_are_not_filled() -> None:
     planned = plan(of_ranks(2), in_units(32, columns=200))
     assert cuts(planned) == {True}
     assert planned.plan.ranks[1].weight_bytes == 6 * 64 * EXPERT

@@ -374,7 +374,7 @@ def test_places_pods_by_memory_on_many_nodes() -> None:
     )
 
 
-def test_reports_pods_that_fit_alone_but_not_together() -> None:
+def test_reports_pods_that_fit_separately_but_not_together() -> None:
     words = reported([pod(gpus=1, cpu=5), pod(cpu=5)], node("a", gpus=1))
     assert words.startswith("each pod alone fits on a node, but not all pods together")
 

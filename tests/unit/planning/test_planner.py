@@ -243,7 +243,7 @@ def test_the_gpu_is_filled_first() -> None:
     assert gpu_rank.weight_bytes + on_gpu * 4096 * 8224 + per_layer > usable, "one more would fit"
 
 
-def test_notes_that_a_model_fits_the_gpu_alone() -> None:
+def test_notes_that_a_model_fits_on_the_gpu_without_cpus() -> None:
     planned = plan(spec(gpu(deviceMemory="80Gi"), cpu(memory="64Gi")))
     assert planned.plan.layers_by_stage == (1, 31)
     assert (planned.hybrid_not_needed,) == planned.notes

@@ -98,7 +98,7 @@ def test_files_that_contradict_the_config_are_refused_with_both() -> None:
     )
 
 
-def test_layers_with_an_index_are_no_full_attention() -> None:
+def test_layers_with_an_index_do_not_count_as_full_attention() -> None:
     for name in ("Qwen3.8-Flash-Next", "GLM-5.3-Flash", "MiniMax-M3"):
         assert any("with sparse attention" in line for line in refusal(name, gpu(), cpu(memory=HUGE)))
 

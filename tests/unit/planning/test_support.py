@@ -60,12 +60,12 @@ def test_cpu_stages_refuse_formats_that_only_gpus_read(mode: str, load_format: s
 
 
 @pytest.mark.parametrize("load_format", load_formats.GPU_FORMATS)
-def test_gpus_alone_may_read_any_format(load_format: str) -> None:
+def test_plans_with_gpus_only_may_read_any_format(load_format: str) -> None:
     assert plan(spec(gpu(pods=2), engine={"args": ["--load-format", load_format]})).plan.ranks
 
 
 @pytest.mark.parametrize("name", sorted(recorded_profiles()))
-def test_gpus_alone_are_not_bound_by_limits_of_cpus(name: str) -> None:
+def test_plans_with_gpus_only_ignore_limits_of_cpus(name: str) -> None:
     alone = spec(gpu(deviceMemory="141Gi", pods=16))
     profile = recorded_profiles()[name]
     if profile.architecture in BROKEN_PIPELINE:
@@ -74,7 +74,7 @@ def test_gpus_alone_are_not_bound_by_limits_of_cpus(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma-3-27b-it", "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"])
-def test_text_alone_is_planned_without_the_encoder(name: str) -> None:
+def test_text_only_models_are_planned_without_the_encoder(name: str) -> None:
     profile = recorded_profiles()[name]
     text = plan(spec(*MIXED, **TEXT_ONLY), profile).plan
     listed = spec(*MIXED, parallelism={"stageOrder": "AsListed"})
@@ -138,7 +138,7 @@ def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:
         plan(few, recorded_profiles()["Qwen3-VL-8B-Instruct"])
 
 
-def test_four_bits_run_in_bfloat16_unless_another_type_is_asked_for() -> None:
+def test_four_bit_weights_run_in_bfloat16_unless_another_type_is_requested() -> None:
     awq = recorded_profiles()["Llama-3.3-70B-Instruct-AWQ"]
     assert plan(spec(*MIXED), awq).plan.engine.dtype == "bfloat16"
     assert plan(spec(gpu()), awq).plan.engine.dtype == "float16"
@@ -341,7 +341,7 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
         plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))
 
 
-def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
+def test_latents_are_stored_in_bfloat16_on_cpus_and_in_the_requested_type_on_gpus() -> None:
     for name in ("DeepSeek-V3", "DeepSeek-V2-Lite-Chat", "Kimi-K2-Instruct"):
         for asked in ("fp8", "fp8_e5m2", "bfloat16"):
             engine: dict[str, Any] = {"args": ["--kv-cache-dtype", asked]}
@@ -530,7 +530,7 @@ def test_quantization_at_load_halves_layers_on_gpus_and_is_refused_on_cpus() -> 
     assert "--quantization fp8" in refusal("Llama-3.1-8B-Instruct", spec(*MIXED, engine=engine))
 
 
-def test_states_have_one_type_on_every_rank_and_blocks_are_as_long_as_they_need() -> None:
+def test_states_have_the_same_type_on_every_rank_and_blocks_fit_them() -> None:
     planned = plan(spec(*MIXED), recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"]).plan
     assert planned.engine.block_size == 1056
     assert planned.engine.extra_args[:2] == ("--mamba-ssm-cache-dtype", "float32")

@@ -61,7 +61,7 @@ def group(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("others_run", [False, True])
 @pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError"])
-def test_a_pod_that_its_node_rejects_is_replaced_alone(
+def test_a_pod_rejected_by_its_node_is_replaced_without_the_others(
     world: World, reason: str, *, others_run: bool
 ) -> None:
     create_pods(world)

@@ -108,7 +108,7 @@ def test_two_groups_use_different_nodes() -> None:
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n2"}, {"n1"})
 
 
-def test_two_groups_share_a_node_if_there_is_no_other() -> None:
+def test_two_groups_share_the_only_node() -> None:
     world = pairs([node("n0")])
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n0"})
 

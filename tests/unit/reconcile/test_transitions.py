@@ -73,7 +73,7 @@ def test_one_module_changes_the_status_of_a_group(monkeypatch: pytest.MonkeyPatc
     assert writers == {transitions.__name__}
 
 
-def test_the_first_cause_that_ends_an_epoch_names_its_end() -> None:
+def test_the_first_cause_determines_the_end_of_an_epoch() -> None:
     assert [check.__name__ for check in ENDS] == [
         "pod_ended",
         "node_lost",

@@ -55,7 +55,7 @@ def test_no_pod_is_requested_before_its_dependencies_are_answered(kind: str) -> 
     assert len(world.workers()) == 2
 
 
-def test_one_missing_answer_does_not_change_conditions_at_once() -> None:
+def test_one_missing_answer_does_not_change_conditions_immediately() -> None:
     world = with_model()
     world.unanswered = {("Pod", "demo-0-*-1")}
     world.step()

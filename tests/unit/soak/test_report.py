@@ -23,7 +23,7 @@ def good() -> Result:
     return result
 
 
-def test_a_good_one_has_no_fault_and_a_table(good: Result) -> None:
+def test_a_good_soak_has_a_table_and_no_fault(good: Result) -> None:
     assert find_faults(good, has_real_ranks=False) == []
     table = build_table(good)
     assert "| all Ready again | after 2 s |" in table
@@ -43,7 +43,7 @@ def test_each_fault_is_named(good: Result) -> None:
     assert all(expected in fault for expected, fault in zip(words, found, strict=True))
 
 
-def test_too_few_samples_are_no_proof(good: Result) -> None:
+def test_too_few_samples_prove_nothing(good: Result) -> None:
     good.samples = good.samples[:15]
     assert find_faults(good, has_real_ranks=False) == ["got 15 samples, expected at least 16: make it longer"]
 

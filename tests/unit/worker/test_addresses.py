@@ -29,7 +29,7 @@ def test_loopback_stays_on_loopback_and_a_pod_listens_everywhere(host: str, list
     assert bind_host(host) == (None if listens == "::" else listens)
 
 
-def test_a_pod_listens_by_both_families_on_one_port() -> None:
+def test_a_pod_listens_with_both_families_on_one_port() -> None:
     with open_listener("llama-0-1-0.llama-0-ranks.ns.svc", 0) as listener:
         listener.listen()
         port = listener.getsockname()[1]

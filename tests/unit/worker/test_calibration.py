@@ -82,7 +82,7 @@ def test_an_invalid_result_line_loses_only_itself(odd: str) -> None:
     assert found.values == {}
 
 
-def test_more_results_than_a_calibration_has_refuse_none() -> None:
+def test_a_calibration_accepts_more_results_than_it_stores() -> None:
     several = [line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)] * 1000
     several += [line("skipped", what=f"kernel {i}", why="y") for i in range(1000)]
     found = results(*several, *[line("begun", what=f"kernel {i}") for i in range(1000)])
@@ -181,7 +181,7 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
         ),
     ],
 )
-def test_a_kernel_that_ends_its_process_costs_itself_only(
+def test_a_kernel_that_ends_its_process_affects_no_other_kernel(
     script: str,
     limit_s: float,
     measured: list[str],

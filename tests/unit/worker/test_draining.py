@@ -41,7 +41,7 @@ async def get(path: str = "/v1/completions", **scope: Any) -> list[Any]:
     return sent
 
 
-def test_a_request_under_way_is_waited_for_to_its_end(clock: Clock) -> None:
+def test_a_drain_waits_for_running_requests(clock: Clock) -> None:
     async def scenario() -> None:
         gate = asyncio.Event()
         request = asyncio.ensure_future(get(gate=gate))
@@ -56,7 +56,7 @@ def test_a_request_under_way_is_waited_for_to_its_end(clock: Clock) -> None:
     asyncio.run(scenario())
 
 
-def test_requests_are_taken_for_a_moment_and_then_refused_in_words(clock: Clock) -> None:
+def test_a_drain_accepts_requests_for_a_moment_and_then_refuses_them_with_a_message(clock: Clock) -> None:
     draining.DRAIN.begin()
     assert asyncio.run(get())[0]["status"] == 200
     assert not draining.DRAIN.is_done(), "more may be on their way"
@@ -143,7 +143,7 @@ def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_that_has_begun_before_its_body_ends_is_not_cut(clock: Clock) -> None:
+def test_an_answer_that_began_before_the_request_body_ended_is_complete(clock: Clock) -> None:
     """A server may stream while it still listens for its client's end."""
 
     async def scenario() -> None:

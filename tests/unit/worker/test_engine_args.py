@@ -149,7 +149,7 @@ def test_gpu_ranks_of_a_mixed_stage_always_run_eagerly() -> None:
     assert "--no-enforce-eager" in arguments.arguments(alone, LAUNCH, alone.ranks[0])
 
 
-def test_gpu_ranks_beside_cpu_ranks_do_not_tune_with_the_whole_world() -> None:
+def test_gpu_ranks_of_a_mixed_group_do_not_tune_with_the_whole_world() -> None:
     mixed = mixed_stage(Device.GPU, Device.CPU)
     assert "--no-enable-flashinfer-autotune" in arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
     assert "--no-enable-flashinfer-autotune" not in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])

@@ -39,12 +39,12 @@ def raised(error: Exception) -> Exception:
 
 
 @given(st.sampled_from(KINDS), st.sampled_from(WORDS))
-def test_an_own_error_is_recognized_whatever_its_text(kind: Callable[[str], Exception], words: str) -> None:
+def test_a_ranks_own_error_is_recognized_with_any_text(kind: Callable[[str], Exception], words: str) -> None:
     assert find_lost_process(raised(kind(words))) is None
 
 
 @given(st.sampled_from(KINDS[:3]), st.sampled_from(WORDS), st.none() | st.integers(0, 3))
-def test_a_connection_error_is_marked_whatever_its_text(
+def test_a_connection_error_is_marked_with_any_text(
     kind: Callable[[str], Exception], words: str, peer: int | None
 ) -> None:
     with pytest.raises(PeerGoneError) as caught, Conversation(peer, "a send"):
@@ -74,6 +74,8 @@ def test_a_mark_is_not_marked_again() -> None:
 @pytest.mark.parametrize(
     ("starting", "reason"), [(True, FailureReason.STARTUP_TIMEOUT), (False, FailureReason.RANK_RAISED)]
 )
-def test_a_timeout_while_serving_is_not_one_of_the_start(starting: bool, reason: FailureReason) -> None:
+def test_a_timeout_while_serving_does_not_count_as_a_startup_timeout(
+    starting: bool, reason: FailureReason
+) -> None:
     seen = build_failure(TimeoutError("rank 1 sent nothing"), PLAN.ranks[0], starting=starting)
     assert (seen.reason, "rank 1 sent nothing" in seen.message) == (reason, True)

@@ -112,7 +112,7 @@ def test_a_rank_gets_the_planned_memory_or_the_free_memory(measured: int, grante
 
 
 @pytest.mark.parametrize(("cached", "headroom_mib"), [(400, 3900), (500, 4000), (2000, 4000)])
-def test_activations_use_memory_that_torch_already_holds(cached: int, headroom_mib: int) -> None:
+def test_activations_use_memory_that_torch_has_reserved(cached: int, headroom_mib: int) -> None:
     measured = headroom.gpu_headroom(
         free_bytes=5000 * MIB,
         cached_bytes=cached * MIB,

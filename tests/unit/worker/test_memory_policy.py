@@ -19,7 +19,7 @@ def policy(*nodes: str) -> tuple[str, str]:
     return problem, mapped
 
 
-def test_one_node_is_preferred_and_several_take_turns() -> None:
+def test_one_node_is_preferred_and_several_nodes_are_interleaved() -> None:
     for nodes, expected in ((("0",), "prefer:0"), (("0", "5"), "interleave:0")):
         problem, mapped = policy(*nodes)
         if problem:  # a sandbox without libnuma, or one that forbids it, must be said in words

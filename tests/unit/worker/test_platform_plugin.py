@@ -31,7 +31,7 @@ def test_a_wrong_heterogeneous_device_is_an_error(device: str, monkeypatch: pyte
         vllm_heteroinfer.platform_plugin()
 
 
-def test_vllm_alone_stays_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_without_a_plan_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(names.ENV_PLAN, raising=False)
     monkeypatch.setenv(names.ENV_HETEROGENEOUS_DEVICE, "cpu")
     assert vllm_heteroinfer.platform_plugin() is None

@@ -17,7 +17,7 @@ def hooks(module: str, class_name: str) -> dict[str, str]:
     return {method.name: ast.unparse(method) for method in methods}
 
 
-def test_a_tensor_group_passes_every_hook_of_its_stages_on() -> None:
+def test_a_tensor_group_forwards_every_hook_of_its_stages() -> None:
     own, of_stages = hooks("tensor_group.py", "TensorGroup"), hooks("modes.py", "PipelineHops")
     passed = {name for name, text in own.items() if f"self._stages.{name}(" in text}
     assert passed == set(of_stages) != set()
