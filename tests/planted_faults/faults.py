@@ -48,7 +48,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/engine/draining.py",
         right="        elif not DRAIN.refuses():",
         wrong="        elif DRAIN is not None:",
-        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "stream_under_way"),
+        tests=(f"{_GROUPS}/test_two_stages.py", "-k", "running_stream"),
     ),
     PlantedFault(
         name="the drain timeout never comes",
