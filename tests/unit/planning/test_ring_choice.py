@@ -12,12 +12,13 @@ from heteroinfer_contract.calibration import Calibration, Direction, Transfer
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import MAX_LANES, Device, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, LoadSpec
 from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
+from heteroinfer_operator.planning.expert_ring import SLOTS
 from heteroinfer_operator.planning.feed_forward import peak_extra_bytes, rank_weight_bytes
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib
@@ -25,11 +26,11 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import find_sizes, predict_again
 from heteroinfer_operator.planning.prediction import StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import LINK_BYTES_PER_S, gpu_rates
-from heteroinfer_operator.planning.ring_choice import RingChooser, predict_wait
+from heteroinfer_operator.planning.ring_choice import LEAST_GAIN, RingChooser, predict_wait
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from tests.unit.calibrated import CALIBRATION
-from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, specfrom vllm_heteroinfer.feed_forward import ring_slots, stream_balance
 
 H200 = Inventory(gpu_product={"gpu": "NVIDIA-H200"})
 
@@ -102,6 +103,20 @@ def test_only_plentiful_memory_allows_steps_for_prompts_longer_than_8192() -> No
     assert step("80Gi", 32768) == 16384
     assert step("80Gi", 8192) == 8192
     assert step("38Gi", 32768) == 8192
+
+
+@pytest.mark.parametrize("experts", [1, 2, 26])
+def test_the_worker_divides_a_ring_as_planned(experts: int) -> None:
+    remote = plan(asked("80Gi", layers=24), qwen(), H200).remote
+    assert remote is not None
+    assert remote.ring is not None
+    ring, expert = remote.ring.with_slots_for(experts), 9 * MIB
+    sizes = ring_slots.ring_sizes(
+        ring.num_bytes, packed_bytes=expert, dense_bytes=expert, arrays=4 * MAX_LANES, most_experts=128
+    )
+    assert sizes.slot_experts == ring.experts_per_slot == experts
+    assert sizes.num_bytes <= ring.num_bytes
+    assert (SLOTS, LEAST_GAIN) == (ring_slots.SLOTS, stream_balance.LEAST_GAIN)
 
 
 def unsupported() -> list[Any]:

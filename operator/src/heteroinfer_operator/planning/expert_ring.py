@@ -4,7 +4,7 @@ The worker divides the ring into slots for copied experts, and room for the unpa
 (vllm_heteroinfer/feed_forward/ring_slots.py).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Final
 
@@ -13,7 +13,7 @@ from heteroinfer_operator.planning.rates import Rates
 SLOTS: Final = 3
 """Copies that are in flight or wait to be unpacked, as in the worker."""
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
-"""Most bytes by which the worker's ring exceeds its planned size: each copy into a slot is aligned."""
+"""Part of the ring for alignment, at most: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6
 """Seconds of the host for a slot: about 20 launches of kernels and copies; an estimate."""
 _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
@@ -54,16 +54,25 @@ class ExpertRing:
     element_bytes: int
     layers: tuple[CopiedLayers, ...]
 
-    def bytes_for(self, experts: int) -> int:
-        """Returns the bytes of a ring whose slots have room for this number of experts."""
+    @property
+    def _expert_bytes(self) -> int:
+        """Bytes of the largest expert in all slots and in the room for unpacked experts."""
         packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
         plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
-        return experts * (SLOTS * packed + plain)
+        return SLOTS * packed + plain
+
+    def fitting_experts(self, num_bytes: int) -> int:
+        """Returns the experts for which a slot of a ring of this size has room; 0 if the ring is too small."""
+        return max(num_bytes - _ALIGNMENT_BYTES, 0) // self._expert_bytes
+
+    def with_slots_for(self, experts: int) -> "ExpertRing":
+        """Returns the ring whose slots have room for this number of experts."""
+        return replace(self, num_bytes=experts * self._expert_bytes + _ALIGNMENT_BYTES)
 
     @property
     def experts_per_slot(self) -> int:
         """Experts that the GPU copies and computes at the same time."""
-        return max(self.num_bytes // self.bytes_for(1), 1)
+        return max(self.fitting_experts(self.num_bytes), 1)
 
     @property
     def token_bytes(self) -> int:
@@ -79,7 +88,7 @@ class ExpertRing:
     def total_bytes(self) -> int:
         """Bytes of GPU memory besides intermediate values, at most."""
         mapped_bytes = sum(each.count * each.packed_bytes for each in self.layers)
-        return self.num_bytes + _ALIGNMENT_BYTES + ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
+        return self.num_bytes + ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
 
     def seconds(self, rows: int, gpu: Rates) -> float:
         """Returns the seconds in which the GPU copies and computes all experts of all layers."""

@@ -214,10 +214,10 @@ class RingChooser:
             return None
         most_bytes = min(max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES), int(free_bytes * _SMALL_PART))
         most = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
-        per_slot = min(most_bytes // empty_ring.bytes_for(1), most)
+        per_slot = min(empty_ring.fitting_experts(most_bytes), most)
         if not per_slot or (full and per_slot < most):
             return None
-        return replace(empty_ring, num_bytes=empty_ring.bytes_for(per_slot))
+        return empty_ring.with_slots_for(per_slot)
 
     @property
     def _gpu(self) -> Rates:
