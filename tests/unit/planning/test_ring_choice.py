@@ -30,7 +30,8 @@ from heteroinfer_operator.planning.ring_choice import LEAST_GAIN, RingChooser, p
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from tests.unit.calibrated import CALIBRATION
-from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, specfrom vllm_heteroinfer.feed_forward import ring_slots, stream_balance
+from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from vllm_heteroinfer.feed_forward import ring_slots, stream_balance
 
 H200 = Inventory(gpu_product={"gpu": "NVIDIA-H200"})
 

@@ -62,7 +62,7 @@ class ExpertRing:
         return SLOTS * packed + plain
 
     def fitting_experts(self, num_bytes: int) -> int:
-        """Returns the experts for which a slot of a ring of this size has room; 0 if the ring is too small."""
+        """Returns the experts for which a slot of such a ring has room; 0 if the ring is too small."""
         return max(num_bytes - _ALIGNMENT_BYTES, 0) // self._expert_bytes
 
     def with_slots_for(self, experts: int) -> "ExpertRing":
