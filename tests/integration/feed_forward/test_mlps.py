@@ -77,11 +77,11 @@ def test_an_mlp_that_computes_more_is_refused_with_the_reason(library: list[str]
         assert answers.pop(encoder) == "none"
     assert answers.pop("") == "found"
     for changes, words in {
-        "input": "changes its input or output besides its linear layers",
-        "output": "changes its input or output besides its linear layers",
-        "norm": "has the parameter scale besides those of linear layers",
-        "limit": "has an activation that is none of silu, gelu, gelu_tanh, relu2",
-        "activation": "has an activation that is none of silu, gelu, gelu_tanh, relu2",
+        "input": "must change its input and output only by linear layers",
+        "output": "must change its input and output only by linear layers",
+        "norm": "must have parameters only in linear layers (has scale)",
+        "limit": "must have one of the activations silu, gelu, gelu_tanh, relu2",
+        "activation": "must have one of the activations silu, gelu, gelu_tanh, relu2",
     }.items():
         text = answers.pop(changes)
         assert "layer 3: feed-forward ranks need one MLP that computes down(act(gate) * up)" in text
