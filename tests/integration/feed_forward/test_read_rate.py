@@ -146,7 +146,7 @@ def test_a_group_that_shares_by_rate_has_the_whole_model_and_its_tokens(tmp_path
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(BY_RATE, BY_RATE)) as group:
         log = group.children[0].log.read_text()
-        said = re.search(r"in GB/s: rank 1 [\d.]+, rank 2 [\d.]+; shares (\d+):(\d+)", log)
+        said = re.search(r"in GB/s: rank 1 [\d.]+, rank 2 [\d.]+. Shares of layers: (\d+):(\d+)", log)
         assert said is not None, log
         assert answers(group) == reference(model)
         sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]

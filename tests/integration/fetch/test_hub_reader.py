@@ -214,7 +214,7 @@ def test_a_broken_connection_leaves_no_partial_file(hub: HubServer, tmp_path: Pa
     hub.break_after_bytes = 10  # after the piece that it is sending
     error = refused(hub, tmp_path)
     assert error.reason is FailureReason.MODEL_HUB_UNREACHABLE
-    assert f"sent {FIRST_BYTES} of " in str(error)
+    assert f"sent only {FIRST_BYTES} of " in str(error)
 
 
 def test_reports_a_hub_that_does_not_answer(hub: HubServer, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_experts_of_a_feed_forward_rank_serve_bf16(tmp_path: Path) -> None:
     found, log = gaps_and_log(plan, model, tmp_path / "feed-forward")
     sets = of_this_cpu()
     by = f"({', '.join(sets)})" if sets else "("
-    assert f"feed-forward rank 1: {layers} layers by bfloat16 {by}" in log
+    assert f"feed-forward rank 1: loaded {layers} layers (bfloat16 {by}" in log
     assert_close(found)
 
 
