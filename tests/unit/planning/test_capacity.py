@@ -353,3 +353,56 @@ def test_an_existing_plan_waits_for_a_gpu_of_its_size() -> None:
     nodes = build_free_nodes([used, big("b", gpus=1, memory_mib=8192)])
     with pytest.raises(Shortage, match=r"node b is not selected by the pod's node rules"):
         assign_existing_plan(group, planned.plan, Capacity(free_nodes=nodes), planned.sizes.gpu_floor)
+
+
+def sized(name: str, gpus: int, cores: float, memory_gib: int, gpu_mib: int = 81559) -> NodeView:
+    labels = {f"{GPU}.memory": str(gpu_mib)} if gpus else {}
+    return node(name, gpus=gpus, allocatable={"cpu": cores, "memory": memory_gib * GIB}, labels=labels)
+
+
+def test_cpu_pods_beside_gpu_pods_leave_nodes_with_gpus_to_later_groups() -> None:
+    nodes = [*(sized(f"gpu-{index}", 1, 20.0, 100) for index in range(3)), sized("plain", 0, 128.0, 512)]
+    parsed = spec(gpu(resources={"limits": {"memory": "50Gi"}}), cpu(memory="90Gi"))
+    free_nodes = build_free_nodes(nodes)
+    gpu_nodes: set[str] = set()
+    for _ in range(3):
+        occupied = (*gpu_nodes, "plain") if gpu_nodes else ()
+        planned = fit(parsed, free_nodes, **apart_from(nodes, *occupied))
+        assert planned.node_assignment.nodes[0] == "plain"
+        gpu_nodes.add(planned.node_assignment.nodes[1])
+    assert gpu_nodes == {"gpu-0", "gpu-1", "gpu-2"}
+
+
+def test_gpu_pods_use_different_nodes_although_cpu_pods_share_one() -> None:
+    nodes = [sized("plain", 0, 128.0, 512), sized("gpu-0", 2, 20.0, 120)]
+    smaller = sized("gpu-1", 1, 20.0, 120, gpu_mib=40960)
+    parsed = spec(gpu(resources={"limits": {"memory": "50Gi"}}), cpu(memory="160Gi"))
+    assert chosen(parsed, [*nodes, smaller], "plain", "gpu-0") == {"plain", "gpu-1"}
+
+
+def test_another_zone_is_no_reason_for_a_smaller_gpu() -> None:
+    nodes = [
+        big(name, gpus=1, memory_mib=size, labels={ZONE: zone})
+        for name, size, zone in (("a", 81559, "1"), ("b", 81559, "1"), ("c", 24576, "2"))
+    ]
+    assert chosen(spec(gpu()), nodes, "a") == {"b"}
+
+
+def test_an_existing_plan_does_not_move_to_a_gpu_of_unknown_memory() -> None:
+    nodes = [big("a", gpus=2, memory_mib=81559), big("unlabelled", gpus=1)]
+    group = spec(gpu())
+    planned = fit(group, build_free_nodes(nodes[:1]))
+    capacity = Capacity(free_nodes=build_free_nodes(nodes), **apart_from(nodes, "a"))
+    assigned, _ = assign_existing_plan(group, planned.plan, capacity, planned.sizes.gpu_floor)
+    assert assigned.nodes == {0: "a"}
+
+
+def test_devices_without_a_memory_label_do_not_end_the_search_of_larger_gpus() -> None:
+    network = "rdma/hca"
+    parsed = spec(gpu(resources={"limits": {network: "1"}}))
+    nodes = [
+        big(name, gpus=gpus, memory_mib=size, labels={ZONE: zone})
+        for name, gpus, size, zone in (("a", 2, 81559, "1"), ("b", 1, 40960, "1"), ("c", 1, 8192, "2"))
+    ]
+    nodes = [replace(each, allocatable={**each.allocatable, network: 8.0}) for each in nodes]
+    assert chosen(parsed, nodes, "a") == {"b"}

@@ -24,9 +24,15 @@ from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import find_sizes, predict_again
-from heteroinfer_operator.planning.prediction import StepLoad, forecast_first_token
+from heteroinfer_operator.planning.prediction import StepLoad, captured_rows, forecast_first_token
 from heteroinfer_operator.planning.rates import LINK_BYTES_PER_S, gpu_rates
-from heteroinfer_operator.planning.ring_choice import LEAST_GAIN, RingChooser, predict_wait
+from heteroinfer_operator.planning.ring_choice import (
+    LEAST_GAIN,
+    LEAST_ROWS,
+    RingChooser,
+    least_rows,
+    predict_wait,
+)
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from tests.unit.calibrated import CALIBRATION
@@ -118,6 +124,15 @@ def test_the_worker_divides_a_ring_as_planned(experts: int) -> None:
     assert sizes.slot_experts == ring.experts_per_slot == experts
     assert sizes.num_bytes <= ring.num_bytes
     assert (SLOTS, LEAST_GAIN) == (ring_slots.SLOTS, stream_balance.LEAST_GAIN)
+    assert LEAST_ROWS == stream_balance.LEAST_ROWS
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_plan_and_the_worker_share_from_the_same_number_of_rows(eager: bool) -> None:
+    engine = replace(plan(asked("80Gi", layers=24), qwen(), H200).plan.engine, eager_gpu=eager)
+    first = next(stream_balance.measured_sizes(captured_rows(engine), engine.max_num_batched_tokens))
+    assert first == least_rows(engine)
+    assert first > captured_rows(engine)
 
 
 def unsupported() -> list[Any]:
@@ -404,4 +419,4 @@ def test_the_link_is_that_of_the_calibration_or_of_the_product() -> None:
     assert gpu_rates("NVIDIA-A100-SXM4-80GB").link == LINK_BYTES_PER_S / 2
     assert gpu_rates("NVIDIA-L4").link == LINK_BYTES_PER_S / 2
     assert gpu_rates("Tesla-T4").link == LINK_BYTES_PER_S / 4
-    assert gpu_rates("").link == LINK_BYTES_PER_S
+    assert gpu_rates("").link == gpu_rates("NVIDIA-GeForce-RTX-4090").link == LINK_BYTES_PER_S / 2

@@ -141,7 +141,8 @@ def test_measures_no_more_rows_once_cpus_take_long() -> None:
 
 
 def test_measured_sizes_are_above_captured_graphs() -> None:
-    assert list(measured_sizes(64, 1000)) == [128, 256, 512, 1000]
+    assert list(measured_sizes(64, 1000)) == [65, 128, 256, 512, 1000]
+    assert list(measured_sizes(0, 200)) == [64, 128, 200]
     assert list(measured_sizes(0, 64)) == [64]
     assert list(measured_sizes(0, 16)) == [16]
 

@@ -77,6 +77,11 @@ class PodDemand:
     namespace: str = ""
     priority: int | None = None
 
+    @property
+    def has_devices(self) -> bool:
+        """Whether the pod requests devices, such as GPUs."""
+        return any("/" in name for name in self.requests)
+
 
 def pod_demand(
     name: str, labels: Mapping[str, str], spec: Manifest, requests: Mapping[str, float] | None = None

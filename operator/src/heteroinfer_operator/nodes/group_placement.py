@@ -1,7 +1,8 @@
 """Finds nodes for a group, within one topology domain and apart from the resource's other groups. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_required_label
@@ -18,6 +19,9 @@ from heteroinfer_operator.nodes.placement import (
 _MAX_GPU_SIZES: Final = 16
 """At most this many sizes of GPUs are tried as the smallest size. Users who may label nodes could invent
 thousands."""
+
+_SAME_NODE: Final = 2
+"""Nearness of a node with a pod of another group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,39 +73,45 @@ def find_farther_placements(
 ) -> Iterator[Placement]:
     """Yields placements that are farther from the other groups than a given placement, the farthest first.
 
-    In these placements the distance outweighs devices, so their GPUs may be smaller. The first placement
-    uses GPUs of any size, later ones use only larger and larger GPUs.
+    Yields none if no node of the given placement has a pod of another group.
+
+    In these placements the distance outweighs the size of GPUs, so their GPUs may be smaller. Pods without
+    GPUs still leave nodes with free GPUs to other pods, unless no pod of the group has a GPU. The first
+    placement uses GPUs of any size, later ones use only larger and larger GPUs.
     """
     by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
 
-    def nearness(found: Placement) -> int:
-        return max(others.nearness(by_name[name]) for name in found.nodes)
+    def nearness(found: Placement) -> tuple[int, int]:
+        each = [others.nearness(by_name[name]) for name in found.nodes]
+        return max(each), sum(each)
 
-    given_nearness, far = nearness(placement), replace(others, outweigh_devices=True)
-    if given_nearness == 0:
+    if nearness(placement)[0] < _SAME_NODE:
         return
     devices = {name for demand in demands for name in demand.requests if "/" in name}
-    sizes = {
-        size
-        for node in by_name.values()
-        for name in devices
-        if (size := device_memory_mib(node, name)) is not None
-    }
+    far = replace(others, outweigh_devices=True, spare_devices=bool(devices))
+    sizes: dict[str, set[int]] = {}
+    for node, name in product(by_name.values(), devices):
+        if (size := device_memory_mib(node, name)) is not None:
+            sizes.setdefault(name, set()).add(size)
     tried = {placement.nodes}
-    for more_than in (None, *sorted(sizes)[:_MAX_GPU_SIZES]):
-        limited = demands if more_than is None else [_with_larger_gpus(each, more_than) for each in demands]
+    for more_than in (None, *sorted(set().union(*sizes.values()))[:_MAX_GPU_SIZES]):
+        limited = [_with_larger_gpus(each, sizes, more_than) for each in demands]
         found = assign_nodes(limited, free_nodes, topology_key, far)
         if found is None:
             return
-        if found.nodes not in tried and nearness(found) < given_nearness:
+        if found.nodes not in tried and nearness(found) < nearness(placement):
             tried.add(found.nodes)
             yield found
 
 
-def _with_larger_gpus(demand: PodDemand, more_than_mib: int) -> PodDemand:
-    """Returns a demand for nodes with larger devices than this, for a pod with devices."""
+def _with_larger_gpus(demand: PodDemand, labelled: Container[str], more_than_mib: int | None) -> PodDemand:
+    """Returns a demand for nodes with larger devices than this; None means any size.
+
+    Args:
+        labelled: devices whose memory some node has as a label.
+    """
     for name in demand.requests:
-        if "/" in name:
+        if more_than_mib is not None and name in labelled:
             demand = with_required_label(demand, larger_label(device_memory_label(name), more_than_mib))
     return demand
 
@@ -127,10 +137,12 @@ def _prefer_one_zone(
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
 
     def cost(nodes: tuple[str, ...]) -> tuple[Any, ...]:
-        chosen = [by_name[name] for name in nodes]
-        devices = tuple(device_cost(demand, each) for demand, each in zip(demands, chosen, strict=True))
-        nearness = sum(others.nearness(each.node) for each in chosen)
-        return (nearness, devices) if others.outweigh_devices else (devices, nearness)
+        pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
+        nearness = [others.nearness(each.node) for _, each in pods]
+        first = sum(
+            n for n, (demand, _) in zip(nearness, pods, strict=True) if others.outweigh_devices_of(demand)
+        )
+        return first, tuple(device_cost(demand, each) for demand, each in pods), sum(nearness)
 
     zone_placements = [
         found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None

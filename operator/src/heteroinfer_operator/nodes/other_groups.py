@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.node_view import NodeView
 
 HOSTNAME: Final = "kubernetes.io/hostname"
@@ -21,11 +22,13 @@ class OtherGroups:
         nodes: node names.
         zones: values of the label `topology.kubernetes.io/zone`.
         outweigh_devices: whether the distance to these groups matters more than the GPUs of a node.
+        spare_devices: whether pods without devices still leave nodes with free devices to other pods.
     """
 
     nodes: frozenset[str] = field(default_factory=frozenset)
     zones: frozenset[str] = field(default_factory=frozenset)
     outweigh_devices: bool = False
+    spare_devices: bool = False
 
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
@@ -33,6 +36,10 @@ class OtherGroups:
         found = frozenset(occupied)
         zones = frozenset(node.labels[ZONE] for node in nodes if node.name in found and ZONE in node.labels)
         return cls(nodes=found, zones=zones)
+
+    def outweigh_devices_of(self, demand: PodDemand) -> bool:
+        """Returns whether the distance to these groups matters more for a pod than a node's devices."""
+        return self.outweigh_devices and (demand.has_devices or not self.spare_devices)
 
     def nearness(self, node: NodeView) -> int:
         """Returns 2 for a node with another group, 1 for a node in such a group's zone, otherwise 0."""

@@ -323,7 +323,8 @@ def preference(
     """
     cost = device_cost(demand, free_node)
     nearness = 0 if others is None else others.nearness(free_node.node)
-    first = (nearness, cost) if others is not None and others.outweigh_devices else (cost, nearness)
+    outweigh = others is not None and others.outweigh_devices_of(demand)
+    first = (nearness, cost) if outweigh else (cost, nearness)
     devices = [name for name in demand.requests if "/" in name]
     fullness = (sum(free_node.free_amount(name) for name in devices), free_node.free_amount("memory"))
     return (*first, *fullness)

@@ -87,8 +87,13 @@ class ExpertRing:
     @property
     def total_bytes(self) -> int:
         """Bytes of GPU memory besides intermediate values, at most."""
+        return self.num_bytes + self.page_table_bytes
+
+    @property
+    def page_table_bytes(self) -> int:
+        """Bytes of the page tables of all copied layers, on the GPU and again on the host."""
         mapped_bytes = sum(each.count * each.packed_bytes for each in self.layers)
-        return self.num_bytes + ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
+        return ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
 
     def seconds(self, rows: int, gpu: Rates) -> float:
         """Returns the seconds in which the GPU copies and computes all experts of all layers."""

@@ -610,8 +610,11 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
         scratch_bytes = max(
             scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
         )
-    slab_bytes = ceil(_slab_growth_bytes(remote, engine) / remote.sets[0].count)
-    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + slab_bytes
+    shared_bytes = _slab_growth_bytes(remote, engine)
+    if remote.ring is not None:  # the GPU's process maps the weights of all ranks
+        shared_bytes += remote.ring.page_table_bytes
+    shared_bytes = ceil(shared_bytes / remote.sets[0].count)
+    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + shared_bytes
 
 
 def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:

@@ -75,21 +75,28 @@ def fits_gpus(
     gpu_floor: GpuFloor | None,
     free_nodes: Sequence[FreeNode],
     nodes: Mapping[int, str],
+    known_nodes: Mapping[int, str],
 ) -> bool:
     """Reports whether the GPUs of the chosen nodes have the memory that the plan needs.
 
-    GPUs without a memory label count as large enough. The user sets the memory of a role with `deviceMemory`,
-    so its plan may need more memory than the GPU of a node has.
+    A GPU without a memory label counts as large enough if the user sets the memory of the role with
+    `deviceMemory`, or if the GPU of the known node has no label, too.
 
     Args:
         gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
         nodes: node by pod index.
+        known_nodes: other nodes for the same pods, on which the plan fits.
     """
-    resources = {role.name: role.gpu_resource for role in spec.roles}
+    roles = {role.name: role for role in spec.roles}
     views = {free_node.node.name: free_node.node for free_node in free_nodes}
     for rank in plan.ranks:
         if rank.device is Device.GPU:
-            size = device_memory_mib(views[nodes[rank.pod]], resources[rank.role])
+            role = roles[rank.role]
+            size, known = (
+                device_memory_mib(views[each[rank.pod]], role.gpu_resource) for each in (nodes, known_nodes)
+            )
+            if size is None and known is not None and role.device_memory is None:
+                return False
             if size is not None and _needed_gpu_bytes(plan, rank, gpu_floor) > size * 2**20:
                 return False
     return True

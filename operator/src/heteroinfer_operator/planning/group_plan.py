@@ -70,7 +70,7 @@ class Capacity:
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than this one, possibly on smaller GPUs.
 
-        No more pods are preempted for them than for this placement.
+        Pods are preempted for them only if this placement needs it, too.
         """
         if self.others is None:
             return
@@ -177,14 +177,16 @@ def _plan_on_nodes(
 
     # The plan comes before the capacity, so that a permanent error is reported instead of a shortage.
     planned = plan_on(placement)
-    for farther in capacity.assign_farther(pod_demands, key, placement) if placement else ():
+    known = placement
+    for farther in capacity.assign_farther(pod_demands, key, known) if known else ():
         try:
             on_farther = plan_on(farther)
         except PlanError:  # these nodes are too small; the next placement has larger GPUs
             continue
         plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+        nodes, known_nodes = (nodes_by_pod(plan, each) if each else {} for each in (farther, known))
         if _serves_the_same(on_farther, planned) and fits_gpus(
-            spec, plan, floor, free_nodes, nodes_by_pod(plan, farther)
+            spec, plan, floor, free_nodes, nodes, known_nodes
         ):
             placement, planned = farther, on_farther
             break
@@ -205,17 +207,26 @@ def _plan_on_nodes(
 def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
 
-    All ranks must have the same layers and weights. The KV cache may be smaller, but must hold the requests
-    of `planning.load` at once, or as many of them as that of the reference.
+    All ranks must have the same layers and weights, and compute long prompts in the same way. The KV cache
+    may be smaller, but must hold the requests of `planning.load` at the same time, or as many of them as that
+    of the reference.
     """
 
     def shares(plan: Plan) -> list[RankAssignment]:
-        return [replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=0) for rank in plan.ranks]
+        return [
+            replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
+            for rank in plan.ranks
+        ]
 
     load = chosen_load(planned.request.spec)
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
     wanted = min(load.requests, requests_at_once(reference, tokens))
-    return shares(planned.plan) == shares(reference.plan) and requests_at_once(planned, tokens) >= wanted
+    plan, reference_plan = planned.plan, reference.plan
+    return (
+        shares(plan) == shares(reference_plan)
+        and plan.engine.max_num_batched_tokens == reference_plan.engine.max_num_batched_tokens
+        and requests_at_once(planned, tokens) >= wanted
+    )
 
 
 def assign_existing_plan(
@@ -257,8 +268,10 @@ def assign_existing_plan(
 
     demands, key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
     placement = capacity.assign(demands, key)
-    for farther in capacity.assign_farther(demands, key, placement) if placement else ():
-        if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther)):
+    known = placement
+    for farther in capacity.assign_farther(demands, key, known) if known else ():
+        nodes, known_nodes = (nodes_by_pod(each) if each else {} for each in (farther, known))
+        if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes, known_nodes):
             placement = farther
             break
     missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)

@@ -194,7 +194,9 @@ _OLDER_LINKS: Final[Mapping[str, float]] = MappingProxyType(
         **dict.fromkeys(("V100", "T4"), LINK_BYTES_PER_S / 4),
     }
 )
-"""Rates of copies to GPUs with PCIe 4 and 3, by products of GPU_NOMINAL: each generation doubled the rate."""
+"""Rates of copies to GPUs with PCIe 4 and 3, by products of GPU_NOMINAL: each generation doubled the rate.
+
+GPUs of unknown products count as GPUs with PCIe 4, as most workstations have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,7 +423,7 @@ def gpu_rates(
     """
     known = next((name for name in GPU_NOMINAL if f"-{name}-".lower() in f"-{product}-".lower()), "")
     nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
-    link = _OLDER_LINKS.get(known.partition("-")[0], LINK_BYTES_PER_S)
+    link = _OLDER_LINKS.get(known.partition("-")[0], LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2)
     if calibration is not None:
         link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:

@@ -40,6 +40,8 @@ _MUCH_TOKENS: Final = 8192
 """A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
 LEAST_GAIN: Final = 0.95
 """The GPU takes experts only if a layer's time falls to this part of that of CPUs alone, as in the worker."""
+LEAST_ROWS: Final = 64
+"""Rows from which the GPU may take experts if it has no CUDA graphs, as in the worker."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
@@ -89,7 +91,7 @@ def predict_wait(
     """
     cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
     rows = load.requests * load.tokens
-    if remote.ring is None or rows <= captured_rows(engine):
+    if remote.ring is None or rows < least_rows(engine):
         return SharedWait(cpu_s=cpu_s, seconds=cpu_s)
     exchange_s = max(exchange_seconds(remote, engine, rates, rows))
     gpu_s = remote.ring.seconds(rows, gpu)
@@ -116,9 +118,7 @@ def describe_long_prompts(
         return predict_wait(remote, engine, rates[0], rates[-remote.ranks :], load).gpu_part
 
     most = engine.max_num_batched_tokens
-    first = next(
-        (tokens for tokens in _step_sizes(captured_rows(engine) + 1, most) if gpu_part(tokens)), None
-    )
+    first = next((tokens for tokens in _step_sizes(least_rows(engine), most) if gpu_part(tokens)), None)
     if first is None:
         return "CPUs compute all experts, by the predicted rates"
     shown = dict.fromkeys((first, *(tokens for tokens in _SHOWN_TOKENS if first < tokens < most), most))
@@ -127,6 +127,11 @@ def describe_long_prompts(
         f"in steps of {first:,} tokens or more, the GPU computes a part of the experts and the CPUs the rest "
         f"({parts}); in shorter steps, CPUs compute all experts"
     )
+
+
+def least_rows(engine: EngineSettings) -> int:
+    """Returns the fewest rows of which the GPU may compute a part: more than a CUDA graph holds."""
+    return max(captured_rows(engine) + 1, LEAST_ROWS)
 
 
 def _step_sizes(first: int, most: int) -> Iterator[int]:
@@ -164,7 +169,7 @@ class RingChooser:
         """
         if find_obstacle(self.topology, remote) is not None:
             return remote, self.engine
-        options = [self._best_choice(remote), (remote, self.engine)]
+        options = [(remote, self.engine), self._best_choice(remote)]
         more = with_one_more_layer(self.topology, self.profile, remote)
         if more is not None:
             options.append(self._best_choice(more))

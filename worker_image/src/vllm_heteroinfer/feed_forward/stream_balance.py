@@ -213,12 +213,11 @@ class Gaps:
 
 
 def measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
-    """Yields the numbers of rows to measure: powers of two above captured graphs, and the most rows."""
-    rows = LEAST_ROWS
+    """Yields the numbers of rows to measure: the fewest above captured graphs, powers of two, the most."""
+    rows = max(LEAST_ROWS, captured_rows + 1)
     while rows < most:
-        if rows > captured_rows:
-            yield rows
-        rows *= 2
+        yield rows
+        rows = 1 << rows.bit_length()
     yield most
 
 

@@ -11,6 +11,7 @@ from prometheus_client import Counter
 from vllm.config import CUDAGraphMode
 
 from heteroinfer_contract import metric_names
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import (
@@ -146,6 +147,7 @@ class Asking(RankMode):
         own, ranks = context.rank, self._ranks
         if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
             return exchange
+        from vllm_heteroinfer.feed_forward.cuda_exchange import CudaError
         from vllm_heteroinfer.feed_forward.shared_exchange import SharedExchange
 
         offers = {}
@@ -155,15 +157,21 @@ class Asking(RankMode):
             offers[rank.rank] = OfferedWeights.from_json(text)
         loaded = weight_bytes(runner.get_model())
         context.reporter.set_phase(RankPhase.WARMING_UP, loaded, loaded)  # the measurement takes seconds
-        return SharedExchange(
-            exchange,
-            self._recipe,
-            offers,
-            ring_bytes=own.ring_bytes,
-            captured_rows=self._find_captured_rows(),
-            device=self._device,
-            count=self._build_counter(),
-        )
+        try:
+            return SharedExchange(
+                exchange,
+                self._recipe,
+                offers,
+                ring_bytes=own.ring_bytes,
+                captured_rows=self._find_captured_rows(),
+                device=self._device,
+                count=self._build_counter(),
+            )
+        except (ContractError, CudaError) as error:  # some machines cannot pin so much memory for the GPU
+            _logger.warning(
+                "CPUs compute all experts, also of long prompts: the GPU cannot copy them (%s)", error
+            )
+            return exchange
 
     def _find_captured_rows(self) -> int:
         """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
