@@ -20,9 +20,6 @@ _MAX_GPU_SIZES: Final = 16
 """At most this many sizes of GPUs are tried as the smallest size. Users who may label nodes could invent
 thousands."""
 
-_SAME_NODE: Final = 2
-"""Nearness of a node with a pod of another group."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -73,8 +70,6 @@ def find_farther_placements(
 ) -> Iterator[Placement]:
     """Yields placements that are farther from the other groups than a given placement, the farthest first.
 
-    Yields none if no node of the given placement has a pod of another group.
-
     In these placements the distance outweighs the size of GPUs, so their GPUs may be smaller. Pods without
     GPUs still leave nodes with free GPUs to other pods, unless no pod of the group has a GPU. The first
     placement uses GPUs of any size, later ones use only larger and larger GPUs.
@@ -85,8 +80,6 @@ def find_farther_placements(
         each = [others.nearness(by_name[name]) for name in found.nodes]
         return max(each), sum(each)
 
-    if nearness(placement)[0] < _SAME_NODE:
-        return
     devices = {name for demand in demands for name in demand.requests if "/" in name}
     far = replace(others, outweigh_devices=True, spare_devices=bool(devices))
     sizes: dict[str, set[int]] = {}

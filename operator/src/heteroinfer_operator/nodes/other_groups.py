@@ -37,6 +37,10 @@ class OtherGroups:
         zones = frozenset(node.labels[ZONE] for node in nodes if node.name in found and ZONE in node.labels)
         return cls(nodes=found, zones=zones)
 
+    def share_node(self, names: Iterable[str]) -> bool:
+        """Returns whether one of these nodes has a pod of another group."""
+        return not self.nodes.isdisjoint(names)
+
     def outweigh_devices_of(self, demand: PodDemand) -> bool:
         """Returns whether the distance to these groups matters more for a pod than a node's devices."""
         return self.outweigh_devices and (demand.has_devices or not self.spare_devices)

@@ -72,7 +72,7 @@ class Capacity:
 
         Pods are preempted for them only if this placement needs it, too.
         """
-        if self.others is None:
+        if self.others is None or not self.others.share_node(placement.nodes):
             return
         free_nodes = self._assign(demands, key)[1]
         yield from find_farther_placements(demands, free_nodes, key, self.others, placement)
@@ -177,19 +177,19 @@ def _plan_on_nodes(
 
     # The plan comes before the capacity, so that a permanent error is reported instead of a shortage.
     planned = plan_on(placement)
-    known = placement
-    for farther in capacity.assign_farther(pod_demands, key, known) if known else ():
-        try:
-            on_farther = plan_on(farther)
-        except PlanError:  # these nodes are too small; the next placement has larger GPUs
-            continue
-        plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
-        nodes, known_nodes = (nodes_by_pod(plan, each) if each else {} for each in (farther, known))
-        if _serves_the_same(on_farther, planned) and fits_gpus(
-            spec, plan, floor, free_nodes, nodes, known_nodes
-        ):
-            placement, planned = farther, on_farther
-            break
+    if placement is not None:
+        known = placement
+        for farther in capacity.assign_farther(pod_demands, key, known):
+            try:
+                on_farther = plan_on(farther)
+            except PlanError:  # these nodes are too small; the next placement has larger GPUs
+                continue
+            plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+            if _serves_the_same(on_farther, planned) and fits_gpus(
+                spec, plan, floor, free_nodes, nodes_by_pod(plan, farther), nodes_by_pod(plan, known)
+            ):
+                placement, planned = farther, on_farther
+                break
     missing = _take_capacity(placement, pod_demands, capacity, free_nodes, key)
     labelled = planned.inventory.gpu_memory_bytes
     node_assignment = NodeAssignment(
@@ -268,12 +268,12 @@ def assign_existing_plan(
 
     demands, key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
     placement = capacity.assign(demands, key)
-    known = placement
-    for farther in capacity.assign_farther(demands, key, known) if known else ():
-        nodes, known_nodes = (nodes_by_pod(each) if each else {} for each in (farther, known))
-        if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes, known_nodes):
-            placement = farther
-            break
+    if placement is not None:
+        known_nodes = nodes_by_pod(placement)
+        for farther in capacity.assign_farther(demands, key, placement):
+            if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther), known_nodes):
+                placement = farther
+                break
     missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
     expected_nodes = frozenset(placement.nodes if placement else ())
     assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
