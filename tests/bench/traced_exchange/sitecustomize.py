@@ -4,13 +4,10 @@ A line is a step: its rows, the nanoseconds that each rank computed, and spans [
 by the GPU's clock. tests/bench/exchange_trace.py reads it.
 """
 
-import importlib.util
 import json
 import os
-import sys
+import runpy
 import threading
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +112,5 @@ def change(module: Any) -> None:
     module.SharedExchange.ask = ask
 
 
-class Traced:
-    """Finds the module of the shared exchange, and changes it once it is loaded."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name != SHARED:
-            return None
-        sys.meta_path.remove(FINDER)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            load(module)
-            change(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-FINDER = Traced()
 if "EXCHANGE_TRACE" in os.environ:
-    sys.meta_path.insert(0, FINDER)
+    runpy.run_path(str(Path(__file__).parents[2] / "changed_module.py"))["change_on_import"](SHARED, change)

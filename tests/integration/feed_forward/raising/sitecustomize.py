@@ -1,36 +1,11 @@
 """On the PYTHONPATH of a group's pods: rank RAISES raises at an ask once the file RAISES_FROM is there."""
 
-import importlib.util
 import os
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+import runpy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ANSWERING = "vllm_heteroinfer.rank.answering_rank"
-
-
-class Raising:
-    """Finds the module of the answering rank, and changes it once it is loaded."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name != ANSWERING:
-            return None
-        sys.meta_path.remove(FINDER)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            change(module)
-
-        loader.exec_module = exec_module
-        return spec
 
 
 def change(module: Any) -> None:
@@ -46,6 +21,7 @@ def change(module: Any) -> None:
     module.Lane._compute_of_layer = raising
 
 
-FINDER = Raising()
 if "RAISES" in os.environ:
-    sys.meta_path.insert(0, FINDER)
+    runpy.run_path(str(Path(__file__).parents[3] / "changed_module.py"))["change_on_import"](
+        ANSWERING, change
+    )
