@@ -106,7 +106,7 @@ SEAMS: Final = (
         target="vllm.envs:environment_variables",
         kind="registry",
         used_by="platform/environ.py",
-        why="as above: VLLM_HETEROGENEOUS_DEVICE is one of them",
+        why="registers VLLM_HETEROGENEOUS_DEVICE, because vLLM warns of unknown VLLM_ variables",
     ),
     Seam(
         target="vllm.platforms.interface:Platform.is_sleep_mode_available",
