@@ -61,12 +61,12 @@ def unpack(
     ring = WeightRing([layer], 1 << 24, torch.bfloat16, Unpacker(device), StreamTimes())
     # A longer load that the ring has copied early serves, too.
     early = Load(SlotContent(layer=0, first=first, experts=EXPERTS - first), ranks)
-    ring.copy_early(early)
+    ring.start_early_copy(early)
     load = Load(SlotContent(layer=0, first=first, experts=count), ranks)
     copied_bytes = ring.copied_bytes
-    w13, w2 = (each[:count].clone() for each in ring.unpack(ring.copy(load), load, layer_recipe))
+    w13, w2 = (each[:count].clone() for each in ring.unpack(ring.start_copy(load), load, layer_recipe))
     assert ring.copied_bytes == copied_bytes
-    again = ring.unpack(ring.copy(load), load, layer_recipe)
+    again = ring.unpack(ring.start_copy(load), load, layer_recipe)
     assert ring.copied_bytes > copied_bytes
     assert all(torch.equal(one, other[:count]) for one, other in zip((w13, w2), again, strict=True))
     torch.cuda.synchronize()

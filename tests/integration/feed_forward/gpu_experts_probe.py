@@ -43,9 +43,9 @@ def wrong_choices(spans: tuple[tuple[int, int], ...]) -> list[str]:
     choices = ExpertChoices(spans, SLOT_EXPERTS, torch.device("cpu"))
     ids = torch.tensor([[-1, *range(total)]], dtype=torch.int32)
     for number in range(total + 1):
-        ranges = choices.ranges(number)
+        ranges = choices.gpu_ranges(number)
         taken = {expert for first, end in ranges for expert in range(first, end)}
-        left = choices.left(ids, number)
+        left = choices.mask_gpu_experts(ids, number)
         expected = [-1, *(-1 if expert in taken else expert for expert in range(total))]
         if left.tolist() != [expected] or left.dtype != torch.int32 or not left.is_contiguous():
             wrong.append(f"{number}: left {left.tolist()}")
@@ -199,7 +199,7 @@ def found_layers() -> dict[str, Any]:
     for by_experts in (False, True):
         offers = {1 + rank: offer(rank, by_experts=by_experts) for rank in range(2)}
         found = find_gpu_layers(recipe, offers, lambda _: torch.empty(0))
-        loads = list(found[0].loads([(0, 5)] if not by_experts else [(0, 3), (3, 5)], 2))
+        loads = list(found[0].split_into_loads([(0, 5)] if not by_experts else [(0, 3), (3, 5)], 2))
         answer["experts" if by_experts else "columns"] = {
             "layers": sorted(found),
             "kinds": [found[number].kind == found[0].kind for number in sorted(found)],

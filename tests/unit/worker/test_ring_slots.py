@@ -19,7 +19,7 @@ def test_the_ring_fits_its_memory_and_wastes_little(
     sizes = ring_sizes(num_bytes, packed_bytes=packed, dense_bytes=dense, arrays=arrays, most_experts=most)
     assert 1 <= sizes.slot_experts <= most
     assert sizes.slot_bytes >= sizes.slot_experts * packed + arrays * (ALIGNED - 1)
-    assert sizes.room_bytes == sizes.slot_experts * dense
+    assert sizes.buffer_bytes == sizes.slot_experts * dense
     assert sizes.num_bytes <= num_bytes or sizes.slot_experts == 1
     if sizes.slot_experts < most:
         assert num_bytes - sizes.num_bytes < SLOTS * (packed + (arrays + 2) * ALIGNED) + dense

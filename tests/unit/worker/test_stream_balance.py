@@ -165,4 +165,4 @@ def test_first_of_each_kind() -> None:
 
 def test_times_between_two_measurements_lie_between_them() -> None:
     low, high = measured(64, 0.01, 0.01), measured(128, 0.03, 0.01)
-    assert low.mixed_with(high, 96) == replace(low, rows=96, cpu_s=0.02, cpus_alone_s=0.02)
+    assert low.interpolate(high, 96) == replace(low, rows=96, cpu_s=0.02, cpus_alone_s=0.02)

@@ -1,18 +1,21 @@
-"""Feed-forward mode: the rank with attention asks CPU ranks of its pod for experts and MLPs, layer by layer.
+"""Mode FeedForward: a rank with attention lets feed-forward ranks (CPUs) compute experts and MLPs.
 
-Both ranks are in `rank`: `worker/asking` and `answering_rank`.
+For each layer, the asking rank (with attention) writes its rows into a slab of shared memory: an ask. Each
+feed-forward rank has a lane of the slab. It computes its part of the layer and writes an answer; the asking
+rank adds the answers. The code of the two kinds of ranks is in `rank/worker/asking` and
+`rank/answering_rank`.
 
 | module | content |
 |---|---|
-| `remote_parts`, `mlps` | the parts that feed-forward ranks compute, while the model is built |
-| `recording`, `file_tensors`, `recipe` | the recipe: the regions of files that fill experts and MLPs |
-| `expert_reader`, `expert_formats` | reading experts by the recipe, in each format; an MLP is one expert |
-| `slab_library`, `slab` | the shared memory that both sides map, and the proof that they do |
-| `kernels.cu`, `cuda_exchange` | asking from a CUDA graph |
-| `exchange`, `remote` | the asking side: replacements of a layer's experts or MLP |
-| `offered_weights` | the place of the weights of ranks, for a GPU of their pod |
-| `shared_exchange` | the GPU computes some experts of long asks; lists its own modules |
+| `remote_parts`, `mlps` | replace experts and MLPs of the asking rank by parts without weights |
+| `recording`, `file_tensors`, `recipe` | the recipe: which regions of which files fill experts and MLPs |
+| `expert_reader`, `expert_formats` | read experts by the recipe, in each format; an MLP counts as one expert |
+| `slab_library`, `slab` | the slab, and the proof that both sides map the same memory |
+| `kernels.cu`, `cuda_exchange` | ask from a CUDA graph |
+| `exchange`, `remote` | ask from a CPU rank; replacements of a layer's experts or MLP |
+| `offered_weights` | where a rank has its weights, for a GPU of its pod that copies them |
+| `shared_exchange` | lets the GPU compute some experts of long batches; lists its own modules |
 | `lane_judge` | finds the rank that blocks the asking rank |
-| `read_rate` | measures how fast each rank reads memory, to set their shares |
-| `held`, `held_experts`, `compute` | the answering side: the parts of this rank, and their computation |
+| `read_rate` | measures how fast each rank reads memory, to set the ranks' parts |
+| `held`, `held_experts`, `compute` | the parts that a feed-forward rank has, and how it computes them |
 """

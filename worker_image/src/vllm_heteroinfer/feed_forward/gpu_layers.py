@@ -1,4 +1,4 @@
-"""Layers whose experts a GPU can compute, and the places of their weights in ranks. Imports torch."""
+"""Layers whose experts a GPU can compute, and where ranks have their weights. Imports torch."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from vllm_heteroinfer.feed_forward.ring_slots import SlotContent, align
 _logger = logging.getLogger(__name__)
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
-"""Gated activations that vLLM's kernel supports, too."""
+"""Gated activations that both the ranks and vLLM's kernel support."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankExperts:
-    """A rank's experts of a layer, with all columns or some.
+    """The experts of a layer that a rank has, with all columns or some.
 
     Attributes:
         memory: the rank's mapped memory.
@@ -46,7 +46,7 @@ class RankExperts:
 
     @property
     def arrays(self) -> list[tuple[int, int]]:
-        """Begin in the memory and bytes of an expert: of w13 codes and block scales, then of w2."""
+        """Each array's begin and its bytes per expert, in the order w13, w13 scales, w2, w2 scales."""
         return [
             pair
             for matrix in self.matrices
@@ -65,9 +65,10 @@ class Load:
     ranks: tuple[RankExperts, ...]
 
     def slot_offsets(self, slot_experts: int) -> list[int]:
-        """Returns the begin of each rank's arrays in a slot for `slot_experts` experts.
+        """Returns where each array of each rank begins in a slot for `slot_experts` experts.
 
-        It does not depend on the number of experts in this load, so a load is the begin of a longer one.
+        The offsets do not depend on the number of experts in this load. So a slot with this load also serves
+        a shorter one that begins with the same expert.
         """
         offsets, at = [], 0
         for rank in self.ranks:
@@ -83,18 +84,19 @@ class GpuLayer:
     def __init__(self, number: int, recipe: LayerRecipe, ranks: Sequence[RankExperts]) -> None:
         self.number, self.recipe = number, recipe
         self._ranks: dict[Range, tuple[RankExperts, ...]] = {}
-        for rank in ranks:  # ranks have columns of all experts, or all columns of some experts
+        # Ranks divide a layer by columns (one span of all experts) or by experts (a span for each rank).
+        for rank in ranks:
             span = (rank.offered.first_expert, rank.offered.first_expert + rank.offered.experts)
             self._ranks[span] = (*self._ranks.get(span, ()), rank)
 
     @property
     def spans(self) -> tuple[Range, ...]:
-        """Ranges of experts that the same ranks have."""
+        """Ranges of experts; all experts of a range are on the same ranks."""
         return tuple(self._ranks)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A value that is equal for layers of equal work: sizes, formats, and the parts of ranks."""
+        """Sizes, formats and the division by ranks. Layers of equal kind take equally long."""
         recipe = self.recipe
         parts = tuple(
             (span, rank.offered.first_column, *(matrix.kind for matrix in rank.matrices))
@@ -105,20 +107,24 @@ class GpuLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the largest expert in a slot."""
+        """Most bytes that one packed expert takes in a slot."""
         return max(sum(rank.expert_bytes for rank in ranks) for ranks in self._ranks.values())
 
     @property
     def arrays(self) -> int:
-        """Most arrays of a slot."""
+        """The most arrays that one load puts into a slot."""
         return max(sum(len(rank.arrays) for rank in ranks) for ranks in self._ranks.values())
 
     def dense_bytes(self, itemsize: int) -> int:
-        """Bytes of an expert as plain matrices."""
+        """Bytes of an unpacked expert, whose numbers have `itemsize` bytes."""
         return 3 * self.recipe.inner * self.recipe.hidden * itemsize
 
-    def loads(self, ranges: Sequence[Range], slot_experts: int) -> Iterator[Load]:
-        """Yields the experts of the ranges, in parts that fit a slot. Each span has one range."""
+    def split_into_loads(self, ranges: Sequence[Range], slot_experts: int) -> Iterator[Load]:
+        """Yields the experts of the ranges in loads that fit a slot.
+
+        Args:
+            ranges: a range for each of `spans`, in the same order.
+        """
         for (first, end), ranks in zip(ranges, self._ranks.values(), strict=True):
             for begin in range(first, end, slot_experts):
                 experts = min(slot_experts, end - begin)
@@ -128,19 +134,19 @@ class GpuLayer:
 def find_obstacle(layer: LayerRecipe) -> str | None:
     """Returns why a GPU cannot compute a layer's experts with copied weights; None if it can."""
     if not layer.topk or layer.experts == 1:
-        return "MLPs of dense layers are not copied"
+        return "a dense layer has no experts to choose from"
     if layer.activation not in ACTIVATIONS or (layer.limit, layer.alpha, layer.beta) != (None,) * 3:
-        return f"activation {layer.activation} with limits or factors, or without a gate"
+        return f"activation {layer.activation} has limits or factors, or no gate"
     return None
 
 
 def find_gpu_layers(
     recipe: Recipe, offers: Mapping[int, OfferedWeights], map_memory: Callable[[int], torch.Tensor]
 ) -> dict[int, GpuLayer]:
-    """Returns the layers that all ranks have offered and a GPU can compute, and logs why others stay on CPUs.
+    """Returns the layers whose experts the GPU can compute; logs why CPUs compute the others alone.
 
     Args:
-        offers: of all feed-forward ranks, by rank.
+        offers: where each feed-forward rank has its weights, by rank.
         map_memory: maps a rank's memory.
     """
     by_rank = {rank: {each.layer: each for each in offer.layers} for rank, offer in offers.items()}
@@ -151,10 +157,10 @@ def find_gpu_layers(
         offered = {rank: found[number] for rank, found in by_rank.items() if number in found}
         obstacle = find_obstacle(layer)
         if obstacle is None and len(offered) < len(by_rank):
-            obstacle = "biases, or experts without a gate"
+            obstacle = "the experts have biases or no gate"
         plain = [matrix for each in offered.values() for matrix in (each.w13, each.w2) if not matrix.format]
         if obstacle is None and any(dtype_of(matrix.dtype) != dtype_of(recipe.dtype) for matrix in plain):
-            obstacle = "weights of another type than the rows"
+            obstacle = "the experts and the hidden states have different types"
         if obstacle is not None:
             obstacles.setdefault(obstacle, []).append(number)
             continue
@@ -164,5 +170,9 @@ def find_gpu_layers(
         ranks = [RankExperts(each, memories[rank]) for rank, each in offered.items()]
         layers[number] = GpuLayer(number, layer, ranks)
     for obstacle, numbers in obstacles.items():
-        _logger.warning("CPUs compute all experts of layers %s in long asks, too: %s", numbers, obstacle)
+        _logger.warning(
+            "layers %s: CPU ranks compute all experts, also of long batches, because the GPU cannot (%s)",
+            numbers,
+            obstacle,
+        )
     return layers

@@ -1,15 +1,15 @@
-"""The ring's memory and the order of its slots. PURE.
+"""How the ring's memory is divided, and which slot takes which experts. PURE.
 
-A slot takes packed experts of one layer. Slots are used in turn.
+A slot has packed experts of one layer. Slots are used in turn.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 SLOTS: Final = 3
-"""Copies that are in flight or wait to be unpacked."""
+"""Number of slots: while the GPU unpacks one, the next copies are under way."""
 ALIGNED: Final = 256
-"""Bytes. Each array in a slot begins at a multiple."""
+"""Each array in a slot begins at a multiple of this number of bytes."""
 
 
 def align(address: int) -> int:
@@ -23,30 +23,32 @@ class RingSizes:
 
     Attributes:
         slot_experts: most experts in a slot.
-        slot_bytes: of each of SLOTS slots.
-        room_bytes: of the unpacked experts of one slot.
+        slot_bytes: size of each of the SLOTS slots.
+        buffer_bytes: size of the buffer for one slot's unpacked experts.
     """
 
     slot_experts: int
     slot_bytes: int
-    room_bytes: int
+    buffer_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of slots and room."""
-        return SLOTS * self.slot_bytes + self.room_bytes
+        """Size of all slots and the buffer."""
+        return SLOTS * self.slot_bytes + self.buffer_bytes
 
 
 def ring_sizes(
     num_bytes: int, *, packed_bytes: int, dense_bytes: int, arrays: int, most_experts: int
 ) -> RingSizes:
-    """Divides `num_bytes` into slots and room, as large as they are useful. One expert always has room.
+    """Divides `num_bytes` into slots and the buffer, each for as many experts as fit.
+
+    A slot has at least one expert, even if that needs more than `num_bytes`, and at most `most_experts`.
 
     Args:
-        packed_bytes: of the largest expert in a slot.
-        dense_bytes: of the largest unpacked expert.
-        arrays: most arrays of a slot, each of which is aligned.
-        most_experts: of a layer.
+        packed_bytes: size of the largest packed expert.
+        dense_bytes: size of the largest unpacked expert.
+        arrays: the most arrays in a slot; each of them is aligned.
+        most_experts: number of experts in the largest layer.
     """
     padding = arrays * ALIGNED
     fitting = (num_bytes - SLOTS * (padding + ALIGNED)) // (SLOTS * packed_bytes + dense_bytes)
@@ -54,33 +56,36 @@ def ring_sizes(
     return RingSizes(
         slot_experts=experts,
         slot_bytes=align(experts * packed_bytes) + padding,
-        room_bytes=experts * dense_bytes,
+        buffer_bytes=experts * dense_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotContent:
-    """Experts of a layer, in the order of their numbers."""
+    """A range of experts of a layer."""
 
     layer: int
     first: int
     experts: int
 
     def includes(self, other: "SlotContent") -> bool:
-        """Returns whether a slot with this content begins with `other`, too."""
+        """Returns whether a slot with this content can serve `other`, because it begins with it."""
         same_begin = (self.layer, self.first) == (other.layer, other.first)
         return same_begin and self.experts >= other.experts
 
 
 class SlotOrder:
-    """Chooses the slot of each content. A slot can keep a content that was copied before its use."""
+    """Chooses the slot for each copy. A slot that was copied early stays reserved for its content.
+
+    The reservation ends with the first use, or when all slots were used in turn.
+    """
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, SlotContent] = {}
 
     def take(self, content: SlotContent) -> tuple[int, bool]:
-        """Returns a slot for this content, and whether the slot has it already."""
+        """Returns the slot for this content, and whether the content was copied into it early."""
         for slot, held in self._early.items():
             if held.includes(content):
                 del self._early[slot]
@@ -90,7 +95,10 @@ class SlotOrder:
         return slot, False
 
     def take_early(self, content: SlotContent) -> int | None:
-        """Returns a slot for a content that is used later; None if a slot has it, or all wait to be used."""
+        """Returns the slot for content that is used later; None if no copy is needed or possible.
+
+        No copy is needed if a slot has the content, and none is possible if all slots wait for their use.
+        """
         if len(self._early) == SLOTS or any(held.includes(content) for held in self._early.values()):
             return None
         slot = self._advance()
@@ -98,6 +106,7 @@ class SlotOrder:
         return slot
 
     def _advance(self) -> int:
+        """Returns the next slot in turn."""
         slot = self._next
         self._next = (slot + 1) % SLOTS
         return slot

@@ -1,17 +1,17 @@
-"""Computes some experts of long asks on the GPU, with weights copied from feed-forward ranks of its pod.
+"""Computes some experts of long batches on the GPU, with weights copied from feed-forward ranks of its pod.
 
-The GPU copies these experts through a ring of slots, unpacks and computes them. The ranks compute the other
-experts at the same time. The number of copied experts depends on the number of rows only. So no host thread
-waits for the router, and copies start before it has chosen experts.
+The GPU copies the packed weights of these experts into the slots of a ring, unpacks them, and computes.
+Meanwhile the ranks compute the layer's other experts. The number of experts on the GPU depends only on the
+number of rows. So no host thread waits for the router's choice of experts, and copies start before it.
 
 | module | content |
 |---|---|
 | `gpu_layers` | layers whose experts the GPU can compute |
-| `expert_choices` | the experts that the GPU computes, by their number |
-| `weight_ring`, `ring_slots` | copies of packed experts |
-| `unpacking`, `unpack.cu` | packed experts as plain matrices |
-| `slot_experts` | vLLM's kernel for experts |
-| `stream_balance`, `stream_times` | the number of experts, by measured times |
+| `expert_choices` | selects the experts that the GPU computes, for each number of experts |
+| `weight_ring`, `ring_slots` | copies packed experts to the GPU |
+| `unpacking`, `unpack.cu` | unpacks these copies to plain matrices |
+| `slot_experts` | computes unpacked experts with vLLM's kernel |
+| `stream_balance`, `stream_times` | chooses the number of experts on the GPU, by measured times |
 
 Imports torch and vLLM.
 """
@@ -39,13 +39,13 @@ from vllm_heteroinfer.feed_forward.weight_ring import COPY, UNPACK, WeightRing
 _logger = logging.getLogger(__name__)
 
 COMPUTE: Final = "compute"
-"""Work in the times of an exchange, beside that of its ring."""
+"""Name of the GPU's computing in `StreamTimes`; the ring records COPY and UNPACK there."""
 REPEATS: Final = 3
-"""Equal layers of a measurement, one after the other."""
+"""How often one measurement computes the same layer, without a pause."""
 
 
 class SharedExchange:
-    """Sends asks like `CudaExchange`, and computes some experts of long asks on the GPU."""
+    """Computes layers like `CudaExchange`, but some experts of long batches on the GPU."""
 
     def __init__(
         self,
@@ -58,15 +58,16 @@ class SharedExchange:
         device: torch.device,
         count: Callable[[int, int], None],
     ) -> None:
-        """Maps the weights, creates the ring and measures.
+        """Maps the ranks' weights, creates the ring, and measures the speed of the GPU and of the ranks.
 
         Args:
-            offers: of all feed-forward ranks, which are in this pod, in their order.
-            ring_bytes: memory of the device for copied and unpacked experts. The ring has room for one expert
-                at least.
-            captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of shorter asks,
-                because a graph holds such asks.
-            count: counts the rows of an ask whose experts the GPU computed in part, and the bytes copied.
+            offers: where each feed-forward rank has its weights, in the order of ranks. All run in this pod.
+            ring_bytes: GPU memory for copied and unpacked experts. The ring takes more if one expert needs
+                more.
+            captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of batches up to
+                this size, because a graph contains asks to the ranks only.
+            count: called after each layer in which the GPU computed some experts, with the number of rows
+                and the bytes that were copied.
 
         Raises:
             ContractError: this process cannot map the weights of a rank.
@@ -78,7 +79,7 @@ class SharedExchange:
         self._balances: dict[object, Balance] = {}
         self.times, self._gaps = StreamTimes(), GapTimes()
         started = time.perf_counter()
-        _logger.info("maps the experts of feed-forward ranks and measures both sides")
+        _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
         def map_memory(rank: int) -> torch.Tensor:
             memory = map_weights(offers[rank], rank)
@@ -89,7 +90,8 @@ class SharedExchange:
             self._layers = find_gpu_layers(recipe, offers, map_memory)
             if not self._layers:
                 _logger.warning(
-                    "the plan lets the GPU compute experts of long asks, but the GPU can compute none"
+                    "the plan lets the GPU compute experts of long batches, but the GPU can do so for no "
+                    "layer. The warnings above have the reasons"
                 )
                 return
             layers = list(self._layers.values())
@@ -99,8 +101,8 @@ class SharedExchange:
                 if layer.kind not in self._balances:
                     self._balances[layer.kind] = self._measure(layer)
         _logger.info(
-            "the GPU computes experts of %d layers of %d kinds. A copy has up to %d experts, the ring %d "
-            "bytes. Started in %.1f s",
+            "the GPU can compute experts of %d layers (%d kinds of layers). One copy has up to %d experts; "
+            "the ring takes %d bytes. Started in %.1f s",
             len(self._layers),
             len(self._balances),
             self._ring.slot_experts,
@@ -116,33 +118,36 @@ class SharedExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
-        shared, rows = self._layers.get(layer), x.shape[0]
+        """Computes a layer's experts like `remote.Asks`.
+
+        The result is valid once the stream has reached it.
+        """
+        gpu_layer, rows = self._layers.get(layer), x.shape[0]
         # A graph's warm-up passes run outside of the capture, with the same numbers of rows.
-        if shared is None or ids is None or weights is None or rows <= self._captured_rows:
+        if gpu_layer is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
-        self._gaps.asked(layer, rows)
-        number = self._balances[shared.kind].gpu_experts(
+        self._gaps.note_ask(layer, rows)
+        number = self._balances[gpu_layer.kind].gpu_experts(
             rows, self._gaps.gap_s(rows), SLOTS * self._ring.slot_experts
         )
         if number:
             copied = self._ring.copied_bytes
-            answer = self._compute_and_ask(shared, number, x, ids, weights, padding)
-            if shared is self._last_layer:
-                self._copy_early(number)
+            answer = self._compute_with_ranks(gpu_layer, number, x, ids, weights, padding)
+            if gpu_layer is self._last_layer:
+                self._copy_first_layer_early(number)
             self._count(rows, self._ring.copied_bytes - copied)
         else:
             answer = self._exchange.ask(layer, x, ids, weights, padding)
-        self._gaps.answered(layer, rows)
+        self._gaps.note_answer(layer, rows)
         return answer
 
-    def _choices_of(self, layer: GpuLayer) -> ExpertChoices:
-        """Returns the choices of experts for a layer; equal layers have the same."""
+    def _expert_choices(self, layer: GpuLayer) -> ExpertChoices:
+        """Returns a layer's `ExpertChoices`; layers with the same spans share one object."""
         if layer.spans not in self._choices:
             self._choices[layer.spans] = ExpertChoices(layer.spans, self._ring.slot_experts, self._device)
         return self._choices[layer.spans]
 
-    def _compute_and_ask(
+    def _compute_with_ranks(
         self,
         layer: GpuLayer,
         number: int,
@@ -151,38 +156,44 @@ class SharedExchange:
         weights: torch.Tensor,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes `number` experts on the GPU while ranks compute the others, and returns the sum."""
+        """Computes `number` experts on the GPU and the others on the ranks. Returns the sum."""
         if number == layer.recipe.experts:
             return self._compute(layer, number, x, ids, weights).to(x.dtype)
-        left = self._choices_of(layer).left(ids, number)
-        receive = self._exchange.send(layer.number, x, left, weights, padding, beside_copies=True)
+        rank_ids = self._expert_choices(layer).mask_gpu_experts(ids, number)
+        receive = self._exchange.send(layer.number, x, rank_ids, weights, padding, beside_copies=True)
         total = self._compute(layer, number, x, ids, weights)
         return total.add_(receive()).to(x.dtype)
 
     def _compute(
         self, layer: GpuLayer, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the sum of `number` experts on the GPU, [rows, hidden] float32."""
-        choices, total = self._choices_of(layer), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        """Returns the sum of the first `number` experts that the GPU takes, [rows, hidden] float32."""
+        choices = self._expert_choices(layer)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         padded = slot_experts.pad_rows(x, ids, weights)
-        for load in layer.loads(choices.ranges(number), self._ring.slot_experts):
-            w13, w2 = self._ring.unpack(self._ring.copy(load), load, layer.recipe)
+        for load in layer.split_into_loads(choices.gpu_ranges(number), self._ring.slot_experts):
+            w13, w2 = self._ring.unpack(self._ring.start_copy(load), load, layer.recipe)
             with self.times.span(COMPUTE, torch.cuda.current_stream()):
                 expert_map = choices.expert_map(load.content.first, load.content.experts)
                 total += slot_experts.compute_slot(layer.recipe, w13, w2, padded, expert_map)[: len(x)]
         return total
 
-    def _copy_early(self, number: int) -> None:
-        """Copies the first layer's experts for the next step, while the link is free."""
+    def _copy_first_layer_early(self, number: int) -> None:
+        """Starts to copy the first layer's experts for the next step, while the link is free."""
         layer = self._first_layer
-        ranges = self._choices_of(layer).ranges(min(number, layer.recipe.experts))
-        for load, _ in zip(layer.loads(ranges, self._ring.slot_experts), range(SLOTS), strict=False):
-            self._ring.copy_early(load)
+        ranges = self._expert_choices(layer).gpu_ranges(min(number, layer.recipe.experts))
+        for load, _ in zip(
+            layer.split_into_loads(ranges, self._ring.slot_experts), range(SLOTS), strict=False
+        ):
+            self._ring.start_early_copy(load)
 
     # Measurement at start
 
     def _measure(self, layer: GpuLayer) -> Balance:
-        """Compiles vLLM's kernels for all numbers of rows, and measures both sides with random rows."""
+        """Measures the speed of the GPU and of the ranks on a layer, with random rows.
+
+        First compiles vLLM's kernels for all numbers of rows, so that no measurement includes a compilation.
+        """
         experts, topk, most = layer.recipe.experts, self._recipe.topk, self._recipe.max_rows
         x = torch.randn((most, self._recipe.hidden), device=self._device).to(self._dtype)
         ids = torch.rand((most, experts), device=self._device).topk(topk).indices.int()
@@ -196,7 +207,7 @@ class SharedExchange:
             with self.times.recording() as spans:
                 for _ in range(REPEATS):
                     if number:
-                        self._compute_and_ask(layer, number, x[:rows], row_ids, row_weights, None)
+                        self._compute_with_ranks(layer, number, x[:rows], row_ids, row_weights, None)
                     else:
                         self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
                     answers.append(torch.cuda.Event(enable_timing=True))
@@ -226,7 +237,7 @@ class SharedExchange:
     def _compile_kernels(
         self, layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """Computes one expert with each kernel that asks need, so that no request waits for a compiler."""
+        """Computes one expert with each kernel that batches need, so that no request waits for a compiler."""
         unit = slot_experts.ROW_UNIT
         first = (self._captured_rows // unit + 1) * unit
         numbers = range(first, max(first, len(x)) + unit, unit)
@@ -237,6 +248,6 @@ class SharedExchange:
         torch.cuda.synchronize()
 
     def _read_busy_ns(self) -> list[int]:
-        """Returns the nanoseconds that each rank has computed so far."""
+        """Returns for each rank how many nanoseconds it has computed so far."""
         slab = self._exchange.slab
         return [slab.read_lane(lane).busy_ns for lane in range(slab.shape.lanes)]

@@ -17,13 +17,13 @@ from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
 from vllm_heteroinfer.feed_forward.stream_balance import first_of_each_kind
 
 ROW_UNIT: Final = 16
-"""Triton compiles a kernel again for row numbers that are not a multiple of it."""
+"""Numbers of rows are rounded up to a multiple of it: for others Triton compiles the kernel again."""
 
 
 def pad_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns rows, ids and weights with rows of weight 0 up to a multiple of ROW_UNIT."""
+    """Adds rows of weight 0, up to a multiple of ROW_UNIT. Returns rows, ids and weights."""
     missing = -x.shape[0] % ROW_UNIT
     if not missing:
         return x, ids, weights
@@ -38,11 +38,11 @@ def compute_slot(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     expert_map: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the sum of a slot's experts for each row, [padded rows, hidden].
+    """Returns each row's sum over the slot's experts, [padded rows, hidden].
 
     Args:
         rows: the result of `pad_rows`.
-        expert_map: index in the slot by expert, -1 for others, int32 [experts].
+        expert_map: each expert's index in the slot, -1 for experts of other slots; int32 [experts].
     """
     x, ids, weights = rows
     return fused_experts(
@@ -60,10 +60,10 @@ def compute_slot(
 def rows_of_each_kernel(
     recipe: LayerRecipe, slot_experts: int, dtype: torch.dtype, rows: Sequence[int]
 ) -> list[int]:
-    """Returns numbers of rows that need different compiled kernels, one of each kernel.
+    """Returns one number of rows for each kernel that vLLM would compile for these numbers.
 
     Args:
-        rows: possible numbers, multiples of ROW_UNIT.
+        rows: possible numbers of rows, multiples of ROW_UNIT.
     """
 
     def config(number: int) -> object:

@@ -1,4 +1,8 @@
-"""How many of a layer's experts a GPU computes itself while CPUs compute the others. PURE."""
+"""How many of a layer's experts the GPU computes while CPUs compute the others. PURE.
+
+A step computes its layers one after the other. The gap is the time between a layer's answer and the next
+layer's ask; CPUs wait then, but copies to the GPU go on.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -6,22 +10,27 @@ from dataclasses import dataclass
 from typing import Final
 
 LEAST_GAIN: Final = 0.95
-"""A division of experts is used only if a layer's time falls to this part of the simpler division's."""
+"""GPU and CPUs share a layer only if it takes at most this part of the time that the GPU alone needs.
+
+The GPU takes part at all only if the layer takes at most this part of the time that CPUs alone need.
+"""
 TRIES: Final = 2
+"""Measurements of shared computing for each number of rows; each begins with the last one's best division."""
 LEAST_ROWS: Final = 64
+"""Fewer rows are not measured: CPUs compute all their experts."""
 LONGEST_S: Final = 0.7
-"""Seconds of a layer on CPUs alone. Longer layers are not measured with more rows."""
+"""If CPUs alone take more seconds for a layer than this, larger numbers of rows are not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Seconds of a layer among equal layers without anything between them.
+    """Seconds for one layer, measured while equal layers follow each other without a gap.
 
     Attributes:
-        period_s: from one layer's answer to the next one's.
-        cpu_s: of computing on the slowest rank.
-        copy_s: of copies to the GPU.
-        compute_s: in which the GPU unpacks and computes experts.
+        period_s: seconds from one layer's answer to the next layer's answer.
+        cpu_s: seconds in which the slowest rank computed.
+        copy_s: seconds in which the GPU copied weights.
+        compute_s: seconds in which the GPU unpacked and computed experts.
     """
 
     period_s: float
@@ -32,16 +41,16 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of a layer with these rows.
+    """Seconds for one layer with this number of rows.
 
     Attributes:
-        experts: number of the layer's experts.
-        cpus_alone_s: if CPUs compute all experts.
-        exchange_s: part of `cpus_alone_s` in which rows and answers pass the slab, and no CPU computes.
-        gpu_alone_s: if the GPU computes all experts.
-        cpu_s: of all experts on CPUs, at the rate that they have while the GPU copies.
-        copy_s: of copies of all experts, at the rate that the link has while CPUs compute.
-        compute_s: in which the GPU unpacks and computes all experts.
+        experts: number of experts in the layer.
+        cpus_alone_s: seconds for the layer if CPUs compute all experts.
+        exchange_s: part of `cpus_alone_s` in which no CPU computes, because rows and answers pass the slab.
+        gpu_alone_s: seconds for the layer if the GPU computes all experts.
+        cpu_s: seconds in which CPUs compute all experts, at their speed while the GPU copies.
+        copy_s: seconds in which the GPU copies all experts, at the link's speed while CPUs compute.
+        compute_s: seconds in which the GPU unpacks and computes all experts.
     """
 
     rows: int
@@ -54,14 +63,16 @@ class Measured:
     compute_s: float
 
     def gpu_experts(self, gap_s: float, ahead: int) -> int:
-        """Returns the number of experts on the GPU with which layers follow each other fastest.
+        """Returns the number of experts on the GPU with which a step takes the least time.
+
+        GPU and CPUs finish together at the best division, so a binary search finds it.
 
         Args:
             gap_s: time between a layer's answer and the next ask.
-            ahead: experts that the GPU can copy before their layer's rows exist.
+            ahead: number of experts that the GPU can copy during the gap, before the layer's rows exist.
         """
         low, high = 0, self.experts
-        while low < high:  # the first number with which the GPU is the later side
+        while low < high:  # finds the smallest number with which the GPU finishes last
             middle = (low + high) // 2
             if self._gpu_period_s(middle, gap_s, ahead, self.copy_s) >= self._cpu_period_s(middle, gap_s):
                 high = middle
@@ -74,7 +85,7 @@ class Measured:
         return 0 if both_s > LEAST_GAIN * self.period_s(0, gap_s, ahead) else number
 
     def period_s(self, number: int, gap_s: float, ahead: int) -> float:
-        """Returns the time from one layer's answer to the next one's, with `number` experts on the GPU."""
+        """Returns the time from one layer's answer to the next layer's, with `number` experts on the GPU."""
         if not number:
             return gap_s + self.cpus_alone_s
         if number == self.experts:
@@ -83,16 +94,20 @@ class Measured:
         return max(gpu_s, self._cpu_period_s(number, gap_s))
 
     def _cpu_period_s(self, number: int, gap_s: float) -> float:
+        """Returns the time that a layer takes on the CPUs, if the GPU computes `number` experts."""
         return gap_s + self.exchange_s + (1 - number / self.experts) * self.cpu_s
 
     def _gpu_period_s(self, number: int, gap_s: float, ahead: int, copy_s: float) -> float:
-        """Returns the GPU's time. `copy_s` is the time to copy all experts."""
+        """Returns the time that a layer takes on the GPU. `copy_s` is the time to copy all experts.
+
+        Copies run beside the computation and during the gap; only `ahead` experts can be copied in the gap.
+        """
         copied_later_s = max(0, number - ahead) / self.experts * copy_s
         computed_s = number / self.experts * self.compute_s
         return max(number / self.experts * copy_s, gap_s + max(computed_s, copied_later_s))
 
-    def mixed_with(self, other: "Measured", rows: int) -> "Measured":
-        """Returns the times for a number of rows between those of two measurements."""
+    def interpolate(self, other: "Measured", rows: int) -> "Measured":
+        """Returns the times for a number of rows between this measurement's and the other's."""
         nearness = (rows - self.rows) / (other.rows - self.rows)
         return Measured(
             rows=rows,
@@ -103,8 +118,8 @@ class Measured:
             },
         )
 
-    def with_more(self, rows: int) -> "Measured":
-        """Returns the times for more rows, from this measurement alone: all grow but those of copies."""
+    def extrapolate(self, rows: int) -> "Measured":
+        """Returns the times for more rows: all grow in proportion, except those of copies."""
         factor = rows / self.rows
         copies = {"copy_s": self.copy_s, "gpu_alone_s": max(self.gpu_alone_s, factor * self.compute_s)}
         grown = {name: factor * getattr(self, name) for name in _SECONDS if name not in copies}
@@ -118,16 +133,16 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     """Measures a layer with each number of rows, until CPUs alone take longer than LONGEST_S.
 
     Args:
-        run: computes the layer several times, given the rows and the number of experts that the GPU computes.
+        run: computes the layer several times. Takes the number of rows and the number of experts on the GPU.
         sizes: numbers of rows, ascending.
-        experts: of the layer, at least 2.
+        experts: number of experts in the layer, at least 2.
     """
     measured: list[Measured] = []
     number = experts // 2
-    run(sizes[0], number)  # its first use makes tables and loads kernels, which takes longer than a layer
+    run(sizes[0], number)  # not measured: the first run also makes tables and loads kernels
     for rows in sizes:
-        cpus_alone = _best(run, rows, 0)
-        gpu_alone = _best(run, rows, experts)
+        cpus_alone = _run_twice(run, rows, 0)
+        gpu_alone = _run_twice(run, rows, experts)
         tries = []
         for _ in range(TRIES):
             both = run(rows, number)
@@ -151,69 +166,79 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     return measured
 
 
-def _best(run: Callable[[int, int], LayerTimes], rows: int, number: int) -> LayerTimes:
-    """Returns the fastest of two runs, or the first if it takes long."""
+def _run_twice(run: Callable[[int, int], LayerTimes], rows: int, number: int) -> LayerTimes:
+    """Returns the faster of two runs. A run that takes longer than LONGEST_S is not repeated."""
     first = run(rows, number)
     return first if first.period_s > LONGEST_S else min(first, run(rows, number), key=lambda t: t.period_s)
 
 
 class Balance:
-    """The number of experts on the GPU by rows, from measurements of one kind of layers."""
+    """Chooses the number of experts on the GPU for each number of rows, from measurements of equal layers."""
 
     def __init__(self, measured: Sequence[Measured]) -> None:
-        """Takes measurements by rows, ascending."""
+        """Takes measurements in the order of their numbers of rows, ascending."""
         self.measured = measured
         self._rows = [each.rows for each in measured]
 
     def gpu_experts(self, rows: int, gap_s: float, ahead: int) -> int:
-        """Returns the number of experts on the GPU; 0 for fewer rows than were measured.
+        """Returns the number of experts on the GPU; 0 for fewer rows than the first measurement has.
 
         Args:
             gap_s: time between a layer's answer and the next ask.
-            ahead: experts that the GPU can copy before their layer's rows exist.
+            ahead: number of experts that the GPU can copy during the gap, before the layer's rows exist.
         """
         if rows < self._rows[0]:
             return 0
-        return self._at(rows).gpu_experts(gap_s, ahead)
+        return self._times_for(rows).gpu_experts(gap_s, ahead)
 
-    def _at(self, rows: int) -> Measured:
-        """Returns the times for a number of rows that is not below the first measurement's."""
+    def _times_for(self, rows: int) -> Measured:
+        """Returns the times for at least as many rows as the first measurement has."""
         after = bisect_left(self._rows, rows)
         if after == len(self._rows):
-            return self.measured[-1].with_more(rows)
+            return self.measured[-1].extrapolate(rows)
         high = self.measured[after]
-        return high if high.rows == rows else self.measured[after - 1].mixed_with(high, rows)
+        return high if high.rows == rows else self.measured[after - 1].interpolate(high, rows)
 
     def describe(self) -> str:
         """Returns the measurements as text for the log."""
         return " | ".join(
-            f"{each.rows} rows: {each.gpu_experts(0.0, each.experts)} of {each.experts} experts on the GPU. "
-            f"ms: CPUs alone {each.cpus_alone_s * 1e3:.1f} with an exchange of {each.exchange_s * 1e3:.1f}, "
-            f"GPU alone {each.gpu_alone_s * 1e3:.1f}. All experts with both at once: CPUs "
-            f"{each.cpu_s * 1e3:.1f}, copies {each.copy_s * 1e3:.1f}, GPU {each.compute_s * 1e3:.1f}"
+            f"{each.rows} rows: the GPU computes {each.gpu_experts(0.0, each.experts)} of {each.experts} "
+            f"experts. CPUs only: {each.cpus_alone_s * 1e3:.1f} ms ({each.exchange_s * 1e3:.1f} ms of it for "
+            f"the exchange). GPU only: {each.gpu_alone_s * 1e3:.1f} ms. While both work, all experts would "
+            f"take {each.cpu_s * 1e3:.1f} ms on CPUs; on the GPU {each.copy_s * 1e3:.1f} ms to copy and "
+            f"{each.compute_s * 1e3:.1f} ms to compute"
             for each in self.measured
         )
 
 
 class Gaps:
-    """The time between a layer's answer and the next ask, by rows. It grows with the rows, but not evenly."""
+    """The measured time between a layer's answer and the next layer's ask, by the number of rows.
+
+    The time grows with the rows, but not evenly. So numbers of rows with the same highest bit share a value.
+    """
 
     def __init__(self) -> None:
         self._by_size: dict[int, float] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """Notes a measured gap. A newer one counts for a quarter."""
+        """Takes a measured gap into the moving average, where it counts for a quarter."""
         before = self._by_size.get(rows.bit_length(), seconds)
         self._by_size[rows.bit_length()] = before + (seconds - before) / 4
 
     def gap_s(self, rows: int) -> float:
-        """Returns the gap of about as many rows, or else of the next fewer; 0 if no such gap was measured."""
+        """Returns the gap for about this number of rows, or else for the next smaller one measured.
+
+        Returns 0 if no such gap was measured.
+        """
         sizes = [size for size in self._by_size if size <= rows.bit_length()]
         return self._by_size[max(sizes)] if sizes else 0.0
 
 
 def measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
-    """Yields the numbers of rows to measure: the fewest above captured graphs, powers of two, the most."""
+    """Yields the numbers of rows to measure, ascending.
+
+    They are the smallest above captured graphs, powers of two, and `most`.
+    """
     rows = max(LEAST_ROWS, captured_rows + 1)
     while rows < most:
         yield rows
@@ -222,7 +247,7 @@ def measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
 
 
 def first_of_each_kind(kind: Callable[[int], object], numbers: Sequence[int]) -> list[int]:
-    """Returns the numbers whose kind no number before them has."""
+    """Returns the first number of each kind, in their order."""
     found: dict[object, int] = {}
     for number in numbers:
         found.setdefault(kind(number), number)

@@ -12,14 +12,14 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class StreamTimes:
-    """Records how long work takes in a stream, while someone asks for it."""
+    """Records how long work takes in a stream, inside of `recording`."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[Events]] | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, list[Events]]]:
-        """Records inside this context. Yields the begin and end of each work, by its name."""
+        """Records inside this context. Yields the begin and end events of all work, by the work's name."""
         self._spans = {}
         try:
             yield self._spans
@@ -28,7 +28,7 @@ class StreamTimes:
 
     @contextlib.contextmanager
     def span(self, work: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Marks the work that this context puts into a stream."""
+        """Marks the begin and end of the work that this context puts into a stream."""
         if self._spans is None:
             yield
             return
@@ -40,14 +40,15 @@ class StreamTimes:
 
 
 def total_s(spans: list[Events]) -> float:
-    """Returns the seconds of all spans, whose ends the device has reached."""
+    """Returns the seconds of all spans. The device must have reached their ends."""
     return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
 
 
 class GapTimes:
     """Measures the time between a layer's answer and the next layer's ask on the device.
 
-    In this time the GPU computes attention, and layers whose experts are on the GPU. No host thread waits.
+    In this time the GPU computes attention, and layers whose experts stay on the GPU. Events are read only
+    after the device has reached them, so no host thread waits.
     """
 
     def __init__(self) -> None:
@@ -59,23 +60,23 @@ class GapTimes:
         """Returns the expected seconds with `rows` rows; 0 before the first measurement."""
         return self._gaps.gap_s(rows)
 
-    def asked(self, layer: int, rows: int) -> None:
-        """Notes that the stream has reached the ask of a layer."""
+    def note_ask(self, layer: int, rows: int) -> None:
+        """Notes that the stream has reached the ask for a layer, and reads the gaps that have ended."""
         if self._answered is not None:
-            before, before_rows, event = self._answered
+            before, before_rows, answer_event = self._answered
             self._answered = None
             if before < layer and before_rows == rows:  # both in the same step
-                self._unread.append((rows, (event, _recorded())))
+                self._unread.append((rows, (answer_event, _record_event())))
         while self._unread and self._unread[0][1][1].query():
             measured_rows, (begin, end) = self._unread.popleft()
             self._gaps.note(measured_rows, begin.elapsed_time(end) / 1e3)
 
-    def answered(self, layer: int, rows: int) -> None:
-        """Notes that the stream has reached the answer of a layer."""
-        self._answered = (layer, rows, _recorded())
+    def note_answer(self, layer: int, rows: int) -> None:
+        """Notes that the stream has reached the answer for a layer."""
+        self._answered = (layer, rows, _record_event())
 
 
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _record_event() -> torch.cuda.Event:
+    answer_event = torch.cuda.Event(enable_timing=True)
+    answer_event.record()
+    return answer_event

@@ -1,4 +1,4 @@
-"""Slots on the GPU through which packed experts pass, and room for unpacked ones. Imports torch."""
+"""GPU memory for copies of packed experts (slots) and for unpacked experts. Imports torch."""
 
 from collections.abc import Sequence
 
@@ -11,16 +11,18 @@ from vllm_heteroinfer.feed_forward.stream_times import StreamTimes
 from vllm_heteroinfer.feed_forward.unpacking import Unpacker
 
 COPY, UNPACK = "copy", "unpack"
-"""Work in the times of a ring."""
+"""Names of a ring's work in `StreamTimes`."""
 
 
 class WeightRing:
-    """Slots and room on the current device. Copies run in a stream of their own.
+    """Copies packed experts into slots on the current device, and unpacks them into a buffer.
+
+    Copies run in a stream of their own, beside the computation.
 
     Attributes:
         slot_experts: most experts in a slot.
-        num_bytes: of slots and room.
-        copied_bytes: copied so far.
+        num_bytes: size of all slots and the buffer.
+        copied_bytes: bytes that were copied so far.
     """
 
     def __init__(
@@ -34,8 +36,8 @@ class WeightRing:
         """Allocates the memory.
 
         Args:
-            num_bytes: of the memory. One expert always has room.
-            dtype: of unpacked experts.
+            num_bytes: size of the memory. The ring takes more if one expert needs more.
+            dtype: type of unpacked experts.
         """
         sizes = ring_sizes(
             num_bytes,
@@ -47,26 +49,26 @@ class WeightRing:
         self.slot_experts, self.num_bytes, self.copied_bytes = sizes.slot_experts, sizes.num_bytes, 0
         self._unpacker, self._times, self._order = unpacker, times, SlotOrder()
         self._slots = [torch.empty(sizes.slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(SLOTS)]
-        self._room = torch.zeros(sizes.room_bytes // dtype.itemsize, dtype=dtype, device="cuda")
+        self._buffer = torch.zeros(sizes.buffer_bytes // dtype.itemsize, dtype=dtype, device="cuda")
         self._copied = [torch.cuda.Event() for _ in range(SLOTS)]
         self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream()
 
-    def copy(self, load: Load) -> int:
-        """Begins to copy a load, once its slot is free, and returns the slot."""
+    def start_copy(self, load: Load) -> int:
+        """Starts to copy a load, once a slot is free. Returns the slot."""
         slot, is_copied = self._order.take(load.content)
         if not is_copied:
             self._copy_into(slot, load)
         return slot
 
-    def copy_early(self, load: Load) -> None:
-        """Begins to copy a load for a later `copy`, if a slot is free for it."""
+    def start_early_copy(self, load: Load) -> None:
+        """Starts to copy a load that `start_copy` asks for later, if a slot is free."""
         slot = self._order.take_early(load.content)
         if slot is not None:
             self._copy_into(slot, load)
 
     def _copy_into(self, slot: int, load: Load) -> None:
-        """Puts the copies of a load into the stream of copies."""
+        """Puts the copies of a load into the copy stream."""
         content, memory = load.content, self._slots[slot]
         offsets = iter(load.slot_offsets(self.slot_experts))
         self._stream.wait_event(self._unpacked[slot])
@@ -85,33 +87,33 @@ class WeightRing:
 
         Returns:
             w13 [slot_experts, 2 * inner, hidden] and w2 [slot_experts, hidden, inner], valid until the next
-            call. They begin with the load's experts; the others have any values.
+            call. They begin with the load's experts; the rest has undefined values.
         """
         stream, experts = torch.cuda.current_stream(), load.content.experts
         stream.wait_event(self._copied[slot])
         hidden, inner = recipe.hidden, recipe.inner
         elements = self.slot_experts * 2 * inner * hidden
-        w13 = self._room[:elements].view(self.slot_experts, 2 * inner, hidden)
-        w2 = self._room[elements : elements + elements // 2].view(self.slot_experts, hidden, inner)
+        w13 = self._buffer[:elements].view(self.slot_experts, 2 * inner, hidden)
+        w2 = self._buffer[elements : elements + elements // 2].view(self.slot_experts, hidden, inner)
         halves = w13[:experts].view(experts, 2, inner, hidden)
-        whole = w2[:experts].unsqueeze(1)
+        w2_columns = w2[:experts].unsqueeze(1)
         offsets = iter(load.slot_offsets(self.slot_experts))
         with self._times.span(UNPACK, stream):
             for rank in load.ranks:
                 first = rank.offered.first_column
                 end = first + rank.offered.w2.inputs
-                arrays = self._arrays_of(slot, rank, experts, [next(offsets) for _ in rank.arrays])
-                outs = halves[:, :, first:end], whole[..., first:end]
+                arrays = self._slot_arrays(slot, rank, experts, [next(offsets) for _ in rank.arrays])
+                outs = halves[:, :, first:end], w2_columns[..., first:end]
                 for number, (matrix, out) in enumerate(zip(rank.matrices, outs, strict=True)):
                     codes, scales = arrays[2 * number : 2 * number + 2]
                     self._unpacker.unpack(matrix, codes, scales, out, gated=number == 0)
         self._unpacked[slot].record(stream)
         return w13, w2
 
-    def _arrays_of(
+    def _slot_arrays(
         self, slot: int, rank: RankExperts, experts: int, offsets: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Returns codes and block scales of w13 and w2 of a rank in a slot, as bytes."""
+        """Returns a rank's arrays in a slot as bytes: codes and block scales of w13, then of w2."""
         return [
             self._slots[slot][at : at + experts * each]
             for at, (_, each) in zip(offsets, rank.arrays, strict=True)
