@@ -9,7 +9,7 @@ rank adds the answers. The code of the two kinds of ranks is in `rank/worker/ask
 |---|---|
 | `remote_parts`, `mlps` | replace experts and MLPs of the asking rank by parts without weights |
 | `recording`, `file_tensors`, `recipe` | the recipe: which regions of which files fill experts and MLPs |
-| `expert_reader`, `expert_formats` | read experts by the recipe, in each format; an MLP counts as one expert |
+| `expert_reader`, `expert_formats` | read experts by the recipe, in each format; an MLP is one expert |
 | `slab_library`, `slab` | the slab, and the proof that both sides map the same memory |
 | `kernels.cu`, `cuda_exchange` | ask from a CUDA graph |
 | `exchange`, `remote` | ask from a CPU rank; replacements of a layer's experts or MLP |

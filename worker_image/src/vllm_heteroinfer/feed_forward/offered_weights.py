@@ -43,12 +43,12 @@ class OfferedMatrix:
     """The packed w13 or w2 of a layer's experts; see `PackedMatrix`.
 
     Attributes:
-        offset: byte of the first expert in the memfd.
-        expert_bytes: of one expert.
-        block_scales: byte of the first expert's block scales in the memfd; None without.
-        scale_shape: rows and columns of an expert's block scales; None without.
-        dtype: of the tensor; of weights that are not packed, their type.
-        code: with `scale`, `group` and `zeros` the format; -1 if the matrix is not packed.
+        offset: byte in the memfd at which the first expert begins.
+        expert_bytes: size of one expert.
+        block_scales: byte in the memfd at which the first expert's block scales begin; None if it has none.
+        scale_shape: rows and columns of an expert's block scales; None if it has none.
+        dtype: type of the tensor's elements; for a matrix that is not packed, the type of its weights.
+        code: part of the format, with `scale`, `group` and `zeros`; -1 if the matrix is not packed.
     """
 
     offset: int
@@ -105,7 +105,7 @@ class OfferedLayer:
 
     Attributes:
         first_expert: number of its first expert in the layer.
-        experts: number of its experts; of each, it has all columns or some.
+        experts: number of its experts. The rank has all columns or some columns of each.
         first_column: its first intermediate column.
     """
 
@@ -122,8 +122,8 @@ class OfferedWeights(codec.JsonValue):
     """Location of a feed-forward rank's weights.
 
     Attributes:
-        pid: of the rank's process, in the PID namespace of the pod.
-        fd: descriptor of its memfd.
+        pid: process ID of the rank, in the PID namespace of the pod.
+        fd: descriptor of the rank's memfd.
         name: name of the memfd, to detect another file with the same descriptor number.
         num_bytes: size of the memfd.
         layers: layers that a GPU can unpack.
@@ -173,10 +173,12 @@ def _offer_matrix(memory: WeightMemory, matrix: PackedMatrix) -> OfferedMatrix:
 
 
 def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
-    """Maps the weights of feed-forward rank `rank`: uint8 [num_bytes], valid after that rank has ended, too.
+    """Maps the weights of feed-forward rank `rank`: uint8 [num_bytes].
+
+    The memory stays valid after that rank has ended.
 
     Raises:
-        ContractError: this process cannot map the rank's memory, or the offer is not of such weights.
+        ContractError: this process cannot map the rank's memory, or the offer does not fit the weights.
     """
     for layer in offer.layers:
         for name, matrix in (("w13", layer.w13), ("w2", layer.w2)):

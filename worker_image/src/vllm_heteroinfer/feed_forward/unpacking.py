@@ -14,7 +14,7 @@ from vllm_heteroinfer.kernels.library import load
 
 SOURCE: Final = Path(__file__).parent / "unpack.cu"
 _UNITS: Final = 4
-"""Units that a thread block of unpack.cu writes: kUnits."""
+"""Number of units that one thread block writes: kUnits in unpack.cu."""
 
 
 class UnpackParams(ctypes.Structure):
@@ -37,7 +37,7 @@ class UnpackParams(ctypes.Structure):
 
 
 def describe_matrix(matrix: OfferedMatrix, *, gated: bool) -> dict[str, int]:
-    """Returns the parameters of the kernel that depend only on a packed matrix. `gated` is true for w13."""
+    """Returns the kernel's parameters that depend only on a packed matrix. `gated`: whether it is w13."""
     assert matrix.format is not None
     layout = packed_layout(load(), matrix.format, matrix.columns, matrix.inputs)
     header = layout.header if matrix.has_headers else 0
@@ -109,7 +109,7 @@ class Unpacker:
         self._kernels.launch(self._kernel, grid, arguments, torch.cuda.current_stream().cuda_stream)
 
     def _places_of(self, code: Code) -> torch.Tensor:
-        """Returns the places of codes in a unit, on the device."""
+        """Returns for each weight the place of its code in a unit, as a tensor on the device."""
         if code not in self._places:
             self._places[code] = code_places(load(), code).to(self._device)
         return self._places[code]
