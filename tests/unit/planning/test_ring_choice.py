@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from heteroinfer_contract.calibration import Calibration, Direction, Transfer
@@ -203,6 +203,7 @@ def specs(draw: st.DrawFn) -> HeteroInferenceSpec:
     model=models(),
     known=st.sampled_from([H200, Inventory(), Inventory(gpu_product={"gpu": "NVIDIA-L4"})]),
 )
+@example(parsed=asked("30Gi", "33Gi", 512, ranks=1), model=qwen(), known=H200)  # 33.05 GiB needed
 def test_a_ring_never_needs_more_memory_than_there_is_and_never_refuses_a_plan(
     parsed: HeteroInferenceSpec, model: ModelProfile, known: Inventory
 ) -> None:

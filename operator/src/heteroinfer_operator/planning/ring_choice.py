@@ -212,10 +212,9 @@ class RingChooser:
             full: whether only a full ring counts.
         """
         empty_ring = build_ring(remote, engine, 0)
-        free_bytes = stage_rank_left_bytes(
-            self.topology, replace(remote, ring=empty_ring), engine, self.inventory
-        )
-        if free_bytes is None or free_bytes <= 0 or not ranks_fit(remote, engine):
+        shared = replace(remote, ring=empty_ring)
+        free_bytes = stage_rank_left_bytes(self.topology, shared, engine, self.inventory)
+        if free_bytes is None or free_bytes <= 0 or not ranks_fit(shared, engine):
             return None
         most_bytes = min(max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES), int(free_bytes * _SMALL_PART))
         most = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
