@@ -225,10 +225,10 @@ class _EnvReader:
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         """Returns one of the choices, ignoring case; the first choice if the variable is not set."""
         text = self.text(name, choices[0])
-        found = next((choice for choice in choices if choice.lower() == text.lower()), None)
-        if found is None:
+        matching = next((choice for choice in choices if choice.lower() == text.lower()), None)
+        if matching is None:
             raise _wrong_value(name, text, f"one of {', '.join(filter(None, choices))}")
-        return found
+        return matching
 
     def names(self, name: str, pattern: re.Pattern[str], expected: str) -> tuple[str, ...]:
         """Returns the items of a list that is separated by commas, sorted."""

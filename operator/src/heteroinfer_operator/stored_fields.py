@@ -51,11 +51,11 @@ def as_object(value: object, field: str) -> Mapping[str, Any]:
 
 def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty for null; raises UnreadableError."""
-    found = _as_list(value, field)
-    for item in found:
+    items = _as_list(value, field)
+    for item in items:
         if not isinstance(item, dict | Mapping):
             raise _unreadable(field, item, "an object")
-    return found
+    return items
 
 
 def as_text(value: object, field: str) -> str:
@@ -82,11 +82,11 @@ def as_texts(value: object, field: str) -> tuple[str, ...]:
 
 def as_text_map(value: object, field: str) -> Mapping[str, str]:
     """Returns texts by name, such as labels, empty for null; raises UnreadableError."""
-    found = as_object(value, field)
-    for name, text in found.items():
+    texts = as_object(value, field)
+    for name, text in texts.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise _unreadable(f"{field}.{name}", text, "a text")
-    return found
+    return texts
 
 
 def as_integer(value: object, field: str) -> int:
@@ -161,9 +161,9 @@ def read_json_parts(text: str, parts: Collection[str]) -> dict[str, Any]:
             text.
     """
     try:
-        found = json.loads(text or "{}")
+        parsed = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"must be JSON (got {text[:200]!r})") from error
-    if not isinstance(found, dict) or found.keys() - set(parts):
+    if not isinstance(parsed, dict) or parsed.keys() - set(parts):
         raise ValueError(f"must be an object with only the keys {', '.join(parts)} (got {text[:200]!r})")
-    return found
+    return parsed

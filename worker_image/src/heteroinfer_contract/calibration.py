@@ -243,13 +243,13 @@ class Calibration(codec.JsonValue):
 
     def fastest_kernel(self, part: KernelPart, scheme: SchemeName, dtype: str) -> KernelRate | None:
         """Returns the fastest measured kernel for a part and format; None if none was measured."""
-        found = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
-        return max(found, key=lambda kernel: kernel.bytes_per_s, default=None)
+        kernels = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
+        return max(kernels, key=lambda kernel: kernel.bytes_per_s, default=None)
 
     def link_rate(self) -> float | None:
         """Returns the bytes per second of copies to the GPU, while CPUs read memory if that was measured."""
-        found = {t.contended: t.bytes_per_s for t in self.transfers if t.direction is Direction.TO_GPU}
-        return found.get(True, found.get(False))
+        rates = {t.contended: t.bytes_per_s for t in self.transfers if t.direction is Direction.TO_GPU}
+        return rates.get(True, rates.get(False))
 
     def hop_s(self, path: HopPath, message_bytes: int = 0) -> float | None:
         """Returns the seconds of a message, measured at this size or the next larger size.
@@ -257,8 +257,10 @@ class Calibration(codec.JsonValue):
         A message larger than all measured sizes takes the time of the largest. None if no hop of this path
         was measured.
         """
-        found = sorted((hop.message_bytes, hop.seconds) for hop in self.hops if hop.path is path)
-        return next((s for size, s in found if size >= message_bytes), found[-1][1] if found else None)
+        measured = sorted((hop.message_bytes, hop.seconds) for hop in self.hops if hop.path is path)
+        return next(
+            (s for size, s in measured if size >= message_bytes), measured[-1][1] if measured else None
+        )
 
     def to_json(self) -> str:
         """Returns the canonical JSON text; items of lists omit fields that are at their default."""

@@ -280,9 +280,9 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
             params["max_position_embeddings"] = config_text.get("max_position_embeddings", 128_000)
         return from_params(params), True
     if CONFIG_FILE not in entries:
-        found = ", ".join(sorted(entries)[:5]) or "nothing"
+        present = ", ".join(sorted(entries)[:5]) or "nothing"
         raise ModelFilesError(
-            f"{directory}: is not a model: {CONFIG_FILE} is missing (found {found}). "
+            f"{directory}: is not a model: {CONFIG_FILE} is missing (found {present}). "
             "Use the directory of a model in Hugging Face's format"
         )
     config = _read_object(directory / CONFIG_FILE)
@@ -333,18 +333,18 @@ def _weight_files(directory: Path, consolidated: bool) -> list[Path]:
             )
         return [directory / name for name in names]
     # vLLM prefers files in Mistral's format (default_loader.py::_prepare_weights@v0.32.0).
-    found = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
-    if not found:
+    weight_files = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
+    if not weight_files:
         raise ModelFilesError(
             f"{directory}: has no weights as *.safetensors. "
             "Convert the model (save_pretrained(..., safe_serialization=True))"
         )
-    if missing := _missing_numbers({path.name for path in found}):
+    if missing := _missing_numbers({path.name for path in weight_files}):
         raise ModelFilesError(
             f"{directory}: {_shortened_list(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
             "Finish the download"
         )
-    return found
+    return weight_files
 
 
 def _missing_numbers(names: Set[str]) -> list[str]:

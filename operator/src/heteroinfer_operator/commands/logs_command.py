@@ -102,13 +102,13 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
     """Reads the worker pods of a resource. Prints a line for each pod that cannot be read."""
     selector = f"{names.LABEL_RESOURCE}={key.name},{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
     listed = await server.get(POD.path(key.namespace), {"labelSelector": selector})
-    found = []
+    pods = []
     for item in listed["items"]:
         try:
-            found.append(pod_view(item))
+            pods.append(pod_view(item))
         except UnreadableError as error:
             _print_line(f"skipping a pod that cannot be read: {error.message}")
-    return with_complete_labels(found, Owner(key=key, uid=""))
+    return with_complete_labels(pods, Owner(key=key, uid=""))
 
 
 async def _print_current(

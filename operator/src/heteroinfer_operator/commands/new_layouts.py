@@ -262,22 +262,22 @@ def find_fitting_changes(
     def with_gpu_memory(size: str) -> bool:
         return fits(replace(hardware, gpu_memory=size))
 
-    found = [_more_memory(option, hardware.cpu_memory, with_cpu_memory)]
+    changes = [_more_memory(option, hardware.cpu_memory, with_cpu_memory)]
     if hardware.gpus:
-        found.append(_more_memory("--gpu-memory", hardware.gpu_memory, with_gpu_memory))
+        changes.append(_more_memory("--gpu-memory", hardware.gpu_memory, with_gpu_memory))
         more = range(hardware.gpus + 1, _MAX_GPUS + 1)
         gpus = next((number for number in more if fits(replace(hardware, gpus=number))), None)
         if gpus is not None:
-            found.append(FittingChange(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
+            changes.append(FittingChange(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
     longest = draft.max_model_len or min(draft.profile.max_position_embeddings, 8192)
     tokens = longest // 2
     while tokens >= _MIN_TOKENS:
         if fits(hardware, tokens):
             change = f"shorter requests than {longest:,} tokens"
-            found.append(FittingChange(option=f"--max-model-len {tokens}", change=change))
+            changes.append(FittingChange(option=f"--max-model-len {tokens}", change=change))
             break
         tokens //= 2
-    return tuple(each for each in found if each is not None)
+    return tuple(each for each in changes if each is not None)
 
 
 def _more_memory(option: str, written_size: str, fits: Callable[[str], bool]) -> FittingChange | None:

@@ -54,8 +54,10 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
     """Describes the pods and roles that make the group no faster or larger, a line each."""
-    found = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
-    return tuple(f"fewer pods: {words}, {change.text}" for words, change in found if change.costs_nothing)
+    comparisons = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
+    return tuple(
+        f"fewer pods: {words}, {change.text}" for words, change in comparisons if change.costs_nothing
+    )
 
 
 def _compare(other: Planned, planned: Planned) -> _Difference:

@@ -99,10 +99,10 @@ def describe_memory(planned: Planned) -> list[str]:
 
     Stages with equal sums share a line.
     """
-    found: dict[str, list[int]] = {}
+    ranks_by_line: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
-        found.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
-    lines = [f"{_name_stages(stages)}, {words}" for words, stages in found.items()]
+        ranks_by_line.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
+    lines = [f"{_name_stages(stages)}, {words}" for words, stages in ranks_by_line.items()]
     if planned.remote is not None:
         lines += _describe_feed_forward_memory(planned, planned.remote)
     return lines
@@ -215,13 +215,13 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
 
 def _describe_rates(planned: Planned) -> list[str]:
     """Returns the source of the rates of each role, a line each."""
-    found = sorted(
+    rate_lines = sorted(
         {
             (rank.role, ", feed-forward" if rank.feed_forward else "", planned.rates[rank.rank].source)
             for rank in planned.plan.ranks
         }
     )
-    return [f"role {role}{kind}: {source}" for role, kind, source in found]
+    return [f"role {role}{kind}: {source}" for role, kind, source in rate_lines]
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:

@@ -89,10 +89,10 @@ def _complete_names(parser: argparse.ArgumentParser) -> None:
 def _resource_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     """Returns the names of resources in the cluster; none if the cluster does not answer."""
     try:
-        found = asyncio.run(_read_names(parsed_args))
+        names_by_namespace = asyncio.run(_read_names(parsed_args))
     except (HeteroInferError, TimeoutError):
         return []
-    return [name for name in found if name.startswith(prefix)]
+    return [name for name in names_by_namespace if name.startswith(prefix)]
 
 
 async def _read_names(arguments: argparse.Namespace) -> list[str]:

@@ -42,18 +42,18 @@ async def patch_specs(arguments: argparse.Namespace, change: Change) -> None:
             reason="BadArguments",
         )
     async with open_cluster(arguments) as cluster:
-        found: list[StoredResource] = []
+        resources: list[StoredResource] = []
         # Read all resources before changing the first, so that a misspelt name changes nothing.
         for name in arguments.names or [None]:
-            found += await read_resources(
+            resources += await read_resources(
                 cluster.server, cluster.namespace, name, selector=arguments.selector
             )
-        if not found:
+        if not resources:
             raise HeteroInferError(
                 f"namespace {cluster.namespace}: no {names.KIND} has the labels {arguments.selector}",
                 reason="NotFound",
             )
-        for resource in found:
+        for resource in resources:
             fields, words = change(resource.manifest["spec"])
             if fields:
                 path = HETERO_INFERENCE.path(resource.key.namespace, resource.key.name)

@@ -61,15 +61,15 @@ async def _print_versions(arguments: argparse.Namespace) -> None:
             write_value({"client": client}, arguments.output)
         return
     async with open_cluster(arguments) as cluster:
-        found = await _read_installation(cluster.server)
-    warnings = found.problems or skew_warnings(client, found.operators, found.crd)
+        installation = await _read_installation(cluster.server)
+    warnings = installation.problems or skew_warnings(client, installation.operators, installation.crd)
     if as_text:
-        _print_installation(found)
+        _print_installation(installation)
     else:
         value: dict[str, Any] = {
             "client": client,
-            "operators": [operator.dump() for operator in found.operators],
-            "crd": found.crd and found.crd.dump(),
+            "operators": [operator.dump() for operator in installation.operators],
+            "crd": installation.crd and installation.crd.dump(),
             "warnings": list(warnings),
         }
         write_value(value, arguments.output)
@@ -93,14 +93,14 @@ async def _read_installation(server: ApiServer) -> _Installation:
     return _Installation(operators=operators, crd=crd, problems=tuple(problems))
 
 
-def _print_installation(found: _Installation) -> None:
-    for operator in found.operators:
+def _print_installation(installation: _Installation) -> None:
+    for operator in installation.operators:
         pods = f"{operator.ready} of {operator.replicas} ready"
         _print_line(f"operator  {operator.version}  {operator.name}, {pods}")
-    if not found.operators and not found.problems:
+    if not installation.operators and not installation.problems:
         _print_line("operator  none found")
-    if found.crd is not None:
-        _print_line(f"CRD       {found.crd}")
+    if installation.crd is not None:
+        _print_line(f"CRD       {installation.crd}")
 
 
 def _describe_unreadable(name: str, error: ApiError) -> str:

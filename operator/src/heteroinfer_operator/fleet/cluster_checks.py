@@ -131,8 +131,10 @@ class _ClusterChecks:
         self._nodes: list[dict[str, Any]] | None = None
 
     async def check_kubernetes(self) -> CheckAnswer:
-        found = await self._server.get("/version")
-        return judge_kubernetes(str(found["major"]), str(found["minor"]), str(found.get("gitVersion", "")))
+        version = await self._server.get("/version")
+        return judge_kubernetes(
+            str(version["major"]), str(version["minor"]), str(version.get("gitVersion", ""))
+        )
 
     async def check_crd(self) -> CheckAnswer:
         """Checks that the API server serves HeteroInference; reports the version of the CRD."""
@@ -186,9 +188,11 @@ class _ClusterChecks:
 
     async def check_gang_scheduler(self) -> CheckAnswer:
         """Reports the gang schedulers of the cluster. Groups also run without any."""
-        found = [gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True]
-        if found:
-            return CheckState.OK, ", ".join(found)
+        served_gangs = [
+            gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True
+        ]
+        if served_gangs:
+            return CheckState.OK, ", ".join(served_gangs)
         return CheckState.NOTE, (
             "no gang scheduler was found. The operator starts a group only if all its pods fit the nodes, "
             "but another workload can take their place before Kubernetes schedules them"
@@ -206,13 +210,13 @@ class _ClusterChecks:
         """
         api_groups = await self._server.get("/apis")
         served = [str(group["name"]) for group in api_groups["groups"]]
-        found = {plugin for group, plugin in _POLICY_GROUPS.items() if group in served}
-        if not found:
+        plugins = {plugin for group, plugin in _POLICY_GROUPS.items() if group in served}
+        if not plugins:
             daemons = await self._server.get(_DAEMON_SET.path("kube-system"))
             running = [str(daemon["metadata"]["name"]) for daemon in daemons["items"]]
-            found = {name for name in running if name.startswith(_POLICY_DAEMONS)}
-        if found:
-            return CheckState.OK, ", ".join(sorted(found))
+            plugins = {name for name in running if name.startswith(_POLICY_DAEMONS)}
+        if plugins:
+            return CheckState.OK, ", ".join(sorted(plugins))
         return CheckState.WARNING, (
             "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores them, "
             "any pod can reach the ports of the groups. Read the plugin's documentation"
@@ -292,11 +296,11 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     ]
     if differing:
         return CheckState.WARNING, "; ".join(differing)
-    found = ", ".join(
+    described = ", ".join(
         f"{operator.name} {operator.version}, {operator.ready} of {operator.replicas} ready"
         for operator in operators
     )
-    return CheckState.OK, found
+    return CheckState.OK, described
 
 
 def _usable_gpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -320,8 +324,8 @@ def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
             f"no node offers {DEFAULT_GPU_RESOURCE}, so roles with device GPU cannot run. To use GPUs, "
             "install the NVIDIA device plugin"
         )
-    found = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
-    return CheckState.OK, f"{found} on {_count_nodes(len(with_gpus))}"
+    described = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
+    return CheckState.OK, f"{described} on {_count_nodes(len(with_gpus))}"
 
 
 def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
@@ -411,7 +415,7 @@ def _lack_verb(nodes: Sequence[str]) -> str:
     return "lacks" if len(nodes) == 1 else "lack"
 
 
-def _list_first(found: Sequence[str], most: int = 3) -> str:
+def _list_first(items: Sequence[str], most: int = 3) -> str:
     """Returns the first names, and the number of further names."""
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return f"{', '.join(found[:most])}{more}"
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{', '.join(items[:most])}{more}"

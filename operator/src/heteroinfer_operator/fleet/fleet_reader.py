@@ -147,8 +147,8 @@ class LeaderReader:
 
 def kv_use_of(exposition: str) -> float | None:
     """Returns the used share of the KV cache, 0 to 1, from vLLM's metrics; None if the metric is missing."""
-    found = [share for text in _KV_USE.findall(exposition) if (share := _parse_share(text)) is not None]
-    return max(found) if found else None
+    shares = [share for text in _KV_USE.findall(exposition) if (share := _parse_share(text)) is not None]
+    return max(shares) if shares else None
 
 
 def _parse_share(text: str) -> float | None:

@@ -78,8 +78,8 @@ class InstalledCrd:
 async def read_operators(server: ApiServer) -> tuple[InstalledOperator, ...]:
     """Lists the operators of all namespaces, sorted by namespace and name; raises ApiError."""
     listed = await server.get(_DEPLOYMENT.path(), {"labelSelector": _OPERATOR_SELECTOR})
-    found = (_parse_operator(item) for item in listed["items"])
-    return tuple(sorted(found, key=lambda each: each.name))
+    operators = (_parse_operator(item) for item in listed["items"])
+    return tuple(sorted(operators, key=lambda each: each.name))
 
 
 async def read_crd(server: ApiServer) -> InstalledCrd | None:

@@ -71,11 +71,11 @@ def redact_text(text: str) -> str:
 def _redact(value: Any) -> Any:
     """Returns a JSON value without secrets, including the values in it."""
     if isinstance(value, Mapping):
-        found = {key: _redact_field(str(key), each) for key, each in value.items()}
-        name = found.get("name")  # an environment variable has its name and its value in two fields
-        if isinstance(found.get("value"), str) and isinstance(name, str) and not _is_public(name):
-            found["value"] = LEFT_OUT
-        return found
+        redacted = {key: _redact_field(str(key), each) for key, each in value.items()}
+        name = redacted.get("name")  # an environment variable has its name and its value in two fields
+        if isinstance(redacted.get("value"), str) and isinstance(name, str) and not _is_public(name):
+            redacted["value"] = LEFT_OUT
+        return redacted
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _redact_list(value)
     return redact_text(value) if isinstance(value, str) else value
@@ -92,12 +92,12 @@ def _redact_field(key: str, value: Any) -> Any:
 
 def _redact_list(items: Sequence[Any]) -> list[Any]:
     """Returns a list without secrets. Texts after a secret option are its value, up to the next option."""
-    found: list[Any] = []
+    redacted: list[Any] = []
     is_secret = False
     for item in items:
         is_option = isinstance(item, str) and item.startswith("--")
-        found.append(LEFT_OUT if is_secret and isinstance(item, str) and not is_option else _redact(item))
+        redacted.append(LEFT_OUT if is_secret and isinstance(item, str) and not is_option else _redact(item))
         is_secret = (is_secret and not is_option) or (
             isinstance(item, str) and _SECRET_OPTION.fullmatch(item) is not None
         )
-    return found
+    return redacted

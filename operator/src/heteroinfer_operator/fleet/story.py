@@ -72,10 +72,10 @@ def group_text(group: GroupStatus) -> str:
 
 def _ranks_by_pod(group: GroupStatus) -> Mapping[str, tuple[int, ...]]:
     """Returns the ranks of each pod, by the pod's name."""
-    found: dict[str, tuple[int, ...]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
     for entry in group.members:
-        found[entry.pod] = (*found.get(entry.pod, ()), entry.rank)
-    return found
+        ranks[entry.pod] = (*ranks.get(entry.pod, ()), entry.rank)
+    return ranks
 
 
 def _read_failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:

@@ -88,18 +88,18 @@ class ResourceSummary:
         Args:
             verbose: adds all conditions, the times and pods of ranks, the notes of plans, and kept failures.
         """
-        found = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
+        lines = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
         conditions = self.status.conditions if verbose else self.unexpected_conditions
         if conditions:
             title = "Conditions" if verbose else "Conditions that need attention"
-            found += ["", title, *_aligned(_condition_row(condition, now) for condition in conditions)]
+            lines += ["", title, *_aligned(_condition_row(condition, now) for condition in conditions)]
         if self.line.lines:
-            found += ["", "Groups", *_aligned(_group_rows(self.line.lines))]
-            found += [f"  {line}" for line in self._failures(verbose=verbose)]
-            found += ["", "Ranks", *_aligned(_rank_rows(self.line.lines, verbose=verbose))]
+            lines += ["", "Groups", *_aligned(_group_rows(self.line.lines))]
+            lines += [f"  {line}" for line in self._failures(verbose=verbose)]
+            lines += ["", "Ranks", *_aligned(_rank_rows(self.line.lines, verbose=verbose))]
         if verbose:
-            found += self._plans()
-        return [*found, "", "Next step", *(f"  {step}" for step in self.next_steps)]
+            lines += self._plans()
+        return [*lines, "", "Next step", *(f"  {step}" for step in self.next_steps)]
 
     def _is_expected(self, condition: Condition) -> bool:
         """Reports whether a condition is normal for a resource that serves, or that wants no group."""
@@ -155,17 +155,17 @@ class ResourceSummary:
 
     def _plans(self) -> list[str]:
         """Returns the lines about the plans of the groups."""
-        found: list[str] = []
+        lines: list[str] = []
         for plan in self.status.plans:
-            found += ["", f"Plan {plan.hash}"]
+            lines += ["", f"Plan {plan.hash}"]
             rows = (
                 ("Rates", plan.calibration),
                 ("Long prompts", plan.long_prompts),
                 ("Eager", plan.eager_reason),
                 ("Notes", plan.notes),
             )
-            found += _aligned((name, text) for name, text in rows if text)
-        return found
+            lines += _aligned((name, text) for name, text in rows if text)
+        return lines
 
 
 def _next_steps(summary: ResourceSummary) -> Iterable[str]:

@@ -84,8 +84,8 @@ class SupportBundle:
         pods: list[Manifest] = []
         for kind in (POD, *CHILDREN):
             selector = {"labelSelector": f"{names.LABEL_RESOURCE}={key.name}"}
-            found = await self._list(kind.path(key.namespace), selector)
-            for each in found:
+            children = await self._list(kind.path(key.namespace), selector)
+            for each in children:
                 # Items of a list lack these two fields.
                 manifest = {"apiVersion": kind.api_version, "kind": kind.name, **each}
                 name = each["metadata"]["name"]
@@ -93,7 +93,7 @@ class SupportBundle:
                 plan = (each.get("data") or {}).get(names.PLAN_KEY) if kind is CONFIG_MAP else None
                 if plan is not None:
                     self._files[f"plans/{name}.json"] = redact_text(plan)
-            pods += found if kind is POD else []
+            pods += children if kind is POD else []
         return pods
 
     async def _add_events(self, pods: Iterable[Manifest]) -> None:

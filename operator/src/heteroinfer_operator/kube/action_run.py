@@ -298,8 +298,8 @@ class ActionRun:
         pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
-                if (found := self._prepare_pod_create(action)) is not None:
-                    pods.setdefault((found.scopes, _epoch_of_create(found)), []).append(found)
+                if (prepared := self._prepare_pod_create(action)) is not None:
+                    pods.setdefault((prepared.scopes, _epoch_of_create(prepared)), []).append(prepared)
             elif self._may_start(action):
                 started[self._start_writes([action], self._run_child_write(action))] = [action]
         for batch in pods.values():
@@ -355,8 +355,8 @@ class ActionRun:
         task = self._start_task(work, f"writes of {self._resource.key}")
         for action in actions:
             epoch = _epoch_of_create(action) if isinstance(action, CreateObject) else ""
-            found = kind_and_name(action, self._resource.key.name)
-            self._started_requests[found] = self._memory.pending_requests[found] = PendingRequest(
+            target = kind_and_name(action, self._resource.key.name)
+            self._started_requests[target] = self._memory.pending_requests[target] = PendingRequest(
                 task, scopes_of(action), epoch
             )
         task.add_done_callback(lambda _: self._remove_requests(actions))
@@ -365,11 +365,11 @@ class ActionRun:
     def _remove_requests(self, actions: Iterable[Write]) -> None:
         """Removes answered requests from the pending ones; wakes the resource after the reconcile."""
         for action in actions:
-            found = kind_and_name(action, self._resource.key.name)
-            if self._memory.pending_requests.get(found) is self._started_requests.get(
-                found
+            target = kind_and_name(action, self._resource.key.name)
+            if self._memory.pending_requests.get(target) is self._started_requests.get(
+                target
             ):  # not a later attempt
-                self._memory.pending_requests.pop(found, None)
+                self._memory.pending_requests.pop(target, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 

@@ -338,8 +338,8 @@ class ClusterState:
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, sorted by name."""
         cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
-        found = cache.values_under(key) if cache is not None else []
-        return [self._with_own_times(pod) for pod in found if pod.owner_uid == uid]
+        records = cache.values_under(key) if cache is not None else []
+        return [self._with_own_times(pod) for pod in records if pod.owner_uid == uid]
 
     def pods_of_earlier_resources(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of earlier resources of this name.
@@ -348,8 +348,8 @@ class ClusterState:
             uid: uid of the present resource, or "".
         """
         cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
-        found = cache.values_under(key) if cache is not None else []
-        return [self._with_own_times(pod) for pod in found if pod.owner_uid != uid]
+        records = cache.values_under(key) if cache is not None else []
+        return [self._with_own_times(pod) for pod in records if pod.owner_uid != uid]
 
     def _with_own_times(self, pod: PodRecord) -> PodRecord:
         """Replaces the times of a pod that ends or has ended by this process's own times.
@@ -378,12 +378,12 @@ class ClusterState:
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the children of a resource other than pods, sorted by kind and name."""
-        found: list[ChildRecord] = []
+        records: list[ChildRecord] = []
         for kind in self._child_caches:
             cache: WatchCache[ChildRecord] | None = self.cache_of(kind, key.namespace)
             cached = cache.values_under(key) if cache is not None else []
-            found += [child for child in cached if child.owner_uid == uid]
-        return found
+            records += [child for child in cached if child.owner_uid == uid]
+        return records
 
     def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
         """Returns the other resources of a namespace that use a claim, with their ConfigMaps.

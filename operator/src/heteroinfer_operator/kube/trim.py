@@ -188,12 +188,12 @@ def _status_managers(metadata: Manifest) -> frozenset[str]:
 
 def _finalizer_managers(metadata: Manifest) -> frozenset[str]:
     """Returns the field managers that set the finalizer of earlier versions."""
-    found = set()
+    managers = set()
     for each in as_objects(metadata.get("managedFields"), "managedFields"):
         fields = as_object(as_object(each.get("fieldsV1"), "fieldsV1").get("f:metadata"), "f:metadata")
         if _FINALIZER_FIELD in as_object(fields.get("f:finalizers"), "f:finalizers"):
-            found.add(str(each.get("manager", "")))
-    return frozenset(found)
+            managers.add(str(each.get("manager", "")))
+    return frozenset(managers)
 
 
 def label_key(stored: Manifest) -> ResourceKey | None:
@@ -385,8 +385,8 @@ def pod_view(stored: Manifest) -> PodView:
 
 def _conditions_by_type(status: Manifest) -> dict[str, Manifest]:
     """Returns the conditions of a status by their type."""
-    found = as_objects(status.get("conditions"), "conditions")
-    return {as_text(condition.get("type"), "conditions.type"): condition for condition in found}
+    conditions = as_objects(status.get("conditions"), "conditions")
+    return {as_text(condition.get("type"), "conditions.type"): condition for condition in conditions}
 
 
 def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:

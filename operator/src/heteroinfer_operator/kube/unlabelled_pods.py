@@ -112,7 +112,7 @@ class UnlabelledPods:
         own_pods.cancel_requests(kept_names=requested)
         await self._request_pods(resource, own_pods, requested)
         answers = (_take_answer(resource, own_pods, name, ranks_in_status.get(name)) for name in requested)
-        pods = [found for found in answers if found is not None]
+        pods = [answer for answer in answers if answer is not None]
         own_pods.existing = frozenset(pod.view.name for pod in pods)
         own_pods.gone = (gone | set(requested) - own_pods.existing) & ranks_in_status.keys()
         return pods

@@ -214,8 +214,8 @@ class WatchCache(Generic[T]):
 
     def values_under(self, indexed: Hashable) -> list[T]:
         """Returns the values with this index key, sorted by object name, without a search."""
-        found = self._indexed.get(indexed, {})
-        return [found[name] for name in sorted(found)]
+        entries = self._indexed.get(indexed, {})
+        return [entries[name] for name in sorted(entries)]
 
     def store_written(self, stored: Manifest) -> None:
         """Stores the API server's answer to a write, unless the watch has already passed that version.

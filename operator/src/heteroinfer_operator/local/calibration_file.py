@@ -100,19 +100,19 @@ def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibr
     if not file.exists():
         return None, f"this machine was not measured. {HOW_TO_MEASURE}"
     try:
-        found = Calibration.from_json(file.read_text())
+        calibration = Calibration.from_json(file.read_text())
     except (OSError, UnicodeDecodeError, ContractError) as error:
         return None, f"{file} cannot be used: {error}. {HOW_TO_MEASURE}"
     version = own_version()
-    if found.versions.heteroinfer != version:
-        measured = found.versions.heteroinfer
+    if calibration.versions.heteroinfer != version:
+        measured = calibration.versions.heteroinfer
         return (
             None,
             f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW_TO_MEASURE}",
         )
-    if found.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
+    if calibration.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return (
             None,
-            f"ignoring {file}: it was measured on another CPU ({found.hardware.cpu}). {HOW_TO_MEASURE}",
+            f"ignoring {file}: it was measured on another CPU ({calibration.hardware.cpu}). {HOW_TO_MEASURE}",
         )
-    return found, ""
+    return calibration, ""

@@ -162,8 +162,12 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
     Selectors that certainly match come first.
     """
-    found = [selector for selector in isolation.selectors if any(_may_select(selector, own) for own in pods)]
-    return sorted(found, key=lambda each: any(_has_unknown_label(each, own) for own in pods))[:_MAX_SELECTORS]
+    matching = [
+        selector for selector in isolation.selectors if any(_may_select(selector, own) for own in pods)
+    ]
+    return sorted(matching, key=lambda each: any(_has_unknown_label(each, own) for own in pods))[
+        :_MAX_SELECTORS
+    ]
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:

@@ -60,8 +60,10 @@ class PodResources:
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
 
     def _complete_role(self, role: RoleSpec) -> RoleSpec:
-        found = add_defaults(role.resources, self.worker)
-        return role.changed(resources=Resources(requests=found.get("requests"), limits=found.get("limits")))
+        resources = add_defaults(role.resources, self.worker)
+        return role.changed(
+            resources=Resources(requests=resources.get("requests"), limits=resources.get("limits"))
+        )
 
 
 def add_defaults(given: Resources | None, defaults: Resources) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def best_instructions(features: Iterable[str] | None) -> str:
 
 def measured_features(calibration: Calibration) -> frozenset[str]:
     """Returns the CPU features in a calibration."""
-    found = {AMX} if calibration.has_amx else set()
+    features = {AMX} if calibration.has_amx else set()
     if "avx512_bf16" in calibration.hardware.instruction_sets:
-        found.add(AVX512_BF16)
-    return frozenset(found | ({AVX512} if calibration.has_avx512 else set()))
+        features.add(AVX512_BF16)
+    return frozenset(features | ({AVX512} if calibration.has_avx512 else set()))
 
 
 def labelled_features(node: NodeView) -> frozenset[str] | None:

@@ -98,10 +98,12 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
         return "there are no nodes"
     by_obstacle: dict[Obstacle, list[str]] = {}
     for free_node in free_nodes:
-        found = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
-        by_obstacle.setdefault(found, []).append(free_node.node.name)
+        obstacle = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
+        by_obstacle.setdefault(obstacle, []).append(free_node.node.name)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
-    reported = [f"{name_nodes(names)} {found.describe(len(names))}" for found, names in order[:_MAX_REASONS]]
+    reported = [
+        f"{name_nodes(names)} {obstacle.describe(len(names))}" for obstacle, names in order[:_MAX_REASONS]
+    ]
     rest = sum(len(names) for _, names in order[_MAX_REASONS:])
     return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 

@@ -33,9 +33,11 @@ class OtherGroups:
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
         """Returns the nodes and zones of the nodes that other groups occupy."""
-        found = frozenset(occupied)
-        zones = frozenset(node.labels[ZONE] for node in nodes if node.name in found and ZONE in node.labels)
-        return cls(nodes=found, zones=zones)
+        on_these = frozenset(occupied)
+        zones = frozenset(
+            node.labels[ZONE] for node in nodes if node.name in on_these and ZONE in node.labels
+        )
+        return cls(nodes=on_these, zones=zones)
 
     def share_node(self, names: Iterable[str]) -> bool:
         """Returns whether one of these nodes has a pod of another group."""

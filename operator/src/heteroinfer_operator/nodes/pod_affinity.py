@@ -42,8 +42,8 @@ class PodSeries:
 
     def values(self, labels: NodeLabels) -> Values | None:
         """Returns a node's values of the keys; None if it lacks a key."""
-        found = tuple(labels[key] for key in self.keys if key in labels)
-        return found if len(found) == len(self.keys) else None
+        values = tuple(labels[key] for key in self.keys if key in labels)
+        return values if len(values) == len(self.keys) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +119,11 @@ class GroupTerms:
         """Places pods in this order and retries those that do not fit yet, like the scheduler."""
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:
-            found = next((each for each in waiting if self._accepts(each, placed)), None)
-            if found is None:
+            accepted = next((each for each in waiting if self._accepts(each, placed)), None)
+            if accepted is None:
                 return False
-            placed.append(found)
-            waiting.remove(found)
+            placed.append(accepted)
+            waiting.remove(accepted)
         return True
 
     def _accepts(self, candidate: "_PodClass", placed: Sequence["_PodClass"]) -> bool:

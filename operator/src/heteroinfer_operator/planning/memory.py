@@ -362,8 +362,8 @@ class StageBudget:
         """Returns the rank with the fewest bytes left after layers first..end-1; unknown ones sort last."""
 
         def left(rank: RankBudget) -> tuple[bool, int]:
-            found = rank.left_bytes(sizes, first, end)
-            return found is None, found or 0
+            left_bytes = rank.left_bytes(sizes, first, end)
+            return left_bytes is None, left_bytes or 0
 
         return min(self.ranks, key=left)
 
@@ -371,8 +371,8 @@ class StageBudget:
         """Returns the rank that lacks the most bytes for layers first..end-1; unknown memory sorts last."""
 
         def missing(rank: RankBudget) -> tuple[bool, int]:
-            found = rank.missing_bytes(sizes, first, end)
-            return found is not None, found or 0
+            missing_bytes = rank.missing_bytes(sizes, first, end)
+            return missing_bytes is not None, missing_bytes or 0
 
         return max(self.ranks, key=missing)
 

@@ -49,7 +49,7 @@ def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[Pod
     epoch = newest if running_epoch is None else running_epoch
     current = by_epoch.get(epoch, ())
     origin = EpochOrigin.from_pods(context, status, current)
-    own = {pod.uid for found in by_epoch for pod in by_epoch[found] if found < epoch}
+    own = {pod.uid for pod_epoch in by_epoch for pod in by_epoch[pod_epoch] if pod_epoch < epoch}
     own |= {pod.uid for pod in current if origin.can_have_pod(index_of(pod))}
     return CheckedGroup(
         status=_without_impossible_members(context, status, epoch, origin),

@@ -106,7 +106,7 @@ class Budget:
     _is_stored: bool = False
     """Whether the last sent status was stored, so that another writer can have changed it."""
 
-    def record_sent_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
+    def record_sent_status(self, stored: Manifest, sent: Manifest, now: datetime) -> None:
         """Records a status that is sent now, and whether another writer changed the status before it.
 
         The API server may have stored a status even if its write got no answer.
@@ -116,7 +116,7 @@ class Budget:
             sent: status that is sent now.
         """
         is_consecutive = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
-        is_ours = _digest(found) in {digest for _, digest in self._sent}
+        is_ours = _digest(stored) in {digest for _, digest in self._sent}
         if is_ours or not is_consecutive:
             self.undone = 0
         elif self._is_stored:

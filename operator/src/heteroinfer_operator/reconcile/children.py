@@ -177,10 +177,10 @@ def _build_shared_budget(
 
 def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
     """Builds the records of revisions; a record is immutable, so it waits until the mode is known."""
-    found = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
+    scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
     return [
         Child(manifest=build_revision_record(context.owner, revision.record), scopes=frozenset(scopes))
-        for revision, scopes in found
+        for revision, scopes in scoped_revisions
         if revision is not None and revision.has_mode
     ]
 

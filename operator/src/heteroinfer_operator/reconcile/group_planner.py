@@ -149,8 +149,8 @@ class GroupPlanner:
         """Smallest GPUs that a plan can use; None while the sizes of its model are unknown."""
         if self.request is None or self.request.spec.model != spec.model:
             return None
-        found = find_sizes(plan, spec, self.request.profile)
-        return None if found is None else found[0].gpu_floor
+        sizes = find_sizes(plan, spec, self.request.profile)
+        return None if sizes is None else sizes[0].gpu_floor
 
     @property
     def profile(self) -> ModelProfile | None:

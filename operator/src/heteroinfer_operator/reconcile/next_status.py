@@ -120,7 +120,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
     A dry run or another write without an answer is included only after several attempts.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
-    found = [
+    refusals = [
         refusal
         for refusal in context.refusals
         if scopes & refusal.scopes or refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
@@ -128,14 +128,14 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
         if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
     ]
     # A second operator causes the other refusals too, so its refusal comes first.
-    return sorted(found, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
+    return sorted(refusals, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
     """Returns the ports at which the clients' Service currently forwards to the leaders."""
     name = identity.client_service(context.owner)
-    found = (stored_object for stored_object in observation.objects if stored_object["kind"] == "Service")
-    stored = next((each for each in found if each["metadata"]["name"] == name), None)
+    services = (stored_object for stored_object in observation.objects if stored_object["kind"] == "Service")
+    stored = next((each for each in services if each["metadata"]["name"] == name), None)
     return frozenset() if stored is None else client_ports(stored, context.owner)
 
 

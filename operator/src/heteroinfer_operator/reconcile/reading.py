@@ -27,7 +27,7 @@ _PLANS_AT_HAND: Final = 4096
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
     """Returns the pods whose names belong to the resource, each with the labels that its name implies."""
-    return tuple(found for pod in pods if (found := with_implied_labels(pod, owner)) is not None)
+    return tuple(labelled for pod in pods if (labelled := with_implied_labels(pod, owner)) is not None)
 
 
 def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
@@ -94,10 +94,12 @@ def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple
     """Returns the names of ConfigMaps that have the name of a plan but other content."""
     if signer.key is None:
         return ()
-    found = ((manifest, *_read_plan_config_map(manifest, signer.owner)) for manifest in observation.objects)
+    read_plans = (
+        (manifest, *_read_plan_config_map(manifest, signer.owner)) for manifest in observation.objects
+    )
     return tuple(
         manifest["metadata"]["name"]
-        for manifest, plan_hash, text in found
+        for manifest, plan_hash, text in read_plans
         if plan_hash
         and (text is None or plan_text_hash(text) != plan_hash)
         and not signer.is_signed_by_us(manifest)

@@ -137,8 +137,8 @@ class Context:
         A create without an answer from the API server is not a refusal: the operator tries again and does not
         delete other pods of the group.
         """
-        found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
-        return max(found, key=lambda refusal: refusal.retry_at, default=None)
+        refusals = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
+        return max(refusals, key=lambda refusal: refusal.retry_at, default=None)
 
     @property
     def refused_worker(self) -> tuple[int, Refusal] | None:
@@ -148,9 +148,9 @@ class Context:
         some of their pods if a quota has room for one group only.
         """
         for index in range(self.replicas):
-            found = self.pod_refusal_of(index)
-            if found is not None and found.reason == OBJECT_REFUSED:
-                return index, found
+            refusal = self.pod_refusal_of(index)
+            if refusal is not None and refusal.reason == OBJECT_REFUSED:
+                return index, refusal
         return None
 
     @property

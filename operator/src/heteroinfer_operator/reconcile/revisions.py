@@ -223,9 +223,9 @@ def find_revisions(
     recorded: Collection[RevisionRecord], target: Target, commit: str | None, owner: Owner, options: Options
 ) -> Mapping[str, Revision]:
     """Finds the revisions from which pods can be created, by name."""
-    found: dict[str, Revision] = {}
+    revisions: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
-        found[target.name] = Revision(
+        revisions[target.name] = Revision(
             name=target.name, spec=target.spec, source=target.source.at_commit(commit), commit=commit
         )
     for record in recorded:
@@ -240,11 +240,11 @@ def find_revisions(
             commit=record.commit,
             chosen=record.chosen,
         )
-        current = found.get(record.name, stored).with_mode(record.chosen)
+        current = revisions.get(record.name, stored).with_mode(record.chosen)
         if current.commit is None:
             current = replace(current, source=current.source.at_commit(record.commit), commit=record.commit)
-        found[record.name] = current
-    return found
+        revisions[record.name] = current
+    return revisions
 
 
 def with_modes_of_plans(
@@ -257,13 +257,13 @@ def with_modes_of_plans(
 
     The status does not serve: between epochs it names the next revision beside the last plan.
     """
-    found = dict(revisions)
+    with_modes = dict(revisions)
     for pod in pods:
-        revision = found.get(pod.labels.get(names.LABEL_REVISION, ""))
+        revision = with_modes.get(pod.labels.get(names.LABEL_REVISION, ""))
         plan = plans.get(pod.labels.get(names.LABEL_PLAN, ""))
         if revision is None or plan is None or revision.has_mode:
             continue
         roles = {rank.role for rank in plan.ranks}
         chosen = infer_mode(defaults.complete_roles(revision.spec), sorted(roles), plan.mode)
-        found[revision.name] = revision.with_mode(chosen)
-    return found
+        with_modes[revision.name] = revision.with_mode(chosen)
+    return with_modes

@@ -91,8 +91,8 @@ def _may_continue(context: Context) -> bool:
 
 def _min_available(budget: Manifest) -> int:
     """Returns the number of pods that a disruption budget protects, or 0."""
-    found = (budget.get("spec") or {}).get("minAvailable")
-    return found if isinstance(found, int) else 0
+    min_available = (budget.get("spec") or {}).get("minAvailable")
+    return min_available if isinstance(min_available, int) else 0
 
 
 def _find_serving(

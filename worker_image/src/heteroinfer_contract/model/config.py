@@ -165,15 +165,15 @@ def _special_fields(text: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if text.get("model_type") == "longcat_flash" and text.get("num_layers"):
-        found["num_hidden_layers"] = text["num_layers"]  # the usual name counts attentions: two per layer
+        fields["num_hidden_layers"] = text["num_layers"]  # the usual name counts attentions: two per layer
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, GPTBigCode
-        found["num_key_value_heads"] = 1
+        fields["num_key_value_heads"] = 1
     heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
     if any(heads):
-        found["num_key_value_heads"] = next(head for head in heads if head)
-    return found
+        fields["num_key_value_heads"] = next(head for head in heads if head)
+    return fields
 
 
 def block_heads(text: Mapping[str, Any], index: int) -> int | None:
@@ -204,8 +204,8 @@ def _block_part(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, 
     """
     blocks = text.get("block_configs")
     block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
-    found = block.get(part) if isinstance(block, Mapping) else None
-    return found if isinstance(found, Mapping) else None
+    block_part = block.get(part) if isinstance(block, Mapping) else None
+    return block_part if isinstance(block_part, Mapping) else None
 
 
 def _type_of_nested_config(whole: Mapping[str, Any]) -> str:

@@ -77,10 +77,10 @@ class Kernels:
 
     def function(self, name: str) -> ctypes.c_void_p:
         """Returns a kernel by its name."""
-        found = ctypes.c_void_p()
-        status = self._driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
+        address = ctypes.c_void_p()
+        status = self._driver.cuModuleGetFunction(ctypes.byref(address), self._module, name.encode())
         self._raise_if_failed(status, "cuModuleGetFunction")
-        return found
+        return address
 
     def launch(
         self, function: ctypes.c_void_p, blocks: int | tuple[int, int, int], arguments: Any, stream: int

@@ -31,12 +31,13 @@ class ExpertReader:
         """
         self._mapped, self._dummy = MappedFiles(), recipe.dummy
         for file in recipe.files:
-            found = self._mapped.add(model / file.name)
-            if (found.num_bytes, found.digest) != (file.num_bytes, file.digest):
+            mapped_file = self._mapped.add(model / file.name)
+            if (mapped_file.num_bytes, mapped_file.digest) != (file.num_bytes, file.digest):
                 raise ContractError(
-                    f"{found.path}: the file differs from the file of the rank with attention (got "
-                    f"{found.num_bytes} bytes and header {found.digest[:12]} instead of {file.num_bytes} "
-                    f"bytes and {file.digest[:12]}). Give all pods of the group the same model folder"
+                    f"{mapped_file.path}: the file differs from the file of the rank with attention (got "
+                    f"{mapped_file.num_bytes} bytes and header {mapped_file.digest[:12]} instead of "
+                    f"{file.num_bytes} bytes and {file.digest[:12]}). "
+                    "Give all pods of the group the same model folder"
                 )
 
     def check_unchanged(self) -> None:
@@ -73,8 +74,8 @@ class LayerReader:
 
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has values of a parameter."""
-        found = self.recipe.parameters.get(name)
-        return found is not None and bool(found.pieces)
+        parameter = self.recipe.parameters.get(name)
+        return parameter is not None and bool(parameter.pieces)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a parameter of one expert."""
@@ -82,8 +83,8 @@ class LayerReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type of a parameter."""
-        found: torch.dtype = getattr(torch, self.recipe.parameters[name].dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.recipe.parameters[name].dtype)
+        return dtype
 
     def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
         """Returns a region of an expert's parameter, as a view of the file or as a copy.

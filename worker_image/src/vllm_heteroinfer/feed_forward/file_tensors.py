@@ -66,8 +66,8 @@ class MappedFile:
         header = self._memory[_HEADER_LENGTH : self._data_start]
         self.digest = hashlib.sha256(header).hexdigest()
         try:
-            found = json.loads(header)
-            entries = [(name, entry) for name, entry in found.items() if name != "__metadata__"]
+            parsed_header = json.loads(header)
+            entries = [(name, entry) for name, entry in parsed_header.items() if name != "__metadata__"]
             self._entries = sorted((self._parse_entry(*each) for each in entries), key=lambda entry: entry[1])
         except ContractError:  # a ValueError, too
             raise
@@ -161,9 +161,9 @@ class MappedFiles:
         return (number, address - start) if address < start + self.files[number].num_bytes else None
 
 
-def _identity_of(found: os.stat_result) -> tuple[int, ...]:
+def _identity_of(status: os.stat_result) -> tuple[int, ...]:
     """Returns numbers that differ after the file is replaced or written to."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _describe_open_error(error: Exception) -> str:

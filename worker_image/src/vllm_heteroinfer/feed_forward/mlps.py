@@ -62,19 +62,19 @@ class RecordedMlp:
             ContractError: no module is an MLP that feed-forward ranks compute, or several are.
         """
         candidates = [(name, module) for name, module in layer.named_children() if _could_be_mlp(module)]
-        found, problems = [], []
+        recorded, problems = [], []
         for name, module in candidates:
             try:
-                found.append(cls(index, layer, name, *_trace(module)))
+                recorded.append(cls(index, layer, name, *_trace(module)))
             except _NoMlpError as problem:
                 problems.append(f"; {name} ({type(module).__name__}) {problem}")
-        if candidates and len(found) != 1:
+        if candidates and len(recorded) != 1:
             raise ContractError(
                 f"layer {index}: feed-forward ranks need one MLP that computes down(act(gate) * up) or "
-                f"down(act(up)) (got {len(found)} in {type(layer).__name__}{''.join(problems)}). Lower "
+                f"down(act(up)) (got {len(recorded)} in {type(layer).__name__}{''.join(problems)}). Lower "
                 "feedForward.layers, or use spec.parallelism.mode: Pipeline"
             )
-        return found[0].without_memory() if found else None
+        return recorded[0].without_memory() if recorded else None
 
     def __init__(
         self, index: int, layer: torch.nn.Module, name: str, activation: str, ups: list[Any], down: Any

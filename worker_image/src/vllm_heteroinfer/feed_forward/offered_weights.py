@@ -25,12 +25,12 @@ _NOT_PACKED: Final = {"code": -1}
 
 def dtype_of(name: str) -> torch.dtype:
     """Returns torch's type by its name, such as "bfloat16"; raises ContractError for another name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ContractError(
             f"offered weights: dtype must be one of torch's (got {name!r}). Start all pods from one image"
         )
-    return found
+    return dtype
 
 
 def weights_key(rank: int) -> str:

@@ -157,11 +157,11 @@ class Slab:
     def __init__(self, fd: int, shape: Shape) -> None:
         """Maps the memory; raises ContractError if its header does not match the shape."""
         self._memory = mmap.mmap(fd, shape.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        found = self._memory[: _HEADER.size]
-        if found != shape.header():
+        header = self._memory[: _HEADER.size]
+        if header != shape.header():
             raise ContractError(
                 f"feed-forward slab: header must be {_HEADER.unpack(shape.header())} (got "
-                f"{_HEADER.unpack(found)}). Start all pods from one image"
+                f"{_HEADER.unpack(header)}). Start all pods from one image"
             )
         self.shape, self.layout = shape, shape.layout
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)

@@ -70,7 +70,7 @@ class HubModel:
         api = HfApi(endpoint=self._hub.endpoint, token=self._hub.token or None)
         try:
             with self._converted_errors():
-                found = api.model_info(
+                model_info = api.model_info(
                     self._hub.repository,
                     revision=self._hub.revision,
                     files_metadata=True,
@@ -80,15 +80,16 @@ class HubModel:
             raise self._hub.not_a_hub_error(
                 f"its listing cannot be read: {self._hub.clean(error)}"
             ) from error
-        if not found.sha or not found.siblings:
+        if not model_info.sha or not model_info.siblings:
             raise self._hub.not_a_hub_error("its answer must name a commit and files")
-        if not COMMIT.fullmatch(str(found.sha)):
+        if not COMMIT.fullmatch(str(model_info.sha)):
             raise self._hub.not_a_hub_error(
-                f"its answer must name a commit of 1 to 64 letters and digits (got {reprlib.repr(found.sha)})"
+                "its answer must name a commit of 1 to 64 letters and digits "
+                f"(got {reprlib.repr(model_info.sha)})"
             )
         # Files with names that the cache cannot use are left out: no model needs such a file.
-        return str(found.sha), [
-            self._file(sibling) for sibling in found.siblings if can_be_a_file(sibling.rfilename)
+        return str(model_info.sha), [
+            self._file(sibling) for sibling in model_info.siblings if can_be_a_file(sibling.rfilename)
         ]
 
     def _file(self, sibling: Any) -> FetchedFile:

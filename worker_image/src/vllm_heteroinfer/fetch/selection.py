@@ -96,10 +96,10 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
         return [by_path[name] for name in names]
     if SINGLE_FILE in by_path:
         return [by_path[SINGLE_FILE]]
-    found = [file for path, file in by_path.items() if _WEIGHTS.fullmatch(path)]
-    if not found:
+    weights = [file for path, file in by_path.items() if _WEIGHTS.fullmatch(path)]
+    if not weights:
         raise _not_servable_error("has no weights as *.safetensors", files)
-    return found
+    return weights
 
 
 def _file_names(index: Any) -> list[str]:
@@ -110,9 +110,9 @@ def _file_names(index: Any) -> list[str]:
 
 def _not_servable_error(problem: str, files: Sequence[FetchedFile]) -> FetchError:
     """Returns the error for a model that vLLM cannot serve from this hub; `problem` begins with a verb."""
-    found = ", ".join(file.path for file in files[:5]) or "nothing"
+    present = ", ".join(file.path for file in files[:5]) or "nothing"
     return FetchError(
         FailureReason.MODEL_NOT_READABLE,
-        f"the hub's model {problem}; its files are {found}{', ...' if len(files) > 5 else ''}. Use a model "
+        f"the hub's model {problem}; its files are {present}{', ...' if len(files) > 5 else ''}. Use a model "
         "in Hugging Face's format with safetensors, or convert the model (save_pretrained) and use pvc://CLAIM/PATH",
     )

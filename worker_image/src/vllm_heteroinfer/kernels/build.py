@@ -113,10 +113,10 @@ def _list_sources(pattern: str) -> list[Path]:
 
 def _find_version(compiler: str) -> str:
     """Returns the first line of the compiler's version; raises BuildError if the compiler is missing."""
-    found = shutil.which(compiler)
-    if found is None:
+    program = shutil.which(compiler)
+    if program is None:
         raise BuildError(f"{compiler} not found. Install it (Debian: apt-get install g++)")
-    done = subprocess.run([found, "--version"], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "--version"], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.splitlines()[0]
 
 

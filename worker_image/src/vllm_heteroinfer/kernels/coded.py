@@ -131,14 +131,14 @@ class Coded:
         }
         for name, wanted in expected.items():
             tensor = getattr(self, name)
-            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            shape_and_type = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
             contiguous = tensor is None or (
                 tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
             )
-            if found != wanted or not contiguous:
+            if shape_and_type != wanted or not contiguous:
                 raise ValueError(
                     f"{name} of a weight with codes and scales must be {wanted} with contiguous rows "
-                    f"(got {found})."
+                    f"(got {shape_and_type})."
                 )
 
 
@@ -186,9 +186,11 @@ class PackedLayout:
 
 def packed_layout(library: KernelLibrary, form: Format, columns: int, inputs: int) -> PackedLayout:
     """Returns the layout of a packed weight."""
-    native, found = form.to_native(), (ctypes.c_long * len(PackedLayout.__slots__))()
-    library.calls.heteroinfer_coded_layout(ctypes.addressof(native), columns, inputs, ctypes.addressof(found))
-    return PackedLayout(**dict(zip(PackedLayout.__slots__, found, strict=True)))
+    native, layout = form.to_native(), (ctypes.c_long * len(PackedLayout.__slots__))()
+    library.calls.heteroinfer_coded_layout(
+        ctypes.addressof(native), columns, inputs, ctypes.addressof(layout)
+    )
+    return PackedLayout(**dict(zip(PackedLayout.__slots__, layout, strict=True)))
 
 
 def code_places(library: KernelLibrary, code: Code) -> torch.Tensor:

@@ -172,8 +172,8 @@ class Mixture:
         logits_address = None
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
-                found = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"logits must have {rows} rows, as x has (got {found}).")
+                shape = None if logits is None else tuple(logits.shape)
+                raise ValueError(f"logits must have {rows} rows, as x has (got {shape}).")
             logits_address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(

@@ -121,8 +121,8 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Returns the exit code, or None while the process runs."""
         if self._code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if found else None
+            ended_pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended_pid else None
         return self._code
 
     def send_signal(self, number: int) -> None:
@@ -281,10 +281,10 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
     """
     own_pids = {child.pid for child in children if child.started}
     with contextlib.suppress(ChildProcessError):  # this process has no children
-        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid in own_pids:
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own_pids:
                 return
-            os.waitpid(found.si_pid, 0)
+            os.waitpid(ended.si_pid, 0)
 
 
 def child_pids(parent: int | None = None) -> list[int]:

@@ -79,8 +79,8 @@ def check_limit(vllm_experts: Any) -> None:
 
 def _library_of(weight: Any) -> KernelLibrary | None:
     """Returns the kernels for which a weight is packed; None if it is vLLM's own."""
-    found: KernelLibrary | None = getattr(weight, _LIBRARY, None)
-    return found
+    library: KernelLibrary | None = getattr(weight, _LIBRARY, None)
+    return library
 
 
 def _packing_bf16(

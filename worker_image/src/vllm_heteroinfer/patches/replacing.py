@@ -37,9 +37,9 @@ def check_target(patch: Patch, target: Any) -> None:
     version = str(vllm.__version__)
     if not callable(target):
         raise build_refusal(patch, "nothing" if target is None else repr(target), version)
-    found = tuple(inspect.signature(target).parameters)
-    if found != patch.parameters:
-        raise build_refusal(patch, f"parameters ({', '.join(found)})", version)
+    parameters = tuple(inspect.signature(target).parameters)
+    if parameters != patch.parameters:
+        raise build_refusal(patch, f"parameters ({', '.join(parameters)})", version)
     if version.split("+", maxsplit=1)[0] not in patch.verified:
         raise build_refusal(patch, "an unverified version of the function", version)
 

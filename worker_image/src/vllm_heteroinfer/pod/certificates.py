@@ -66,15 +66,17 @@ def _read_certificates(bundle: bytes) -> list[bytes]:
     Raises:
         ValueError: there is no certificate, or OpenSSL cannot read a certificate.
     """
-    found = [match.group() for match in _CERTIFICATE.finditer(bundle)]
-    if not found:
+    certificates = [match.group() for match in _CERTIFICATE.finditer(bundle)]
+    if not certificates:
         raise ValueError("no BEGIN CERTIFICATE line with its END CERTIFICATE line in ASCII")
-    for number, certificate in enumerate(found, 1):
+    for number, certificate in enumerate(certificates, 1):
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate.decode("ascii"))
         except ssl.SSLError as error:
-            raise ValueError(f"certificate {number} of {len(found)} cannot be read: {error}") from error
-    return found
+            raise ValueError(
+                f"certificate {number} of {len(certificates)} cannot be read: {error}"
+            ) from error
+    return certificates
 
 
 def _read_or_empty(file: Path) -> bytes:

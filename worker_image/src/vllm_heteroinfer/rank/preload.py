@@ -41,15 +41,15 @@ def preload_libraries() -> list[Path]:
     vLLM sets LD_PRELOAD for processes that it starts, but the supervisor starts our ranks.
     Source: vllm/platforms/cpu.py::CpuPlatform.check_and_update_config@v0.32.0.
     """
-    found: list[Path] = []
+    libraries: list[Path] = []
     vllm, torch = _package_dir("vllm"), _package_dir("torch")
     if vllm is not None:
         for pattern in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*"):
-            found += sorted((vllm / "libs").glob(pattern))[:1]
+            libraries += sorted((vllm / "libs").glob(pattern))[:1]
     if torch is not None:
         bundled = sorted((torch.parent / "torch.libs").glob("libgomp*.so*"))
-        found += (bundled + sorted((torch / "lib").glob("libgomp*.so*")))[:1]
-    return found
+        libraries += (bundled + sorted((torch / "lib").glob("libgomp*.so*")))[:1]
+    return libraries
 
 
 def _package_dir(package: str) -> Path | None:

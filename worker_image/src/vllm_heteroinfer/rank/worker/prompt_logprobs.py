@@ -34,11 +34,11 @@ class PromptLogprobsInParts:
             hidden_states: [tokens of the step, hidden size]
             num_scheduled_tokens: tokens of the step, by request.
         """
-        found: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
         for request_id in list(self._runner.num_prompt_logprobs):
             if request_id in num_scheduled_tokens:
-                found |= self._compute_request(hidden_states, request_id, num_scheduled_tokens[request_id])
-        return found
+                logprobs |= self._compute_request(hidden_states, request_id, num_scheduled_tokens[request_id])
+        return logprobs
 
     def _compute_request(self, hidden_states: Any, request_id: str, tokens: int) -> dict[str, Any]:
         """Returns a request's log-probabilities, or {} if its prompt continues in the next step."""

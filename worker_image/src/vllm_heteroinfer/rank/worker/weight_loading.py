@@ -62,9 +62,9 @@ def _build_counting_loader(
 
         def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
             """Adds the sizes of the files to the total."""
-            found = super()._prepare_weights(*args, **kwargs)
-            self.total_bytes += sum(Path(file).stat().st_size for file in found[1])
-            return found
+            prepared = super()._prepare_weights(*args, **kwargs)
+            self.total_bytes += sum(Path(file).stat().st_size for file in prepared[1])
+            return prepared
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Lets the mode see the built model, then loads its weights."""
