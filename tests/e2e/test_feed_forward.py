@@ -126,7 +126,7 @@ def check_death(resource: Resource, pod: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_rank_that_is_killed_is_named_and_the_group_serves_again(
+def test_a_rank_that_is_killed_is_reported_and_the_group_serves_again(
     experts: Resource, expected: list[list[int]], rank: int
 ) -> None:
     (pod,) = experts.pods()
@@ -164,7 +164,7 @@ def test_experts_of_two_pods_give_the_references_tokens(
     assert [(rank["rank"], rank["role"]) for rank in ranks] == [(0, "gpu"), (1, "cpu"), (2, "cpu")]
 
 
-def test_a_killed_rank_of_another_pod_is_named_and_the_group_serves_again(
+def test_a_killed_rank_of_another_pod_is_reported_and_the_group_serves_again(
     experts_in_pods: Resource, expected: list[list[int]]
 ) -> None:
     check_death(experts_in_pods, names_of(experts_in_pods)[2], 2)

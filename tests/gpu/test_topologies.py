@@ -206,7 +206,7 @@ def wait_until(group: Group, holds: Callable[[], bool], timeout_s: float = 20.0)
 
 
 @topologies(lambda topology: topology.kill is not None)
-def test_a_killed_rank_is_named(served: Served, references: References, report: Report) -> None:
+def test_a_killed_rank_is_reported(served: Served, references: References, report: Report) -> None:
     """While it decodes: within 2 s, by every pod; nothing is left."""
     group, rank = served.group, served.topology.kill
     assert rank is not None

@@ -107,7 +107,7 @@ def test_both_ranks_report_different_calls(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_killed_rank_is_named_within_the_time_out(group: Group) -> None:
+def test_a_killed_rank_is_reported_within_the_time_out(group: Group) -> None:
     group = replace(group, timeout_s=3.0)
     with running(group, "until_error", elements=1000) as ranks:
         for rank in ranks:

@@ -50,7 +50,7 @@ def test_the_plan_uses_the_measured_rates(tmp_path: Path) -> None:
     assert f"role cpu: calibration {found.hash} " in planned.stdout
 
 
-def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
+def test_a_python_without_torch_is_reported(tmp_path: Path) -> None:
     done = run("calibrate", "--worker-python", sys.executable, cache=tmp_path)
     assert done.returncode == 1
     assert "the memory speed was not measured" in done.stderr

@@ -3,7 +3,7 @@
 from tests.integration.kernels.probe_answers import ask_forked
 
 
-def test_damaged_and_changed_files_are_named() -> None:
+def test_damaged_and_changed_files_are_reported() -> None:
     answers = ask_forked("tests.integration.feed_forward.files_probe")
     assert answers.pop("whole") == answers.pop("link") == ""
     for name, fix in {

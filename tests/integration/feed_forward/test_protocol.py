@@ -33,7 +33,7 @@ def test_a_wrong_answer_is_seen() -> None:
     assert play("wrong", "--count", "1000")["right"] == 499
 
 
-def test_a_killed_lane_is_named() -> None:
+def test_a_killed_lane_is_reported() -> None:
     got = play("killed", "--lanes", "2")
     assert got["asks"] > 0
     assert got["rank"] == 2

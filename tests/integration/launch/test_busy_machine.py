@@ -70,7 +70,7 @@ def test_a_slow_command_does_not_end_a_group(tmp_path: Path, slow: int) -> None:
         assert "was not scheduled" not in group.logs()
 
 
-def test_a_command_that_never_loads_is_named_by_its_rank(tmp_path: Path) -> None:
+def test_a_command_that_never_loads_is_reported_by_its_rank(tmp_path: Path) -> None:
     with tiny_group(tmp_path, startup_timeout_s=3) as group, held_commands(group, 1, 600.0) as held:
         group.start()
         wait_until(lambda: bool(held.read_text()), 30, group.logs)

@@ -132,7 +132,7 @@ def test_a_second_signal_ends_the_supervisor_immediately(tmp_path: Path) -> None
         request.close()  # until then it runs
 
 
-def test_a_rank_that_dies_during_a_drain_ends_the_group_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_drain_ends_the_group_and_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         request = serve_slowly(group)
         ask_to_stop(group, 1)

@@ -29,7 +29,7 @@ def end_of(group: TinyGroup, death: float, limit_s: float = LIMIT_S) -> list[int
 
 @pytest.mark.parametrize("do", ["idle", "compute"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_is_named_by_all_pods(tmp_path: Path, victim: int, do: str) -> None:
+def test_a_killed_rank_is_reported_by_all_pods(tmp_path: Path, victim: int, do: str) -> None:
     with tiny_group(tmp_path, (1, 2), do=dict.fromkeys(range(3), do)) as group:
         group.start()
         group.wait_ready()
@@ -59,7 +59,7 @@ def test_killed_rank_with_2_gib_is_seen_before_its_memory_is_freed(tmp_path: Pat
     assert group.pods[0].failure().exit_code == -signal.SIGKILL
 
 
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -114,7 +114,7 @@ def test_ranks_that_disagree_name_the_rank_that_differs(tmp_path: Path, accusers
         assert "rank 1 has dtype float16, rank 0 has float32" in failure.message
 
 
-def test_a_rank_that_exits_without_a_report_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_exits_without_a_report_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "exit3"}) as group:
         group.start()
         group.wait_ready()
@@ -126,7 +126,7 @@ def test_a_rank_that_exits_without_a_report_is_named(tmp_path: Path) -> None:
     assert failure.last_log == "about to leave"
 
 
-def test_a_killed_api_server_is_named(tmp_path: Path) -> None:
+def test_a_killed_api_server_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -137,7 +137,7 @@ def test_a_killed_api_server_is_named(tmp_path: Path) -> None:
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
 
-def test_a_stopped_api_server_is_named(tmp_path: Path) -> None:
+def test_a_stopped_api_server_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -152,7 +152,7 @@ def test_a_stopped_api_server_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("api", "who"), [("silent", "API server"), ("endless", "API server"), ("engine", "engine")]
 )
-def test_an_api_server_or_engine_without_answers_is_named(tmp_path: Path, api: str, who: str) -> None:
+def test_an_api_server_or_engine_without_answers_is_reported(tmp_path: Path, api: str, who: str) -> None:
     """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""
     limit_s = 4.0
     with tiny_group(tmp_path, env={names.ENV_STEP_TIMEOUT: str(limit_s), "TINY_API": api}) as group:
@@ -181,7 +181,7 @@ def test_a_silent_engine_is_waited_for_while_a_rank_is_busy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_supervisor_ends_its_ranks_and_is_named(tmp_path: Path, victim: int) -> None:
+def test_a_killed_supervisor_ends_its_ranks_and_is_reported(tmp_path: Path, victim: int) -> None:
     with tiny_group(tmp_path, (1, 2, 1)) as group:
         group.start()
         group.wait_ready()
@@ -197,7 +197,7 @@ def test_a_killed_supervisor_ends_its_ranks_and_is_named(tmp_path: Path, victim:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_silent_supervisor_is_named_and_ends_when_it_resumes(tmp_path: Path, victim: int) -> None:
+def test_a_silent_supervisor_is_reported_and_ends_when_it_resumes(tmp_path: Path, victim: int) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -234,7 +234,7 @@ def test_distinguishes_a_stuck_rank_from_a_waiting_rank(tmp_path: Path) -> None:
     ("step_timeout", "startup_timeout_s", "reason"),
     [("2", 60.0, FailureReason.STEP_TIMEOUT), ("300", 4.0, FailureReason.STARTUP_TIMEOUT)],
 )
-def test_a_rank_stuck_in_the_first_tokens_is_named(
+def test_a_rank_stuck_in_the_first_tokens_is_reported(
     tmp_path: Path, step_timeout: str, startup_timeout_s: float, reason: FailureReason
 ) -> None:
     """Their API server does not listen yet, and its pod is not the culprit."""
@@ -247,7 +247,7 @@ def test_a_rank_stuck_in_the_first_tokens_is_named(
     assert (failure.reason, failure.pod, failure.rank) == (reason, 1, 1)
 
 
-def test_an_engine_that_hangs_in_the_first_tokens_is_named(tmp_path: Path) -> None:
+def test_an_engine_that_hangs_in_the_first_tokens_is_reported(tmp_path: Path) -> None:
     env = {names.ENV_STEP_TIMEOUT: "2", "TINY_API": "first_hangs"}
     with tiny_group(tmp_path, env=env, startup_timeout_s=60.0) as group:
         group.start()
@@ -344,7 +344,7 @@ def engine_of(group: TinyGroup) -> int:
         (signal.SIGTERM, "was killed by SIGTERM while Ready"),
     ],
 )
-def test_an_engine_that_is_killed_is_named(tmp_path: Path, number: signal.Signals, words: str) -> None:
+def test_an_engine_that_is_killed_is_reported(tmp_path: Path, number: signal.Signals, words: str) -> None:
     with tiny_group(tmp_path, env={"TINY_API": "parent"}) as group:
         group.start()
         group.wait_ready()
@@ -357,7 +357,7 @@ def test_an_engine_that_is_killed_is_named(tmp_path: Path, number: signal.Signal
     assert failure.exit_code == -number
 
 
-def test_an_engine_that_is_stopped_during_the_start_is_named(tmp_path: Path) -> None:
+def test_an_engine_that_is_stopped_during_the_start_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do=dict.fromkeys(range(2), "engine"), env={"TINY_API": "parent"}) as group:
         group.start()
         engine, death = engine_of(group), time.monotonic()

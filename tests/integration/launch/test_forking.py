@@ -56,7 +56,7 @@ def test_each_rank_starts_as_a_new_process_if_forks_are_disabled(tmp_path: Path)
         assert f"{names.ENV_RANK}=1" in environ(group.rank_pid(1))
 
 
-def test_first_rank_that_ends_before_it_forks_is_named(tmp_path: Path) -> None:
+def test_first_rank_that_ends_before_it_forks_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (2, 1), env={"TINY_IMPORT": "exit3"}) as group:
         group.start()
         codes = group.wait_exits(time.monotonic() + 20)

@@ -75,7 +75,7 @@ def test_stopped_group_exits_with_0_and_leaves_nothing(tmp_path: Path, when: str
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_one_pod_stopped_ends_the_group_and_is_named(tmp_path: Path, stopped: int) -> None:
+def test_one_pod_stopped_ends_the_group_and_is_reported(tmp_path: Path, stopped: int) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()

@@ -50,14 +50,14 @@ def group(model: Path, tmp_path: Path) -> Iterator[Group]:
         yield group
 
 
-def test_a_stopped_engine_is_named_while_requests_wait(group: Group, reference: Reference) -> None:
+def test_a_stopped_engine_is_reported_while_requests_wait(group: Group, reference: Reference) -> None:
     with ThreadPoolExecutor(len(reference)) as pool:
         running = ask(group, reference, pool)
         check_stopped_engine(group)
         check_cut_off(running)
 
 
-def test_a_killed_engine_is_named_while_requests_wait(group: Group, reference: Reference) -> None:
+def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference: Reference) -> None:
     """As the kernel kills the process that takes its pod past the memory limit."""
     with ThreadPoolExecutor(len(reference)) as pool:
         running = ask(group, reference, pool)

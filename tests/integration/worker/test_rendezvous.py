@@ -132,7 +132,7 @@ except reach.UnreachableError as error:
 """
 
 
-def test_a_pod_that_cannot_be_reached_is_named() -> None:
+def test_a_pod_that_cannot_be_reached_is_reported() -> None:
     closed = free_port()
     done = subprocess.run(
         [str(WORKER_PYTHON), "-c", REACH, str(free_port()), str(closed)],

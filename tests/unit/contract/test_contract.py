@@ -173,7 +173,7 @@ PLAN = json.loads(
         (("engine", "batches_in_flight"), 0, "Plan.engine.batches_in_flight: must be at least 1"),
     ],
 )
-def test_mistake_in_a_plan_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:
+def test_mistake_in_a_plan_is_reported(path: tuple[str | int, ...], value: object, message: str) -> None:
     raw: Any = json.loads(json.dumps(PLAN))
     inner = raw
     for key in path[:-1]:
@@ -184,7 +184,7 @@ def test_mistake_in_a_plan_is_named(path: tuple[str | int, ...], value: object, 
 
 
 @pytest.mark.parametrize("field", ["model", "block_size"])
-def test_missing_field_is_named(field: str) -> None:
+def test_missing_field_is_reported(field: str) -> None:
     raw = json.loads(json.dumps(PLAN))
     del raw["engine"][field]
     with pytest.raises(ContractError, match=f"Plan.engine: field '{field}' is missing"):
@@ -197,7 +197,7 @@ LAUNCH = PodLaunch(
 
 
 @pytest.mark.parametrize("name", sorted(LAUNCH.to_env()))
-def test_missing_variable_is_named(name: str) -> None:
+def test_missing_variable_is_reported(name: str) -> None:
     env = LAUNCH.to_env()
     del env[name]
     with pytest.raises(ContractError, match=f"{name}: must be set"):
@@ -213,12 +213,12 @@ def test_missing_variable_is_named(name: str) -> None:
         (names.ENV_ADDRESSES, '[{"host": 1}]', r"PodLaunch.addresses\[0\].host: must be a text"),
     ],
 )
-def test_mistake_in_the_environment_is_named(name: str, text: str, message: str) -> None:
+def test_mistake_in_the_environment_is_reported(name: str, text: str, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         PodLaunch.from_env({**LAUNCH.to_env(), name: text})
 
 
-def test_plan_that_is_not_set_is_named() -> None:
+def test_plan_that_is_not_set_is_reported() -> None:
     with pytest.raises(ContractError, match=names.ENV_PLAN):
         Plan.from_env({})
 

@@ -51,7 +51,7 @@ def test_layers_of_a_recipe_have_rows_of_one_size() -> None:
         Recipe(layers=layers, dtype="bfloat16", max_rows=64, unit=32).topk  # noqa: B018 - it checks
 
 
-def test_experts_without_all_values_are_named() -> None:
+def test_experts_without_all_values_are_reported() -> None:
     assert find_missing_values(LAYER) == []
 
     def having(*pieces: Piece) -> LayerRecipe:

@@ -69,7 +69,7 @@ def test_gpus_of_nodes_that_cannot_run_the_images_do_not_count() -> None:
     assert judge_gpu_labels([arm])[0] is CheckState.OK
 
 
-def test_gpus_without_a_label_of_their_memory_are_named() -> None:
+def test_gpus_without_a_label_of_their_memory_are_reported() -> None:
     assert judge_gpu_labels([node("c")])[0] is CheckState.OK
     assert judge_gpu_labels([node("a", gpus=1, memory="81920")])[0] is CheckState.OK
     state, message = judge_gpu_labels([node("a", gpus=1, memory="81920"), node("b", gpus=1)])

@@ -25,7 +25,7 @@ def update(
     )
 
 
-def test_an_engine_that_answers_nothing_is_named() -> None:
+def test_an_engine_that_answers_nothing_is_reported() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     answers = []
     for now_s, waits_s in ((110.0, 0.0), (111.5, 1.5), (111.6, 1.6)):
@@ -41,7 +41,7 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
     assert "(stepTimeout)" in failure.message
 
 
-def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None:
+def test_an_api_server_that_answers_nothing_is_reported_before_its_engine() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     update(clock, 111.0, api=False, waits_s=11.0)
     failure = clock.find_overdue()

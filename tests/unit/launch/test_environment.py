@@ -167,7 +167,7 @@ def test_a_relay_to_other_pods_has_a_cpu_and_spins_if_no_limit_forbids_it() -> N
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "4,", "4;2", "\u0664", "4,x", "1e3"])
-def test_an_invalid_number_of_threads_is_named(text: str) -> None:
+def test_an_invalid_number_of_threads_is_reported(text: str) -> None:
     with pytest.raises(ContractError, match=r"OMP_NUM_THREADS: must be a number above 0"):
         rank_environment(PLAN, LEADER, PLAN.ranks[0], {"OMP_NUM_THREADS": text}, HOST)
 

@@ -215,7 +215,7 @@ def test_a_fetch_egress_without_valid_addresses_is_refused(text: str) -> None:
         (from_config_map("https_proxy"), "set the URL as a plain value"),
     ],
 )
-def test_a_closed_port_is_named_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:
+def test_a_closed_port_is_reported_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:
     restricted_selectors = Isolation.from_setting(Egress.AUTO, [{}])
     said = describe_closed_ports(spec, OWNER, restricted_selectors, FetchEgress())
     assert words in said

@@ -97,7 +97,7 @@ def test_every_setting_is_read() -> None:
         ("ALLOWED_ANNOTATIONS", "a b", "keys of annotations, or prefixes"),
     ],
 )
-def test_an_invalid_value_is_named(name: str, value: str, expected: str) -> None:
+def test_an_invalid_value_is_reported(name: str, value: str, expected: str) -> None:
     with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name} must be {expected}.* \\(got "):
         InstallationSettings.from_env({f"HETEROINFER_{name}": value})
 

@@ -189,7 +189,7 @@ def test_the_range_of_a_step_is_that_of_the_least_known_rank() -> None:
     assert (first.least_s, first.most_s) == pytest.approx((second.least_s, second.most_s), rel=0.02)
 
 
-def test_unknown_memory_of_cpu_pods_is_named() -> None:
+def test_unknown_memory_of_cpu_pods_is_reported() -> None:
     planned = plan(pods(cpu(pods=2)), in_units(32))
     assert roles_of_unknown_memory(planned) == ("cpu",)
 

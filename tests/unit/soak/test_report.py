@@ -30,7 +30,7 @@ def test_a_good_soak_has_a_table_and_no_fault(good: Result) -> None:
     assert "| growth from the second quarter to the last | +0.0 MiB |" in table
 
 
-def test_each_fault_is_named(good: Result) -> None:
+def test_each_fault_is_reported(good: Result) -> None:
     good.not_ready = ["soak-1: Waiting: group 0"]
     good.mixed = ["soak-2/0: epochs ['1', '2']"]
     good.after["Pod"] += 1

@@ -23,7 +23,7 @@ def test_settings_survive_json() -> None:
     fingerprint.compare(plan(), [SETTINGS, other, other])
 
 
-def test_every_difference_is_named_with_rank_pod_and_role() -> None:
+def test_every_difference_is_reported_with_rank_pod_and_role() -> None:
     with pytest.raises(fingerprint.ConfigMismatchError) as caught:
         fingerprint.compare(plan(), [SETTINGS, SETTINGS, {**SETTINGS, "block_size": 64, "model": "xyz"}])
     assert caught.value.rank == 2

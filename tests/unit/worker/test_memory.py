@@ -158,7 +158,7 @@ def test_the_peak_includes_memory_that_is_free_again() -> None:
     assert peak.above_rest_bytes() - before > 60 * MIB
 
 
-def test_the_limiting_rank_is_named() -> None:
+def test_the_limiting_rank_is_reported() -> None:
     line = kv_blocks.describe(
         PLAN,
         blocks=10,
