@@ -24,33 +24,33 @@ struct Params {
   uint4* out;           // [rows, hidden]
   const unsigned char* padding;  // [rows], 1 for a padding row; padding rows come last. Null if there are none
   u64 x_offset, ids_offset, weights_offset, y_offset, y_stride;  // in bytes
-  u64 limit_ns;         // `ff_get` gives up after this time,
+  u64 limit_ns;         // `ff_get` gives up after this time, once the watch has also made `limit_turns` checks
   u32 rows, row_parts;  // row_parts: 16-byte parts of a row
   u32 topk, layer, lanes, dtype;  // 0 float32, 1 bfloat16, 2 float16
-  u32 limit_turns;      // if the host's watch also had this many turns: in a frozen pod it has none, but the GPU runs on
+  u32 limit_turns;      // in a frozen pod, the host's watch makes no checks, but the GPU's clock runs on
 };
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
 constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kTurns = kEnd + 8, kGivenUp = kEnd + 12;
 constexpr u32 kPollsPerLook = 256;
 
-// Reads a number that a process of the host writes. Sees all that the process wrote before it.
+// Reads a 64-bit number that a process of the host writes (acquire): what the process wrote before is visible afterwards.
 __device__ u64 load_number(const void* p) {
   u64 v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-// Like `load_number`, for 32 bits.
+// Reads a 32-bit number that a process of the host writes (acquire).
 __device__ u32 load_word(const void* p) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-// Writes a number that processes of the host read. They see all that was written before it.
+// Writes a 64-bit number that processes of the host read (release): with it they see all that was written before.
 __device__ void store_number(void* p, u64 v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// Like `store_number`, for 32 bits.
+// Writes a 32-bit number that processes of the host read (release).
 __device__ void store_word(void* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -134,8 +134,9 @@ extern "C" __global__ void ff_ask(const Params p) {
   store_number(p.slab + kAsk, ++p.state->number);
 }
 
-// Returns whether the host's watch had `limit_turns` turns. Without a watch (turns is 0) the clock alone decides.
-__device__ bool host_had_turns(const Params& p, u32 turns_before) {
+// Returns whether the host's watch has made `limit_turns` checks since `turns_before`. If not, the host may be stopped, so the
+// device keeps waiting. Without a watch (turns is 0), only the clock limits the wait.
+__device__ bool watch_made_checks(const Params& p, u32 turns_before) {
   const u32 turns = load_word(p.slab + kTurns);
   return !turns || turns - turns_before >= p.limit_turns;
 }
@@ -150,7 +151,7 @@ __device__ u32 wait_for_lanes(const Params& p, u64 number) {
       if (++polls % kPollsPerLook) continue;
       if (polls == kPollsPerLook) turns = load_word(p.slab + kTurns);
       if (load_word(p.slab + kStop)) return 1 + lane;
-      if (clock_ns() - start > p.limit_ns && host_had_turns(p, turns)) return 1 + lane;
+      if (clock_ns() - start > p.limit_ns && watch_made_checks(p, turns)) return 1 + lane;
     }
     if (load_word(at + 8)) return 1 + lane;
   }
@@ -191,7 +192,7 @@ extern "C" __global__ void ff_get(const Params p) {
     p.out[i] = i < live ? sum_parts(y, p.y_stride, p.lanes, i, p.dtype) : make_uint4(0, 0, 0, 0);
 }
 
-// Fills x with a pattern that depends on the number of the exchange, for measurements and checks.
+// Fills x with a pattern that depends on the number of the ask, for measurements and checks.
 extern "C" __global__ void ff_fill(u32* x, u64 words, const u64* number) {
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)
     x[i] = (u32)(*number * 2654435761ull + i);

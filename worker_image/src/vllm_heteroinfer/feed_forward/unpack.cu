@@ -1,4 +1,4 @@
-// A CUDA kernel that writes packed weights of experts as plain matrices, for prompts whose experts a GPU computes.
+// A CUDA kernel that unpacks weights of experts to plain matrices, for long batches of which a GPU computes some experts.
 //
 // Its input is a copy of what kernels/source/coded.h describes (and linear.h for weights without headers): blocks of 32
 // columns, each a header and units of 32 inputs. NVRTC compiles this file when a rank starts, so it includes no other headers.
@@ -9,20 +9,20 @@ struct Params {
   const u8* packed;     // [experts], each `expert_bytes`
   const float* blocks;  // scales of 128 x 128 weights, [experts][column blocks][input blocks]; null if headers have the scales
   char* out;            // [experts][columns][inputs] of the element type
-  const u32* places;    // [32 columns][32 inputs]: half byte of a unit at which a code is
+  const u32* places;    // [32 columns][32 inputs]: number of the half byte of a unit at which the code begins
   u64 expert_bytes, block_bytes, blocks_stride;  // blocks_stride: scales of an expert
   u64 expert_stride, row_stride;                 // of `out`, in elements
   u32 units, header, unit_bytes;                 // of a packed weight
   u32 scales, scale_bytes, zeros, group;         // of a header; group: inputs of a scale, 0 for all
   u32 code, scale, has_zeros;                    // as in coded.h
-  u32 gate_rows;  // w13: rows of `out` between a gate and its up. 0: the blocks do not alternate
+  u32 gate_rows;  // w13: rows of `out` between a gate and its up. 0: blocks of gates and ups do not alternate
   u32 block_rows, block_columns;  // of `blocks`: rows of a half, and numbers in a row
   u32 dtype;      // 0 float32, 1 bfloat16, 2 float16
 };
 
 enum { kBf16, kF16, kFp8, kInt8, kInt4, kFp4 };
 enum { kNoScale, kBlockF32, kColumnF32, kColumnBf16, kColumnF16, kColumnE8m0, kColumnE4m3 };
-constexpr u32 kColumns = 32, kUnit = 32, kUnits = 4, kThreads = 256;  // kUnits: that a thread block writes
+constexpr u32 kColumns = 32, kUnit = 32, kUnits = 4, kThreads = 256;  // kUnits: units that one thread block writes
 
 // float32 of an e4m3fn number, exact.
 __device__ float from_fp8(u32 v) {

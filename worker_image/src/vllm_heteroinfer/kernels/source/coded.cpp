@@ -253,15 +253,15 @@ long heteroinfer_coded_bytes(const Format* format, long n, long k) {
   if (n <= 0 || k <= 0) return 0;
   if (format->code < 0 || format->code >= kCodes || format->scale < 0 || format->scale > kColumnE4m3) return 0;
   if (group < 0 || group % 16) return 0;
-  // A group must be some whole units, or a unit must be some whole groups.
+  // The size of a group must be a multiple of the unit, or divide it.
   if (group && group % kUnit && kUnit % group) return 0;
-  // With zero points, a group must be some whole units.
+  // With zero points, the size of a group must be a multiple of the unit.
   if (format->zeros && (group % kUnit || !group)) return 0;
   return Layout(*format, n, k).bytes();
 }
 
 // Writes offsets and sizes of the packed w[n][k], in bytes: block, unit, header, first scale, scales of a group, first zero
-// point. Nothing else can compute them from the format.
+// point. Other code must not compute them itself from the format.
 void heteroinfer_coded_layout(const Format* format, long n, long k, long* out) {
   const Layout layout(*format, n, k);
   const long all[] = {layout.block_bytes, layout.unit_bytes,  layout.header,
@@ -278,8 +278,8 @@ void heteroinfer_coded_places(long code, int32_t* out) {
     }
 }
 
-// Packs w[n][k] into `out`, which nobody has written before: then each page lies in the NUMA node of the thread that
-// packs into it. ldw is w's row stride in bytes. Two 4-bit codes share a byte, the first in its lower half. `scales`:
+// Packs w[n][k] into `out`, which nobody has written before, so that each page lies in the NUMA node of the thread
+// that packs into it. ldw is w's row stride in bytes. Two 4-bit codes share a byte, the first in its lower half. `scales`:
 // [n][groups] of the format's type, or [blocks][groups] if a block has one scale. `zeros`: [n][groups] int8, or null.
 // `factors`: [n] float32, for scales in e4m3.
 void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w, long ldw, const void* scales,

@@ -21,7 +21,7 @@ enum Element { kElementBf16, kElementF16, kElementF32 };  // element types of in
 enum ActivationKind { kSwish, kGelu, kGeluTanh, kRelu2 };
 
 constexpr long kUnitPairs = kUnit / 2;
-constexpr int kStreamRows = 4;  // that read several blocks at once
+constexpr int kStreamRows = 4;  // for up to this many rows, several blocks are read at once
 
 struct Format {
   long code, scale, group;  // group: number of inputs with a common scale, a multiple of 16; 0 for all inputs
@@ -91,7 +91,7 @@ struct CodedKernel {
   MultiplyCoded multiply[kCodes];
   // Writes a unit as bf16 in the order of linear layers: pairs [first, end), and zeros for the others.
   void (*widen[kCodes])(uint16_t* out, const uint8_t* w, const uint8_t* ahead, long first, long end);
-  // For more than kStreamRows: decodes a block once for all rows. Null: `multiply` takes groups of them in turn.
+  // For more than kStreamRows rows: decodes a block once for all rows. Null: `multiply` takes one group of rows at a time.
   MultiplyAllRows multiply_all[kCodes];
 };
 

@@ -92,7 +92,7 @@ struct Lanes {
   // Interleaves the lower or upper halves of each 16-byte lane of a and b.
   INLINE F interleave_low(F a, F b) { return {_mm256_unpacklo_ps(a.a, b.a), _mm256_unpacklo_ps(a.b, b.b)}; }
   INLINE F interleave_high(F a, F b) { return {_mm256_unpackhi_ps(a.a, b.a), _mm256_unpackhi_ps(a.b, b.b)}; }
-  // Lanes 0 and 2 of a, then of b; or lanes 1 and 3.
+  // `even_lanes` joins the 16-byte lanes 0 and 2 of a and of b, `odd_lanes` the lanes 1 and 3.
   INLINE F even_lanes(F a, F b) {
     return {_mm256_permute2f128_ps(a.a, a.b, 0x20), _mm256_permute2f128_ps(b.a, b.b, 0x20)};
   }
@@ -402,7 +402,7 @@ static void multiply_few(float* c, int rows, const CodedStream* streams, int cou
 }
 
 // c[R][32] += scale * (x * w) over `pairs` pairs of decoded weights [pair][parity][32], for the columns of `Quarters`
-// quarters, the first of which is `from`. `sums`: of each row's inputs, for zero points; or null.
+// quarters, the first of which is `from`. `sums`: the sum of each row's inputs, for zero points; null without them.
 template <int R, int Quarters>
 INLINE void multiply_wide(float* c, const float* w, const FloatDot::Input* x, long pairs, const Scales& scales, int from,
                           const float* sums) {

@@ -27,7 +27,8 @@ constexpr long kInputBytes = 4;    // maximum size of a packed input
 
 constexpr long kSerialLogits = 4096;  // for up to this many logits, one thread is done before the others wake up
 
-// Blocks that are widened into the first cache in turn. While the other is used, each prefetches its next 128 k.
+// Number of FP8 blocks that are widened in turn, 128 k at a time. Widening prefetches the next 128 k of the same block, which
+// arrive while the other block is multiplied.
 constexpr int kWidenedBlocks = 2;
 
 thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;

@@ -92,7 +92,7 @@ void heteroinfer_ff_stop(void* memory) {
   for (Lane& lane : slab->lanes) wake(&lane.answered);
 }
 
-// Asks from the host and waits for every lane. out[rows][hidden] becomes the sum of their answers. ids and weights may be
+// Sends an ask from the host and waits for every lane. out[rows][hidden] becomes the sum of their answers. ids and weights may be
 // null (an MLP). Returns 0; 1 + lane if that lane is late; -1 - lane if that lane answered with a status; INT_MIN if
 // the slab was stopped.
 int heteroinfer_ff_exchange(void* memory, const Layout* layout, uint32_t layer, uint32_t rows, const void* x,

@@ -327,7 +327,7 @@ int heteroinfer_ff_reply(HeteroinferLink* link, void* memory, const Layout* layo
     }
     if (load(&other.status)) result = -1 - static_cast<int>(lane);
   }
-  // In place of lane 0: each part is read before its sum is written.
+  // Overwrites lane 0's answer with the sum; each element is read before it is overwritten.
   if (!result && layout->lanes > 1) sum_lanes(base, *layout, base + layout->y, uint64_t{rows} * layout->hidden);
   link->out = {link->token, number, slab->ask.layer, rows, result ? 1 : 0, 0, now_ns() - began_ns};
   link->sent = 0;

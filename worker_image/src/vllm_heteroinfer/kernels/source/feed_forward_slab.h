@@ -33,7 +33,7 @@ struct alignas(128) Bell {
 };
 struct alignas(128) End {
   uint32_t stop, failed;  // failed: the device gave up an ask
-  uint32_t turns;         // turns of the asking host's watch; the count stops while its pod is frozen
+  uint32_t turns;         // checks that the asking host's watch has made; the count stops while its pod is frozen
   uint32_t given_up;      // 1 + the lane for which the device waited when it gave up
 };
 struct alignas(128) Lane {

@@ -58,7 +58,7 @@ struct Lanes {
   // Interleaves the lower or upper halves of each 16-byte lane of a and b.
   INLINE F interleave_low(F a, F b) { return __builtin_shuffle(a, b, I16L{0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}); }
   INLINE F interleave_high(F a, F b) { return __builtin_shuffle(a, b, I16L{2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31}); }
-  // Lanes 0 and 2 of a, then of b; or lanes 1 and 3.
+  // `even_lanes` joins the 16-byte lanes 0 and 2 of a and of b, `odd_lanes` the lanes 1 and 3.
   INLINE F even_lanes(F a, F b) { return __builtin_shuffle(a, b, I16L{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}); }
   INLINE F odd_lanes(F a, F b) { return __builtin_shuffle(a, b, I16L{4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31}); }
   template <int N>
