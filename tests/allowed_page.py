@@ -37,7 +37,7 @@ def _variables() -> Iterator[str]:
     yield f"{_names(SECRET_ENV)} must come from `valueFrom.secretKeyRef`.\n"
     yield "### Variables that no installation allows\n"
     yield (
-        "The plan or the operator sets these variables, and all other variables that start with "
+        "HeteroInfer reserves these variables, and all other variables that start with "
         f"`{OWNED_ENV_PREFIX}`: {_names(OWNED_ENV)}. The API server refuses them at apply.\n"
     )
 

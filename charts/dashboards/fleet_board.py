@@ -185,7 +185,8 @@ FLEET: Final = Board(
                             expr=rate(m.OPERATOR_WRITES_TOTAL, "", "verb, kind"), legend="{{verb}} {{kind}}"
                         ),
                     ),
-                    text="Flat at 0 while nothing changes.",
+                    text="Never 0: the operator renews its Lease, and stores new step times of serving "
+                    "groups once a minute. A rate that stays high while nothing changes means a loop.",
                     width=6,
                 ),
                 Panel(

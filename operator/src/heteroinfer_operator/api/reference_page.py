@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -20,9 +20,16 @@ do not list as required.
 
 A *quantity* is a Kubernetes quantity such as `80Gi`, `500m` or `2`. A *duration* is a text such as `30m`,
 `1h30m` or `1500ms`. A *time* is a text in RFC 3339, such as `2026-01-02T15:04:05Z`.
+
+A default in `code` is a value that the field gets. Other defaults are descriptions; *none* means that nothing
+is set. A field that is *immutable* keeps the value with which the resource was created. *Rules* are checks
+(CEL) that concern several fields or need a computation. The API server makes them at apply.
 """
 _INT32_MAX: Final = 2**31 - 1
 _DEFAULT: Final = re.compile(r" ?Default: (.*)[.]$", re.S)
+_VALUE: Final = re.compile(r"(?!(?:none|empty)$)[\w./:-]+")
+"""Pattern of a stated default that is a value and no description."""
+_RULES: Final = "x-kubernetes-validations"
 
 
 def render_page() -> str:
@@ -75,6 +82,9 @@ def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) ->
     """
     schema = definitions[name]
     required = set(schema.get("required", ()))
+    rules = schema.get(_RULES, ())
+    # A rule about the stored object compares a field with its former value.
+    immutable = {rule["fieldPath"].removeprefix(".") for rule in rules if "oldSelf" in rule["rule"]}
     lines = [
         f"### {name}\n",
         f"{_join_lines(schema['description'])}\n",
@@ -87,12 +97,20 @@ def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) ->
         default, meaning = _default_and_meaning(node_with_description, is_required=field in required)
         cells = [
             f"`{field}`",
-            _describe_type(node, definitions),
+            _describe_type(node, definitions) + (", immutable" if field in immutable else ""),
             *([default] if above == "spec" else []),
             meaning,
         ]
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    if rules:
+        lines += ["", "Rules:", "", *(f"- {_describe_rule(rule)}" for rule in rules)]
     return "\n".join(lines) + "\n"
+
+
+def _describe_rule(rule: Mapping[str, str]) -> str:
+    """Returns the field and the text of a rule."""
+    field = rule.get("fieldPath", "").removeprefix(".")
+    return f"{f'`{field}`' if field else 'this object'}: {rule['message']}"
 
 
 def _default_and_meaning(node: Mapping[str, Any], *, is_required: bool) -> tuple[str, str]:
@@ -105,7 +123,8 @@ def _default_and_meaning(node: Mapping[str, Any], *, is_required: bool) -> tuple
     if is_required:
         return "required", meaning
     if stated_default is not None:
-        return stated_default[1], meaning
+        value = stated_default[1]
+        return f"`{value}`" if _VALUE.fullmatch(value) else value, meaning
     if default in (None, [], "") or isinstance(default, dict):
         return "", meaning
     return f"`{default if isinstance(default, str) else json.dumps(default)}`", meaning
@@ -119,12 +138,17 @@ def _describe_type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> s
         target = definitions[name]
         if "properties" in target:
             return f"[{name}](#{name.lower()})"
-        return ", ".join(f"`{value}`" if value else '`""`' for value in target["enum"])
+        return _describe_enum(target["enum"])
     if node["type"] == "array":
         return f"list of {_describe_type(node['items'], definitions)}"
     if node["type"] == "object":
         return f"map of {_describe_type(node['additionalProperties'], definitions)}"
     return _describe_scalar(node)
+
+
+def _describe_enum(values: Iterable[str]) -> str:
+    """Returns the allowed values of a field, separated by commas."""
+    return ", ".join(f"`{value}`" if value else '`""`' for value in values)
 
 
 def _describe_scalar(node: Mapping[str, Any]) -> str:
@@ -135,6 +159,8 @@ def _describe_scalar(node: Mapping[str, Any]) -> str:
         return "duration"
     if node.get("format") == "date-time":
         return "time"
+    if "enum" in node:
+        return _describe_enum(node["enum"])
     if node["type"] == "integer" and node["maximum"] < _INT32_MAX:
         return f"integer, {node['minimum']} to {node['maximum']}"
     return str(node["type"])

@@ -62,14 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=[mode.value for mode in Mode],
-        help="parallelism.mode; default: FeedForward for a mixture of experts that does not fit one GPU, "
-        "otherwise Pipeline",
+        help="parallelism.mode; default: Pipeline, but FeedForward for a mixture of experts that does not "
+        "fit your single GPU, if you have at least 2 CPUs",
     )
     parser.add_argument(
         "--max-model-len",
         type=_positive_number,
         metavar="TOKENS",
-        help="longest prompt and answer; default: 8192, or less if the model supports less",
+        help="longest sequence, prompt and answer together; default: 8192, or the model's limit if that "
+        "is lower",
     )
     parser.add_argument("--name", help="name of the resource; default: the model's name")
     parser.add_argument("--revision", help="branch, tag or commit of a model on a hub")

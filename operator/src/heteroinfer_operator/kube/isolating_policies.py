@@ -1,6 +1,7 @@
 """Caches NetworkPolicies of other owners that restrict egress.
 
-If such a policy selects the operator's pods, the operator adds a policy of its own that allows their egress.
+If such a policy selects a pod that the operator creates for a resource, the operator adds a policy that
+allows the egress of that pod.
 """
 
 from collections.abc import Callable, Sequence
