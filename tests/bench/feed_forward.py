@@ -213,7 +213,7 @@ def frozen(options: argparse.Namespace) -> None:
         weights = torch.zeros((4, 8), device="cuda")
         assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
         if case != "no watch":
-            bench.slab.count_watch_turn()
+            bench.slab.count_check()
         stopped = bench.lanes[-1].pid or 0
         os.kill(stopped, signal.SIGSTOP)
         start, done = time.monotonic(), torch.cuda.Event()
@@ -222,7 +222,7 @@ def frozen(options: argparse.Namespace) -> None:
         while not done.query() and time.monotonic() - start < FROZEN_S:
             time.sleep(WATCH_INTERVAL_S)
             if case == "watch":
-                bench.slab.count_watch_turn()
+                bench.slab.count_check()
         waited_s = time.monotonic() - start
         os.kill(stopped, signal.SIGCONT)
         torch.cuda.synchronize()

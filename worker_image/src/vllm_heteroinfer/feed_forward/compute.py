@@ -13,10 +13,11 @@ MAX_VIEWS: Final = 256
 """Largest row count whose views of the slab are cached."""
 
 Compute = Callable[[int], None]
+"""Computes a layer for the given number of rows of the current ask."""
 
 
 class AskTensors(Protocol):
-    """Inputs and outputs of asks, in a slab or for a measurement."""
+    """Inputs and outputs of asks (requests to compute a layer), in a slab or for a measurement."""
 
     def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
@@ -41,9 +42,9 @@ class AskViews:
 
 
 class OwnExpertAsks:
-    """The asks of a rank with whole experts. In them, experts of other ranks have ids below 0.
+    """The asks of a rank that has some experts with all their columns.
 
-    The kernels skip such ids.
+    Experts of other ranks get ids below 0, which the kernels skip.
     """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
@@ -64,7 +65,7 @@ class OwnExpertAsks:
 def build_compute_functions(held: LoadedParts, asks: AskTensors) -> dict[int, Compute]:
     """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
 
-    def compute_of(part: Experts) -> Compute:
+    def build_compute(part: Experts) -> Compute:
         """Returns a function that computes the experts `part` of one layer for the rows of an ask."""
 
         def compute(rows: int) -> None:
@@ -74,4 +75,4 @@ def build_compute_functions(held: LoadedParts, asks: AskTensors) -> dict[int, Co
 
         return compute
 
-    return {layer: compute_of(part) for layer, part in held.parts.items()}
+    return {layer: build_compute(part) for layer, part in held.parts.items()}

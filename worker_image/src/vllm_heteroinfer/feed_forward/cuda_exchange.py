@@ -23,7 +23,7 @@ THREADS: Final = 256
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
-"""An ask with more rows gets more blocks beside copies of experts, because these use the link, too."""
+"""An ask of more than LONG_ROWS rows gets LONG_BLOCKS blocks while experts are copied over the same link."""
 STATE_WORDS: Final = 4
 HOST_REGISTER_MAPPED: Final = 2
 """driver_types.h: cudaHostRegisterMapped."""
@@ -124,7 +124,8 @@ class CudaExchange:
 
         Args:
             limit_s: seconds after which a kernel gives up waiting; the watch reacts earlier. The device's
-                clock keeps running while the pod is frozen, so the watch must also have had that many turns.
+                clock keeps running while the pod is frozen, so the watch must also have made as many checks
+                as fit into this time.
 
         Raises:
             CudaError: the device cannot map the slab, or NVRTC cannot compile the kernels.
@@ -134,7 +135,7 @@ class CudaExchange:
         with torch.cuda.device(device):
             register_memory(slab.bytes)
             self._kernels = Kernels(device)
-            # Not in the pool that sleep empties, because the number of asks must never decrease.
+            # Not in the memory pool that `sleep` empties, because the number of asks must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._ask_kernel, self._sum_kernel = (
             self._kernels.function("ff_ask"),
@@ -166,7 +167,7 @@ class CudaExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
+        """Sends an ask and returns the answer, which is valid once the stream has reached it."""
         return self.send(layer, x, ids, weights, padding)()
 
     def send(
@@ -179,10 +180,10 @@ class CudaExchange:
         *,
         beside_copies: bool = False,
     ) -> Callable[[], torch.Tensor]:
-        """Sends an ask like `remote.Asks`; the returned function makes the stream wait for the answer.
+        """Sends an ask. Returns a function that makes the stream wait for the answer, and returns it.
 
         Args:
-            beside_copies: whether other copies use the link to the GPU at the same time.
+            beside_copies: whether experts are copied over the link to the GPU at the same time.
         """
         check_ask(self.slab.shape, x, ids)
         out = torch.empty_like(x)

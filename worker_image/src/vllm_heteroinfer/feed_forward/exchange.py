@@ -35,7 +35,7 @@ WATCH_INTERVAL_S: Final = 0.1
 OWN_REPORT_S: Final = 1.0
 """Time for a failed lane to report its own exception, before the asking rank accuses the lane."""
 NAMING_LIMIT_S: Final = 2.0
-"""Time for the watch to name a lane and end this process, after the device gave up an ask."""
+"""Time for the watch to find the late lane and end this process, after the device gave up waiting."""
 
 
 def offer_key(rank: int) -> str:
@@ -111,7 +111,7 @@ def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
 
 
 def no_description(lane: int) -> str:
-    """Returns "", because all lanes are in this pod. The default of `describe_ask`."""
+    """Describes nothing: returns "". Used as `describe_ask` if all lanes are in this pod."""
     del lane
     return ""
 
@@ -140,7 +140,7 @@ class HostExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sends an ask like `remote.Asks`, and waits for the answer.
+        """Sends an ask, waits for the answer, and returns it.
 
         Raises:
             LaneError: a lane is stuck, or answered that it failed.
@@ -171,7 +171,7 @@ class HostExchange:
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
         """Raises the error for a `result` of the library other than 0."""
         if result == slab_library.WAS_STOPPED:
-            raise RuntimeError("the feed-forward slab was stopped, because the group is ending")
+            raise RuntimeError("the group is ending, so feed-forward ranks answer no more")
         lane = abs(result) - 1
         rank = self._lanes[lane].rank
         if result > 0:
@@ -257,15 +257,16 @@ class Watch:
         self._thread = start_thread(self._run, name="heteroinfer-feed-forward", failed=fail)
 
     def check_steps(self) -> None:
-        """Checks that the device has given up no ask; only then are the results of a step valid.
+        """Checks that the device never gave up waiting; only then are the results of a step valid.
 
         Raises:
-            RuntimeError: the device gave up an ask, and `fail` returned or was not called in time.
+            RuntimeError: the device gave up waiting for an answer, and `fail` returned or was not called in
+                time.
         """
         if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)
             raise RuntimeError(
-                "the device gave up an ask to a feed-forward rank, so this step has no valid result"
+                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid"
             )
 
     def close(self) -> None:
@@ -277,7 +278,7 @@ class Watch:
         """Judges the lanes at regular times, until a lane has failed or the watch is closed."""
         lane_judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
-            self._slab.count_watch_turn()
+            self._slab.count_check()
             verdict = lane_judge.judge(self._observe_lanes(), time.monotonic())
             if verdict is not None:
                 self._fail(self._build_error(verdict))
@@ -302,8 +303,8 @@ class Watch:
         layer, rows = self._slab.asked_layer, self._slab.asked_rows
         if verdict.lane is None:
             return RuntimeError(
-                f"the device gave up an ask near layer {layer}, although every feed-forward rank has "
-                "answered. Restart the group. If the error comes again, report it"
+                f"the GPU gave up waiting for an answer near layer {layer}, although every feed-forward rank "
+                "has answered. Restart the group. If the error comes again, report it"
             )
         accused = self._lanes[verdict.lane].rank
         if not verdict.failed:

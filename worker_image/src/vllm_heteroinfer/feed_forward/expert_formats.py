@@ -23,9 +23,9 @@ _COLUMN_SCALES: Final = {
     torch.float16: Scale.COLUMN_F16,
 }
 _SIGNS: Final = 0x88
-"""Turns two codes of 4 bits from offset binary into two's complement, and back."""
+"""XOR with it turns the two 4-bit codes of a byte from offset binary into two's complement, and back."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place of each column in an int32 of AWQ."""
+"""Which of an int32's eight 4-bit codes belongs to each of its eight columns, in AWQ."""
 _BLOCK: Final = 128
 """Columns and inputs of a block of FP8 weights."""
 _NIBBLES: Final = 8
@@ -38,7 +38,7 @@ class ExpertShape:
 
     Attributes:
         own: this rank's intermediate columns.
-        padded: intermediate columns in vLLM's parameters.
+        padded: number of intermediate columns in vLLM's parameters, with padding.
         alternate: whether gate and up columns alternate in w13.
     """
 
@@ -64,7 +64,7 @@ class ExpertWeights:
         return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
 
     def read_coded(self, expert: int, *, w13: bool) -> Coded:
-        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, in the kernels' terms."""
+        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, for the kernels."""
         return self._read(expert, w13)
 
     def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
@@ -103,7 +103,10 @@ class ExpertWeights:
         if shape.alternate:
             both = read(2 * own.first, 2 * own.end)
             if per > 1:
-                raise ContractError(f"{name}: gates and ups that alternate must have one element per column")
+                raise ContractError(
+                    f"{name}: gate and up columns alternate, so each column must have an element of its own "
+                    f"(got {per} columns per element). Use another checkpoint of the model, or GPU roles only"
+                )
             index = torch.arange(both.shape[dim])
             return both.index_select(dim, torch.cat((index[0::2], index[1::2])))
         half = -(-shape.padded // per) * per
@@ -127,8 +130,8 @@ class ExpertWeights:
     ) -> torch.Tensor:
         """Reads a parameter [columns, inputs] of w13 or w2."""
         if w13:
-            return self._read_columns(f"w13_{suffix}", expert, 0, per_column)
-        return self._read_inputs(f"w2_{suffix}", expert, 1, per_input)
+            return self._read_columns(f"w13_{suffix}", expert, dim=0, per=per_column)
+        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per=per_input)
 
     def _columns_and_inputs(self, w13: bool) -> tuple[int, int]:
         """Returns columns and inputs of w13 or w2."""
@@ -222,7 +225,9 @@ class ExpertWeights:
 
     def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
-        return self._read_columns_and_inputs(self._block_scale_suffix, expert, w13, _BLOCK, _BLOCK)
+        return self._read_columns_and_inputs(
+            self._block_scale_suffix, expert, w13, per_column=_BLOCK, per_input=_BLOCK
+        )
 
     def _read_bytes(self, expert: int, w13: bool) -> torch.Tensor:
         """Reads codes of 8 bits."""
@@ -272,7 +277,9 @@ class ExpertWeights:
     def _read_mxfp8(self, expert: int, w13: bool) -> Coded:
         """Reads FP8 with a power of two as the scale of 32 inputs."""
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
-        scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32).contiguous()
+        scales = self._read_columns_and_inputs(
+            "weight_scale", expert, w13, per_column=1, per_input=32
+        ).contiguous()
         return self._build_coded(form, w13, self._read_bytes(expert, w13), scales=scales)
 
     def _recognize_int8(self) -> tuple[Callable[[int, bool], Coded], str]:
@@ -306,14 +313,16 @@ class ExpertWeights:
         suffix = "weight" if self._find_dtype("w13_weight") else "weight_packed"
         columns, inputs = self._columns_and_inputs(w13)
         return _with_contiguous_rows(
-            self._read_columns_and_inputs(suffix, expert, w13, 1, 2)[:columns, : inputs // 2]
+            self._read_columns_and_inputs(suffix, expert, w13, per_column=1, per_input=2)[
+                :columns, : inputs // 2
+            ]
         )
 
     def _read_mxfp4(self, expert: int, w13: bool) -> Coded:
         """Reads FP4 with a power of two as the scale of 32 inputs, without padding."""
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
         columns, inputs = self._columns_and_inputs(w13)
-        scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32)[
+        scales = self._read_columns_and_inputs("weight_scale", expert, w13, per_column=1, per_input=32)[
             :columns, : -(-inputs // 32)
         ].contiguous()
         return self._build_coded(form, w13, self._read_fp4_codes(expert, w13), scales=scales)
@@ -334,7 +343,9 @@ class ExpertWeights:
             columns // checkpoint_factors.numel()
         )
         scales = (
-            self._read_columns_and_inputs("weight_scale", expert, w13, 1, 16).contiguous().view(torch.uint8)
+            self._read_columns_and_inputs("weight_scale", expert, w13, per_column=1, per_input=16)
+            .contiguous()
+            .view(torch.uint8)
         )
         codes = self._read_fp4_codes(expert, w13)
         return self._build_coded(form, w13, codes, scales=scales, factors=factors.contiguous())
@@ -357,7 +368,7 @@ class ExpertWeights:
         group = self._inputs_per_scale(scales_per_column, w13, has_zeros=has_zeros)
         codes = (
             _with_contiguous_rows(
-                self._read_columns_and_inputs("weight_packed", expert, w13, 1, _NIBBLES)
+                self._read_columns_and_inputs("weight_packed", expert, w13, per_column=1, per_input=_NIBBLES)
             ).view(torch.uint8)
             ^ _SIGNS
         )
@@ -371,9 +382,13 @@ class ExpertWeights:
     def _read_zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
         """Reads zero points that are packed along the columns, [columns / 8, groups]; stored as value + 8."""
         if w13:
-            packed = self._read_columns(name, expert, 0, _NIBBLES)
+            packed = self._read_columns(name, expert, dim=0, per=_NIBBLES)
         else:
-            packed = self._read_inputs(name, expert, 1, group) if group else self._reader.read(name, expert)
+            packed = (
+                self._read_inputs(name, expert, dim=1, per=group)
+                if group
+                else self._reader.read(name, expert)
+            )
         unpacked = _unpack_nibbles(packed.t().contiguous()).t()
         return (unpacked.to(torch.int8) - 8).contiguous()
 
@@ -391,7 +406,7 @@ class ExpertWeights:
             return self._read_columns(f"w13_{suffix}", expert).contiguous()
         if not group:
             return self._reader.read(f"w2_{suffix}", expert).contiguous()
-        return self._read_inputs(f"w2_{suffix}", expert, 1, group).contiguous()
+        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per=group).contiguous()
 
     def _recognize_awq_or_gptq(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
@@ -405,10 +420,10 @@ class ExpertWeights:
     def _read_by_group(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
         """Reads a parameter [groups, columns / per] of AWQ or GPTQ."""
         if w13:
-            return self._read_columns(f"w13_{suffix}", expert, 1, per)
+            return self._read_columns(f"w13_{suffix}", expert, dim=1, per=per)
         if not group:
             return self._reader.read(f"w2_{suffix}", expert)
-        return self._read_inputs(f"w2_{suffix}", expert, 0, group)
+        return self._read_inputs(f"w2_{suffix}", expert, dim=0, per=group)
 
     def _read_awq(self, expert: int, w13: bool) -> Coded:
         """Reads int4 of AWQ as [columns, inputs], with zero points.
@@ -419,9 +434,9 @@ class ExpertWeights:
         scales_per_column = self._reader.shape("w13_scales" if w13 else "w2_scales")[0]
         group = self._inputs_per_scale(scales_per_column, w13, has_zeros=True)
         packed = (
-            self._read_columns("w13_qweight", expert, 1, _NIBBLES)
+            self._read_columns("w13_qweight", expert, dim=1, per=_NIBBLES)
             if w13
-            else self._read_inputs("w2_qweight", expert, 0)
+            else self._read_inputs("w2_qweight", expert, dim=0)
         )
         codes = _unpack_nibbles(packed, _AWQ_ORDER).t().contiguous()
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
@@ -441,11 +456,11 @@ class ExpertWeights:
         if self._reader.has(f"{part}_g_idx"):
             order = self._reader.read(f"{part}_g_idx", expert)
             if group and not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
-                raise self._build_refusal()  # act-order
+                raise self._build_refusal()  # the checkpoint orders its inputs by their activations
         packed = (
-            self._read_columns("w13_qweight", expert, 1)
+            self._read_columns("w13_qweight", expert, dim=1)
             if w13
-            else self._read_inputs("w2_qweight", expert, 0, _NIBBLES)
+            else self._read_inputs("w2_qweight", expert, dim=0, per=_NIBBLES)
         )
         codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()

@@ -13,15 +13,15 @@ from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
 from vllm_heteroinfer.feed_forward.recipe import VALUES, ExpertParameter, LayerRecipe, Piece, Recipe
 
 DUMMY_BLOCK: Final = 1 << 20
-"""Elements of dummy weights (`--load-format dummy`) that repeat."""
+"""Dummy weights (`--load-format dummy`) repeat after this number of elements."""
 DUMMY_SPREAD: Final = 1e-3
-"""Range of dummy weights."""
+"""Dummy weights are between minus this number and this number."""
 Range = tuple[int, int]
-"""First index and end."""
+"""The first index of a range, and the index after its last."""
 
 
 class ExpertReader:
-    """The files of a recipe."""
+    """Maps the files of a recipe, from which `LayerReader` reads experts."""
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
         """Maps the files.
@@ -51,7 +51,7 @@ class ExpertReader:
 
 
 class LayerReader:
-    """The parameters of a layer's experts.
+    """Reads the parameters of a layer's experts.
 
     Attributes:
         read_bytes: bytes that were taken from files.
@@ -181,5 +181,5 @@ def _random_weights(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def describe(parameter: ExpertParameter) -> str:
-    """Returns type and shape of a parameter for messages."""
+    """Returns the type and the shape of a parameter, for messages."""
     return f"{parameter.dtype} {list(parameter.shape)}"

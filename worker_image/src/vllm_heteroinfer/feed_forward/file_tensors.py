@@ -21,7 +21,7 @@ from vllm_heteroinfer.feed_forward.recipe import contiguous_strides
 MAX_HEADER_BYTES: Final = 100_000_000
 """Largest header, the limit of the safetensors library."""
 _HEADER_LENGTH: Final = 8
-"""Bytes in front of the header; they contain its length."""
+"""Number of bytes before the header, which contain the header's length."""
 _TYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -133,14 +133,14 @@ class MappedFile:
 
 
 class MappedFiles:
-    """Several files, found by an address in their memory."""
+    """Mapped files. Finds the file to whose memory a tensor belongs."""
 
     def __init__(self) -> None:
         self.files: list[MappedFile] = []
         self._addresses: list[tuple[int, int]] = []
 
     def add(self, path: Path) -> MappedFile:
-        """Maps a file once and returns it."""
+        """Maps a file, if it is not mapped yet, and returns it."""
         for known in self.files:
             if known.path == path:
                 return known
@@ -150,7 +150,7 @@ class MappedFiles:
         return file
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Returns the file's number and the byte of a tensor's first element; None if no file has it."""
+        """Returns a tensor's file number and its first byte in the file; None if no file has it."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()

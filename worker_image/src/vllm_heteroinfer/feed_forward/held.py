@@ -1,4 +1,4 @@
-"""The feed-forward parts that a rank holds, read by the recipe. Imports torch, not vLLM."""
+"""Loads the experts and MLPs that a feed-forward rank computes, by the recipe. Imports torch, not vLLM."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class LoadedParts:
     """The experts and MLPs that this rank has loaded and computes.
 
     Attributes:
-        parts: layer -> its experts, or its MLP as one expert.
-        own_parts: layer -> the columns and experts of this rank.
+        parts: the experts of each layer; an MLP counts as one expert.
+        own_parts: which columns and experts of each layer this rank has.
         own_experts: this rank's experts in each layer; None if it has columns of each expert.
     """
 
@@ -33,7 +33,7 @@ class LoadedParts:
 
     @property
     def experts(self) -> int:
-        """Experts that this rank has in all layers together."""
+        """Number of experts that this rank has in all layers together."""
         return sum(part.count for part in self.parts.values())
 
     @property
@@ -54,7 +54,7 @@ def load_parts(
 
     Args:
         shares: agreed shares of the stage's feed-forward ranks.
-        lane: number of this rank among them.
+        lane: index of this rank among the stage's feed-forward ranks.
 
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.

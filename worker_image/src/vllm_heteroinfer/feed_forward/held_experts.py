@@ -46,12 +46,12 @@ class PackedMatrix:
 
     Attributes:
         packed: [experts, ...], contiguous.
-        columns: of this rank. In the kernels' w13, blocks of 32 gates and blocks of 32 ups alternate.
-        inputs: of this rank.
-        format: of the codes, and of the scales in the headers of blocks; None if the matrix is not packed.
-            Then w13 has all gates before all ups.
+        columns: number of this rank's columns. In a packed w13, blocks of 32 gates and 32 ups alternate.
+        inputs: number of this rank's inputs.
+        format: format of the codes, and of the scales in the headers of blocks; None if the matrix is not
+            packed. Then w13 has all gates before all ups.
         has_headers: whether blocks of columns have headers (kernels/source/coded.h).
-        block_scales: float32 scales of 128 columns and 128 inputs, if they are not in headers.
+        block_scales: a float32 scale for each 128 columns x 128 inputs, if the scales are not in headers.
     """
 
     packed: torch.Tensor
@@ -75,10 +75,10 @@ Matrices = tuple[PackedMatrix, PackedMatrix]
 
 
 class Experts(Protocol):
-    """Computes routed experts.
+    """A rank's packed experts of one layer, and their computation.
 
     Attributes:
-        count: experts that this rank has.
+        count: number of experts that this rank has.
         packed: tensors of the weights; together they have `num_bytes` bytes.
         method: format and kernels, for the log.
         matrices: w13 and w2 for a GPU that computes them itself; None if it cannot.
@@ -102,7 +102,7 @@ class Experts(Protocol):
 
 
 def activation_of(recipe: LayerRecipe) -> Activation:
-    """Returns the activation; raises ContractError if no kernel supports it."""
+    """Returns the activation of a layer's experts; raises ContractError if no kernel supports it."""
     name = recipe.activation
     if name in {ALTERNATING, "swigluoai_uninterleave"}:
         return Activation(
@@ -173,7 +173,7 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
 
 
 def _describe_part(part: PackedPart) -> PackedMatrix:
-    """Describes weights of `kernels.coded_experts`."""
+    """Returns the description of a part that `kernels.coded_experts` packed."""
     return PackedMatrix(
         packed=part.packed, columns=part.columns, inputs=part.inputs, format=part.format, has_headers=True
     )
@@ -339,5 +339,5 @@ class _TorchExperts:
 
 
 def _copy_in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor into the memory for packed weights, because it may be a view of a file."""
+    """Copies a tensor into the memory for packed weights. The original may be a view of a file."""
     return weight_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)

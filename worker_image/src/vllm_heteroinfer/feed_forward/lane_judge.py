@@ -6,7 +6,7 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""Extra time for a lane if this check came late: on a busy machine, the lane may run even later."""
+"""Extra time for a lane if this check came late, because the machine is busy and delays the lane, too."""
 
 
 class LaneError(RuntimeError):
@@ -33,7 +33,7 @@ class SlabState:
         answered: for each lane, the number of the last ask that it answered.
         failed: for each lane, whether that answer reports a failed computation.
         limit_s: seconds that a lane may take for the last ask.
-        gave_up: whether the device gave up an ask.
+        gave_up: whether the device gave up waiting for an answer.
         given_up_lane: the lane for which the device waited when it gave up; None if unknown.
     """
 
@@ -45,7 +45,7 @@ class SlabState:
     given_up_lane: int | None = None
 
     def find_late_lane(self) -> int | None:
-        """Returns the first lane that has not answered the last ask, or has answered that it failed."""
+        """Returns the first lane that failed or has not answered the last ask, or None."""
         for lane, (answered, failed) in enumerate(zip(self.answered, self.failed, strict=True)):
             if answered != self.asked or failed:
                 return lane

@@ -22,9 +22,9 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter
 
 _ROWS: Final = 16
 _LARGE: Final = 30.0
-"""Factor of the second half of the rows, which shows an activation's limits."""
+"""The second half of the test rows is multiplied by it, so that an activation with limits differs there."""
 _MAX_DISTANCE: Final = 1e-3
-"""Largest distance from an activation, as a share of the largest value."""
+"""Largest allowed difference from an activation's values, relative to the largest value."""
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -32,7 +32,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "relu2": lambda gate: functional.relu(gate).square(),
 }
 _LinearCall = tuple[Any, torch.Tensor, torch.Tensor]
-"""A linear layer, its input and its answer."""
+"""A linear layer, the input of its call, and the output."""
 
 
 class _NoMlpError(Exception):
@@ -65,7 +65,7 @@ class RecordedMlp:
         recorded, problems = [], []
         for name, module in candidates:
             try:
-                recorded.append(cls(index, layer, name, *_trace(module)))
+                recorded.append(cls(index, layer, name, *_find_mlp_parts(module)))
             except _NoMlpError as problem:
                 problems.append(f"; {name} ({type(module).__name__}) {problem}")
         if candidates and len(recorded) != 1:
@@ -137,8 +137,11 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     return len(needed) == 1 and not any(isinstance(each, RoutedExperts) for each in module.modules())
 
 
-def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
-    """Returns an MLP's activation, its gate and up layers (or the layer of both), and its down layer.
+def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
+    """Returns an MLP's activation, its gate and up layers (or one layer with both), and its down layer.
+
+    Replaces the outputs of the linear layers by random numbers, and compares what the MLP computes between
+    them with each known activation.
 
     Raises:
         _NoMlpError: the module computes something else.
@@ -148,7 +151,7 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
     for name, _ in mlp.named_parameters():
         if not name.startswith(tuple(linear_prefixes)):
             raise _NoMlpError(f"must have parameters only in linear layers (has {name})")
-    input_, output, calls = _run_with_random_answers(mlp, linears)
+    input_, output, calls = _run_with_random_outputs(mlp, linears)
     if not 1 < len(calls) == len(linears) <= 3:
         raise _NoMlpError(
             f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
@@ -162,7 +165,7 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
     possible_orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
     distance, activation, gate_and_up = min(
         (
-            (_distance(down_input, compute, gate_and_up, gated=gated), name, gate_and_up)
+            (_distance_from_activation(down_input, compute, gate_and_up, gated=gated), name, gate_and_up)
             for name, compute in _ACTIVATIONS.items()
             for gate_and_up in possible_orders
         ),
@@ -181,8 +184,8 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
     return activation if gated else f"{activation}_no_mul", linears_in_order, down
 
 
-def _run_with_random_answers(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_LinearCall]]:
-    """Runs an MLP whose linear layers answer random numbers instead of products.
+def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_LinearCall]]:
+    """Runs an MLP whose linear layers return random numbers instead of products.
 
     Returns the MLP's input and output, and the calls of its linear layers.
     """
@@ -213,7 +216,7 @@ def _run_with_random_answers(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
             del linear.forward
 
 
-def _distance(
+def _distance_from_activation(
     down_input: torch.Tensor,
     compute: Callable[[torch.Tensor], torch.Tensor],
     ups: Sequence[_LinearCall],

@@ -36,7 +36,7 @@ from vllm_heteroinfer.pod.threads import start_thread
 PROTOCOL: Final = 1
 """Version of the messages in kernels/source/feed_forward_link.cpp."""
 PROOF_S: Final = 3.0
-"""Time for the proof. A stranger keeps the listener busy for no longer."""
+"""Time for a client to prove that it is the asking rank. Another client occupies a thread no longer."""
 TRIAL_S: Final = 60.0
 """Time for one trial message, so that 1 MiB passes at 0.3 Mbit/s."""
 TRIALS, LARGE_TRIALS, LARGE_BYTES = 9, 3, 1 << 20
@@ -44,13 +44,13 @@ _NAP_S: Final = 0.01
 _SHORTEST_WAIT_S: Final = 0.001
 """Timeout of a socket at its deadline; 0 would mean not to wait at all."""
 _MAX_PROOFS: Final = 64
-"""Clients that prove themselves at the same time; the listener refuses more."""
+"""Number of clients that may prove themselves at the same time; the listener refuses more."""
 _LINE_BYTES: Final = 1024
 _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
 """Offsets in `struct tcp_info` (linux/tcp.h)."""
 _SLOW: Final = "the network is slow"
 _UNANSWERED: Final = 2
-"""Packets that the kernel sent again before the other machine counts as silent. One packet may be lost."""
+"""After the kernel has sent this many packets again, the other machine counts as silent. One may be lost."""
 
 
 class Link(ctypes.Structure):
@@ -78,7 +78,7 @@ END_OF_FILE, MALFORMED = -1, -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """What a connection adds to an ask, as measured at the start.
+    """The time that a connection adds to an ask, as measured at the start.
 
     Attributes:
         round_trip_s: seconds for an ask of one row and its answer, without computation.
@@ -131,7 +131,7 @@ class Connection:
         self.socket, self.token = connected, token
 
     def link(self, lane: int) -> Link:
-        """Returns the state that native code uses; the connection must outlive it."""
+        """Returns the connection's state for native code. The connection must outlive it."""
         self.socket.setblocking(False)
         return Link(socket=self.socket.fileno(), lane=lane, token=self.token)
 
@@ -242,14 +242,14 @@ def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -
         )
     key, parts = epoch_key(launch), (str(opening.rank), opening.nonce)
     if key is not None and not key.verifies(opening.code, "feed-forward open", *parts):
-        raise ContractError("the client does not have this epoch's key")
+        raise ContractError("the process that connected does not have this epoch's key")
     nonce = secrets.token_hex(16)
     _send_line(
         connected, codec.to_json(_AnswererProof(nonce=nonce, code=_prove(key, "reply", *parts, nonce)))
     )
     confirmed = _read_line(connected, deadline)
     if key is not None and not key.verifies(confirmed, "feed-forward confirm", *parts, nonce):
-        raise ContractError("the client repeats a line of another connection")
+        raise ContractError("the process that connected repeats a line of another connection")
     return Connection(connected, _derive_token(key, *parts, nonce))
 
 
@@ -270,8 +270,8 @@ def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssi
         proof = codec.from_json(_AnswererProof, _read_line(connected, Deadline.after(PROOF_S)))
         if key is not None and not key.verifies(proof.code, "feed-forward reply", *parts, proof.nonce):
             raise ContractError(
-                f"{host} port {port}: the process there is not feed-forward rank {peer.rank} of this epoch. "
-                "Restrict access to the group's ports with a NetworkPolicy"
+                f"{host} port {port}: the process there does not have the key of this epoch, so it is not "
+                f"feed-forward rank {peer.rank}. Restrict access to the group's ports with a NetworkPolicy"
             )
         _send_line(connected, _prove(key, "confirm", *parts, proof.nonce))
         return Connection(connected, _derive_token(key, *parts, proof.nonce))
@@ -336,7 +336,7 @@ def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
 
 
 def describe(link: Link) -> str:
-    """Describes the progress of an ask, for the message about a missing answer."""
+    """Describes how far the request to a rank got, for the message about a missing answer."""
     if not link.is_open:
         return "it has answered"
     try:

@@ -61,7 +61,9 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of all feed-forward ranks of a stage. All these ranks get the same result.
+    """Returns the shares of all feed-forward ranks of a stage, by the plan or by their read rates.
+
+    All these ranks get the same result.
 
     Raises:
         TimeoutError: another rank did not `publish_read_rate` by the deadline.

@@ -29,11 +29,11 @@ class Piece:
 
     Attributes:
         start: first index of the region in each dimension of the parameter.
-        size: elements of the region in each dimension.
+        size: number of elements of the region in each dimension.
         file: index of the file in the recipe, or VALUES.
         offset: byte of the region's first element in the file.
         dtype: type of the elements in the file, such as "bfloat16".
-        strides: elements between neighbours in the file, in each dimension of the parameter.
+        strides: distance of neighbours in the file, in elements, for each dimension of the parameter.
         values: bytes of all elements in hexadecimal digits, for VALUES.
     """
 
@@ -63,7 +63,7 @@ class LayerRecipe:
         experts: 1 for an MLP.
         topk: experts per row; 0 for an MLP, whose rows all choose its expert.
         activation: value of vLLM's MoEActivation.
-        limit: largest gate, and largest size of an up value; None without a limit.
+        limit: upper limit of gate values, and of the magnitude of up values; None without a limit.
         alpha: factor in the sigmoid of the gate; None for the activation's own.
         beta: addend to up values; None for the activation's own.
         method: name of vLLM's method that created the parameters.
@@ -101,8 +101,8 @@ class Recipe:
 
     Attributes:
         dtype: type of rows and answers, such as "bfloat16".
-        max_rows: rows of the longest ask.
-        unit: columns of an expert or MLP that must stay together.
+        max_rows: number of rows of the longest ask.
+        unit: number of neighbouring columns of an expert or MLP that must be on the same rank.
         dummy: whether the weights are random numbers (`--load-format dummy`).
     """
 
@@ -167,6 +167,7 @@ def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
 
 
 def _piece_to_json(piece: Piece) -> list[Any]:
+    """Returns a piece as a list of its fields."""
     return [piece.start, piece.size, piece.file, piece.offset, piece.dtype, piece.strides, piece.values]
 
 
@@ -200,10 +201,10 @@ def locate_view(
     """Finds the region of a contiguous tensor that a view of it covers.
 
     Args:
-        shape: of the contiguous tensor.
-        offset: element of the tensor at which the view begins.
-        size: of the view.
-        strides: of the view, in elements.
+        shape: shape of the contiguous tensor.
+        offset: number of the tensor's element at which the view begins.
+        size: shape of the view.
+        strides: strides of the view, in elements.
         source: strides of the tensor that is copied to the view.
 
     Returns:

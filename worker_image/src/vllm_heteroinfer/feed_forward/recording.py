@@ -35,7 +35,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter, Remote
 _logger = logging.getLogger(__name__)
 
 _MAX_RECORDED_VALUES: Final = 4096
-"""Elements of a tensor that the loader computed; larger ones must be regions of a file."""
+"""A tensor that the loader computed may have this many elements; larger tensors must be regions of a file."""
 _SHOWN: Final = 3
 _aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ class RemoteExperts:
 
     def __init__(self, module: Any, method: Any) -> None:
         self.module, self.method = module, method
-        self._asking_method: Any = None
+        self._remote_method: Any = None
         self.targets: dict[str, RecordedParameter] = {}
 
     def create(self, **sizes: Any) -> None:
@@ -75,14 +75,14 @@ class RemoteExperts:
             self.targets[name] = RecordedParameter(parts=(parameter,), shape=parameter.shape)
 
     def begin(self) -> None:
-        """Gives the module the method that created the parameters, which loaders ask for the format."""
-        self._asking_method = self.module.quant_method
+        """Gives the module the method that created the parameters; loaders read the format from it."""
+        self._remote_method = self.module.quant_method
         _set_method(self.module, self.method)
 
     def end(self) -> None:
-        """Removes the parameters, and gives the module back the method that asks feed-forward ranks."""
-        if self._asking_method is not None:
-            _set_method(self.module, self._asking_method)
+        """Removes the parameters, and gives the module its `RemoteMethod` back."""
+        if self._remote_method is not None:
+            _set_method(self.module, self._remote_method)
         for name in self.targets:
             self.module._parameters.pop(name, None)
 
@@ -107,7 +107,7 @@ class Recording:
     """Result of the recording.
 
     Attributes:
-        recipe: for feed-forward ranks.
+        recipe: the recipe by which feed-forward ranks read their experts and MLPs.
         tensors: names of the checkpoint's tensors that only feed-forward ranks read.
     """
 
@@ -227,7 +227,7 @@ def _build_recipe(
 
 
 def _set_method(module: Any, method: Any) -> None:
-    """Sets the method without registering it as a child module, because a method may be no module."""
+    """Sets a module's method as a plain attribute, because torch would register it as a child module."""
     object.__setattr__(module, "quant_method", method)
 
 
@@ -287,9 +287,9 @@ class Copies(TorchDispatchMode):
     """Records copies from files to parameters of remote parts, and leaves out all other copies from files.
 
     Attributes:
-        pieces: (layer, parameter) -> its pieces.
-        remote_tensors: addresses of tensors that remote parts take.
-        own_tensors: addresses of tensors that this rank's own parameters take.
+        pieces: the pieces that fill each parameter, by layer and parameter.
+        remote_tensors: addresses of tensors that are copied to remote parts.
+        own_tensors: addresses of tensors that are copied to this rank's own parameters.
     """
 
     def __init__(self, files: MappedFiles, layers: Mapping[int, RemotePart]) -> None:

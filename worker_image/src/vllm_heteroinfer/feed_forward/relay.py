@@ -35,7 +35,7 @@ _SILENT_MACHINE_ERRORS: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, 
 
 @dataclass(frozen=True, slots=True)
 class RelayedLane:
-    """A lane of another pod, and the connection to this pod.
+    """A lane that stands for another pod, and the connection to that pod.
 
     Attributes:
         lane: number in the asking rank's slab.
@@ -160,7 +160,7 @@ class Relay:
         return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {problem}")
 
     def describe_ask(self, lane: int) -> str:
-        """Describes how far the last ask of a lane got; "" for a lane of this pod."""
+        """Describes how far the last ask to a lane got; "" for a lane of this pod."""
         for each, link in zip(self._relayed, self._links, strict=True):
             if each.lane == lane:
                 return f" (pod {each.rank.pod}: {pod_link.describe(link)})"

@@ -47,7 +47,7 @@ class Asks(Protocol):
 
 
 _asks_of_process: Asks | None = None
-"""Exchange of this process. Global, because an opaque op cannot hold a reference to it."""
+"""The exchange of this process. It is global, because an opaque op cannot refer to an object."""
 
 
 def connect(asks: Asks) -> None:
@@ -66,7 +66,7 @@ def _ask_feed_forward_ranks(
 
 
 class RemoteMethod(FusedMoEMethodBase):
-    """A layer's routed experts, computed by feed-forward ranks."""
+    """vLLM's method of a layer whose routed experts are computed by feed-forward ranks."""
 
     def __init__(self, moe: Any, layer: int, experts: RemoteExperts, *, records: bool) -> None:
         super().__init__(moe)
@@ -99,7 +99,7 @@ class RemoteMethod(FusedMoEMethodBase):
         del shared_experts, shared_experts_input  # the runner computes them on a separate stream
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
-            x = (x * weights).to(x.dtype)  # one expert a row
+            x = (x * weights).to(x.dtype)  # a row has one expert, so it has one weight
             weights = torch.ones_like(weights)
         return _ask_feed_forward_ranks(
             self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous()
@@ -112,7 +112,7 @@ def _compute_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 def _fake_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
-    """Returns a tensor of the op's result for torch's tracing."""
+    """Returns an empty tensor with the shape of the op's result, for torch's tracing."""
     del layer
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 

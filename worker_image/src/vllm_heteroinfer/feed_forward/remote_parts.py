@@ -1,4 +1,4 @@
-"""Feed-forward parts that other ranks compute, while the asking rank builds its model. PURE."""
+"""Interface of experts and MLPs that other ranks compute, while the asking rank builds its model. PURE."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ class RecordedParameter:
 
     Attributes:
         parts: tensors of the model that fill the parameter one after another.
-        shape: of the parameter. The first dimension counts experts.
+        shape: shape of the parameter. The first dimension counts experts.
     """
 
     parts: tuple[Any, ...]
@@ -33,7 +33,7 @@ class RecordedParameter:
 
 
 class RemotePart(Protocol):
-    """A remote layer's experts or MLP."""
+    """The experts or the MLP of a remote layer, which feed-forward ranks compute."""
 
     @property
     def targets(self) -> Mapping[str, RecordedParameter]:

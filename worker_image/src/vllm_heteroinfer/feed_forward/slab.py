@@ -30,7 +30,7 @@ CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
 """The same as in kernels/source/feed_forward.cpp and kernels.cu."""
 FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
-"""Words of `End` in these files."""
+"""Offsets of words in `End` of these files."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -224,11 +224,14 @@ class Slab:
 
     @property
     def turns(self) -> int:
-        """Number of turns that the asking rank's watch has had."""
+        """Number of checks that the asking rank's `Watch` has made."""
         return self._read_word(TURNS_OFFSET, "=I")
 
-    def count_watch_turn(self) -> None:
-        """Counts a turn of the asking rank's watch; a device keeps waiting while the count does not grow."""
+    def count_check(self) -> None:
+        """Counts a check of the asking rank's `Watch`.
+
+        If the count does not grow, the host may be stopped, so the device keeps waiting.
+        """
         ctypes.c_uint32.from_address(self.address + TURNS_OFFSET).value = self.turns + 1
 
     def write_nonce(self, lane: int, nonce: bytes) -> None:

@@ -25,5 +25,5 @@ def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
 def relayed_lanes(
     lanes: Sequence[RankAssignment], asking: RankAssignment
 ) -> tuple[tuple[int, RankAssignment], ...]:
-    """Returns the lanes of other pods with their numbers."""
+    """Returns the lanes that stand for other pods: their numbers, and the ranks behind them."""
     return tuple((lane, rank) for lane, rank in enumerate(lanes) if rank.pod != asking.pod)

@@ -11,8 +11,8 @@ ASKED: Final = 1
 STOPPED: Final = -1
 """Results of `heteroinfer_ff_next`; 0 means that no ask came in time."""
 WAS_STOPPED: Final = -(2**31)
-"""Result of `heteroinfer_ff_exchange` if the slab was stopped, of `heteroinfer_ff_reply` if its connection
-ended."""
+"""Result of `heteroinfer_ff_exchange` if the slab was stopped. `heteroinfer_ff_reply` returns it if the
+connection has ended."""
 
 
 class Layout(ctypes.Structure):
@@ -49,7 +49,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 @functools.cache
 def load() -> Any:
-    """Loads the library's functions once; each releases Python's lock while it waits.
+    """Loads the library's functions once. Each function releases Python's lock while it waits.
 
     Raises:
         KernelsUnavailableError: the library was not compiled.

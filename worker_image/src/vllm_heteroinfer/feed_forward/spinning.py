@@ -1,4 +1,4 @@
-"""How long the processes of feed-forward ranks spin before they sleep. Stdlib and the contract only."""
+"""How long processes of mode FeedForward wait in a loop before they sleep. Stdlib and the contract only."""
 
 from collections.abc import Mapping
 

@@ -20,10 +20,9 @@ _SCALE: Final = "weight_scale"
 
 
 class _AnyLayerKernel:
-    """Base of the three kernels, which support every layer of their format.
+    """Methods that the three kernels share. Each kernel supports every layer of its format.
 
-    `process_weights_after_loading` packs the weight and sets `_coded`. The methods are those of vLLM's kernel
-    classes.
+    vLLM calls `process_weights_after_loading`, which packs the weight and sets `_coded`.
     """
 
     _coded: CodedLayer
@@ -41,11 +40,12 @@ class _AnyLayerKernel:
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Returns x times the layer's weight, plus bias."""
         return self._coded.compute(layer, x, bias)
 
 
 class CodedMxFp4Kernel(_AnyLayerKernel, MxFp4LinearKernel):
-    """e2m1 weights with an e8m0 scale of each 32 inputs."""
+    """MXFP4: e2m1 weights with an e8m0 scale for each 32 inputs."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes and the scales of groups of 32 inputs."""
@@ -57,11 +57,12 @@ class CodedMxFp4Kernel(_AnyLayerKernel, MxFp4LinearKernel):
 
 
 class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
-    """e4m3 weights with an e8m0 scale of each 32 inputs."""
+    """MXFP8: e4m3 weights with an e8m0 scale for each 32 inputs."""
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        return config.bmm_batch_size is None, "takes no batches of weights"
+        """Returns whether the kernels support the layer, and the requirement."""
+        return config.bmm_batch_size is None, "the layer must have one weight, not a batch of weights"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes and the scales of groups of 32 inputs."""
@@ -70,7 +71,7 @@ class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
 
 
 class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
-    """e2m1 weights with an e4m3 scale of each 16 inputs, and one float32 factor for the layer."""
+    """NVFP4: e2m1 weights with an e4m3 scale for each 16 inputs, and one float32 factor for the layer."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes, the scales of groups of 16 inputs, and the layer's factor."""

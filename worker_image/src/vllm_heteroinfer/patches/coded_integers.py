@@ -21,10 +21,11 @@ _FLIPPED: Final = {4: 0x88, 8: 0x80}
 
 
 class CodedWNA16Kernel(MPLinearKernel):
-    """Weights of 4 or 8 bits with scales of groups of inputs, and zero points if the checkpoint has them."""
+    """Weights of 4 or 8 bits with a scale for each group of inputs, and zero points if the file has them."""
 
     @classmethod
     def get_min_capability(cls) -> int:
+        """Returns -1, because a CPU has no CUDA capability."""
         return -1
 
     @classmethod
@@ -50,21 +51,21 @@ class CodedWNA16Kernel(MPLinearKernel):
         inputs, columns = self.config.partition_weight_shape
         words = weights.data if weights.input_dim == 1 else weights.data.t()
         codes = words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)].bitwise_xor(_FLIPPED[bits])
-        of_columns = scales.data if scales.output_dim == 0 else scales.data.t()
+        column_scales = scales.data if scales.output_dim == 0 else scales.data.t()
         group = self.config.group_size
         if group == -1:  # zero points need a group
             group = -(-inputs // SHARED_COLUMNS) * SHARED_COLUMNS if self.config.zero_points else 0
         weight = Coded(
             format=Format(
                 code=Code.INT4 if bits == 4 else Code.INT8,
-                scale=find_column_scale(of_columns.dtype),
+                scale=find_column_scale(column_scales.dtype),
                 group=group,
                 zeros=self.config.zero_points,
             ),
             columns=columns,
             inputs=inputs,
             codes=codes,
-            scales=of_columns.contiguous(),
+            scales=column_scales.contiguous(),
             zeros=_unpack_zero_points(zeros, bits, columns) if self.config.zero_points else None,
         )
         self._coded = CodedLayer(layer, self.w_q_name, weight)
@@ -78,7 +79,7 @@ class CodedWNA16Kernel(MPLinearKernel):
 
 
 def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
-    """Returns zero points [columns, groups], int8, less half of the range, like the codes."""
+    """Returns the zero points [columns, groups] as int8, minus half of the range, like the codes."""
     words = packed.data if packed.output_dim == 0 else packed.data.t()
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     values = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & ((1 << bits) - 1)
@@ -86,7 +87,7 @@ def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
 
 
 class CodedInt8Kernel(Int8ScaledMMLinearKernel):
-    """int8 weights with a scale of each column, or of each layer that vLLM joins; inputs are not rounded."""
+    """int8 weights with a scale for each column or for each layer that vLLM joins. Inputs are not rounded."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

@@ -17,7 +17,8 @@ class CodedLayer:
         """Packs the weight in place of the layer's parameter `name`.
 
         Args:
-            keep: whether vLLM still reads the parameter, so that this object holds the packed copy.
+            keep: whether vLLM still reads the parameter. Then the parameter stays, and this object holds the
+                packed weight.
         """
         packed = coded.pack(coded.register(), weight)
         self._name, self._packed = name, packed.packed if keep else None
@@ -41,7 +42,7 @@ def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:
 
 
 def find_column_scale(dtype: torch.dtype) -> Scale:
-    """Returns the type of scale for column scales of this dtype: bf16, float16 or float32."""
+    """Returns the kernels' type of column scales for bf16, float16 or float32."""
     return {
         torch.bfloat16: Scale.COLUMN_BF16,
         torch.float16: Scale.COLUMN_F16,

@@ -24,7 +24,7 @@ from vllm_heteroinfer.patches.registry import CPU_ATTENTION
 from vllm_heteroinfer.patches.replacing import replace
 
 _HALVES: Final = "heteroinfer_halves"
-"""Attribute of a KV cache tensor. A layer can release its cache; the views must be freed with the cache."""
+"""Attribute of a KV cache tensor with its `_CacheHalves`. So the views are freed together with the cache."""
 _DECODER: Final = AttentionType.DECODER
 
 

@@ -39,17 +39,17 @@ from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
 _GROUP = 128
-"""Inputs of a block of FP8 weights that share a scale; its columns are any multiple of SHARED_COLUMNS."""
+"""A block of FP8 weights with one scale has so many inputs, and a multiple of SHARED_COLUMNS columns."""
 
 
 def install() -> None:
-    """Hands this process's quantized linear layers to our kernels, unless the user chose vLLM's."""
+    """Puts our kernels first in vLLM's lists for CPUs, unless the user chose vLLM's kernels."""
     if not is_wanted(os.environ):
         return
     try:
         library = coded.register()
     except KernelsUnavailableError:
-        return  # the code of linear layers logs the reason
+        return  # `LinearLayers` logs the reason
     lists: tuple[tuple[dict[PlatformEnum, list[Any]], type], ...] = (
         (_POSSIBLE_FP8_KERNELS, CodedFp8Kernel),
         (_POSSIBLE_FP8_BLOCK_KERNELS, CodedFp8BlockKernel),
@@ -68,9 +68,9 @@ def install() -> None:
 
 
 def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that keeps the weights of joined layers, and repeats each layer's scale.
+    """Returns a replacement that keeps the weights of joined layers, and repeats each layer's scale.
 
-    vLLM's own function would round the weights again, to share one scale.
+    vLLM's own function would round the weights again, so that they share one scale.
     """
 
     def requantize_with_max_scale(
@@ -111,7 +111,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes, with one scale for each column."""
         name, scale_name, *_ = self.layer_param_names
-        codes = getattr(layer, name).data.t()  # vLLM has made it [inputs, columns] by a view
+        codes = getattr(layer, name).data.t()  # vLLM's parameter is a view [inputs, columns]
         columns, inputs = codes.shape
         scales = getattr(layer, scale_name).data.float().reshape(-1, 1).expand(columns, 1).contiguous()
         weight = Coded(
@@ -134,7 +134,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
 
 
 class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
-    """FP8 weights with a scale of each 128 inputs of a block of columns."""
+    """FP8 weights with one scale for each block of 128 inputs and some columns."""
 
     apply_input_quant = False
 

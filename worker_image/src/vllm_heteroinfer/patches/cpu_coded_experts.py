@@ -25,13 +25,13 @@ from vllm_heteroinfer.patches.registry import CPU_CODED_EXPERTS_CHOICE, CPU_CODE
 from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
-_OFFERED: Final = frozenset(
+_CLASSES_OF_OUR_FORMATS: Final = frozenset(
     {
         *("CPUExpertsFp8", "CPUExpertsMxfp4", "CPUExpertsInt4", "CPUExpertsInt8"),
         *("Mxfp8EmulationTritonExperts", "Nvfp4QuantizationEmulationTritonExperts"),
     }
 )
-"""vLLM's classes of CPU kernels. For formats without one: classes that keep parameters as in the file."""
+"""vLLM's classes for CPU kernels; for formats without one, classes that keep the file's parameters."""
 
 
 class PackedStageExperts(Protocol):
@@ -84,7 +84,7 @@ def _with_our_formats(
         cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
     ) -> tuple[bool, str | None]:
         """Returns True for classes whose format our kernels compute, else vLLM's answer."""
-        if cls.__name__ in _OFFERED and _has_all_experts(moe_config):
+        if cls.__name__ in _CLASSES_OF_OUR_FORMATS and _has_all_experts(moe_config):
             return True, None
         return original(cls, moe_config, weight_key, activation_key, activation_format)
 
@@ -105,7 +105,7 @@ def _with_our_method(
             or _uses_cpu_experts(method, moe_config)
         ):
             return method
-        # vLLM's loader asks for the name of the class, and loaders of models for its base classes.
+        # The new class keeps the name, which vLLM's loader reads, and the base class, which models check.
         vllm_class = type(method)
         own_members = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
         method.__class__ = type(
@@ -133,10 +133,10 @@ def _uses_cpu_experts(method: Any, config: Any) -> bool:
 
 
 class _CodedMethod:
-    """Packs and computes a layer's experts instead of a method of vLLM.
+    """Packs and computes a layer's experts instead of vLLM's method.
 
-    Its members go into a class below the method's own. As a base class it would change the layout of the
-    method, which exists already.
+    `_with_our_method` copies its members into a subclass of the method's class. The method exists already, so
+    its class cannot get another base class.
     """
 
     pack_experts: tuple[PackExperts]

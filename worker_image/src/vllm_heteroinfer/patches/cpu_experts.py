@@ -41,19 +41,19 @@ def install() -> None:
     """
     if is_wanted(os.environ):
         logged: set[torch.dtype] = set()
-        replace(CPU_EXPERTS_PACKING, partial(_packing_bf16, logged))
-        replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, logged))
-        replace(CPU_EXPERTS_APPLY, _computing)
-        replace(CPU_FP8_EXPERTS_APPLY, _computing)
+        replace(CPU_EXPERTS_PACKING, partial(_with_our_bf16_packing, logged))
+        replace(CPU_FP8_EXPERTS_PACKING, partial(_with_our_fp8_packing, logged))
+        replace(CPU_EXPERTS_APPLY, _with_our_computation)
+        replace(CPU_FP8_EXPERTS_APPLY, _with_our_computation)
 
 
 def library_of(layer: Any) -> KernelLibrary | None:
     """Returns the kernels for which a layer's routed experts are packed; None if vLLM computes them."""
-    return _library_of(getattr(layer, "w13_weight", None))
+    return _find_packing_library(getattr(layer, "w13_weight", None))
 
 
 def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> PackedExperts:
-    """Joins a layer's weights with the scales of vLLM's experts object.
+    """Returns a layer's packed weights together with the scales from vLLM's experts object.
 
     Raises:
         ValueError: weights and scales do not fit together.
@@ -77,16 +77,16 @@ def check_limit(vllm_experts: Any) -> None:
         )
 
 
-def _library_of(weight: Any) -> KernelLibrary | None:
-    """Returns the kernels for which a weight is packed; None if it is vLLM's own."""
+def _find_packing_library(weight: Any) -> KernelLibrary | None:
+    """Returns the kernels for which a weight was packed; None if vLLM packed it."""
     library: KernelLibrary | None = getattr(weight, _LIBRARY, None)
     return library
 
 
-def _packing_bf16(
+def _with_our_bf16_packing(
     logged: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
 ) -> Callable[[Any, torch.nn.Module], None]:
-    """Returns a packing of bf16 experts for our kernels, which calls vLLM's `original` for others."""
+    """Returns a replacement that packs bf16 experts for our kernels, and others by `original`."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         """Packs a layer's experts in place of its parameters."""
@@ -102,11 +102,11 @@ def _packing_bf16(
     return process_weights_after_loading
 
 
-def _packing_fp8(
+def _with_our_fp8_packing(
     logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a packing of FP8 experts for our kernels, which calls vLLM's `original` for others."""
+    """Returns a replacement that packs FP8 experts for our kernels, and others by `original`."""
 
     def prepare_fp8_moe_layer_for_cpu(
         w13: torch.Tensor, w2: torch.Tensor
@@ -139,13 +139,13 @@ def _log_once(logged: set[torch.dtype], library: KernelLibrary, dtype: torch.dty
         _logger.info("CPU experts: HeteroInfer's %s kernels (%s)", name, ", ".join(library.paths))
 
 
-def _computing(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns an apply() that computes packed experts by our kernels, and others by vLLM's `original`."""
+def _with_our_computation(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a replacement that computes experts packed by us, and others by vLLM's `original`."""
 
     def apply(self: Any, **named: Any) -> None:
         """Writes each row's weighted sum of its experts to `output`."""
         check_limit(self)
-        library = _library_of(named["w1"])
+        library = _find_packing_library(named["w1"])
         # Simulated routers return int64, but all kernels need int32 (…/router/routing_simulator_router.py).
         named["topk_ids"] = named["topk_ids"].to(torch.int32).contiguous()
         if library is None:

@@ -54,7 +54,8 @@ class _KernelChoice:
         methods: mapping that contains the `quant_method` of the runner's experts.
         method: that `quant_method`.
         hidden: hidden size.
-        logits_of: number of experts if the model passes router logits; 0 if the runner has a gate.
+        num_logits: number of router logits that the model passes for each row; 0 if the runner computes the
+            logits itself, by its gate.
     """
 
     mixture: Mixture | None
@@ -62,7 +63,7 @@ class _KernelChoice:
     methods: Mapping[str, Any]
     method: Any
     hidden: int = 0
-    logits_of: int = 0
+    num_logits: int = 0
 
     def is_valid(self) -> bool:
         """Returns whether the choice still holds for the runner.
@@ -116,8 +117,8 @@ def _supports_inputs(kept_choice: _KernelChoice, x: torch.Tensor, logits: torch.
         and x.shape[1] == kept_choice.hidden
         and x.stride(1) == 1
         and (
-            not kept_choice.logits_of
-            or (len(logits) == len(x) and supports_logits(logits, kept_choice.logits_of))
+            not kept_choice.num_logits
+            or (len(logits) == len(x) and supports_logits(logits, kept_choice.num_logits))
         )
     )
 
@@ -144,7 +145,7 @@ def _choose_kernels(runner: Any) -> _KernelChoice:
         methods=methods,
         method=method,
         hidden=experts.w2.shape[1],
-        logits_of=0 if gate is not None else routing.experts,
+        num_logits=0 if gate is not None else routing.experts,
     )
 
 

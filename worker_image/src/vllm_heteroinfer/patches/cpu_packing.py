@@ -30,17 +30,17 @@ from vllm_heteroinfer.patches.replacing import replace
 _UNPACKED_BYTES: Final = 16 << 20
 """Size of an unpacked slice, with 32 bits for each weight. Several such tensors exist at the same time."""
 _OUTPUTS: Final = 128
-"""A slice has a multiple of 128 outputs: blocks of kernels have 16 or 32 outputs, an AWQ word has 8."""
+"""A slice has a multiple of 128 outputs. So it has whole blocks of a kernel (16 or 32) and AWQ words (8)."""
 _WORD: Final = 8
 """Number of 4-bit weights in a 32-bit word."""
 
 
 def install() -> None:
     """Replaces vLLM's packing of 4-bit weights in this process."""
-    replace(CPU_INT4_EXPERTS_PACKING, _packing_by_expert)
-    replace(CPU_AWQ_PACKING, _converting_in_slices)
-    replace(CPU_INT4_PACKING, partial(_packing_in_slices, replaces_scales=False))
-    replace(CPU_INT4_PACKING_AMX, partial(_packing_in_slices, replaces_scales=True))
+    replace(CPU_INT4_EXPERTS_PACKING, _with_packing_by_expert)
+    replace(CPU_AWQ_PACKING, _with_conversion_in_slices)
+    replace(CPU_INT4_PACKING, partial(_with_packing_in_slices, replaces_scales=False))
+    replace(CPU_INT4_PACKING_AMX, partial(_with_packing_in_slices, replaces_scales=True))
 
 
 class _JoinedTensor:
@@ -70,8 +70,8 @@ class _JoinedTensor:
         self._whole.narrow(self._dim, size * first // count, size).copy_(part)
 
 
-def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that packs experts by calling vLLM's `original` for one expert at a time."""
+def _with_packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Returns a replacement that calls vLLM's `original` for one expert at a time."""
 
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
         """Packs the experts one by one into tensors for all experts."""
@@ -80,8 +80,8 @@ def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[...
         for index in range(count):
             packed = original(
                 quant_config,
-                *(_slice_of(tensor, index) for tensor in tensors),
-                **{name: _slice_of(tensor, index) for name, tensor in named.items()},
+                *(_select_expert(tensor, index) for tensor in tensors),
+                **{name: _select_expert(tensor, index) for name, tensor in named.items()},
             )
             joined_tensors = joined_tensors or [
                 None if tensor is None else _JoinedTensor(parts=count, dim=0, allocate=weight_memory.empty)
@@ -95,7 +95,7 @@ def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[...
     return process_weights_cpu
 
 
-def _slice_of(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+def _select_expert(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
     """Returns one expert of a tensor, as a tensor with one expert; None for None."""
     return None if tensor is None else tensor[index : index + 1]
 
@@ -107,11 +107,10 @@ def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + width, outputs)
 
 
-def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that converts a weight from AWQ slice by slice.
+def _with_conversion_in_slices(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a replacement that calls vLLM's `original` for a slice of the outputs at a time.
 
-    It calls vLLM's `original` for a slice of the outputs at a time. One call for all outputs would unpack the
-    whole weight.
+    One call for all outputs would unpack the whole weight.
     """
 
     def convert_awq_to_standard_format(
@@ -140,12 +139,10 @@ def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
     return convert_awq_to_standard_format
 
 
-def _packing_in_slices(
+def _with_packing_in_slices(
     original: Callable[[Any, Any], None], *, replaces_scales: bool
 ) -> Callable[[Any, Any], None]:
-    """Returns a function that packs a linear layer slice by slice.
-
-    It calls vLLM's `original` for a slice of the outputs at a time, as in `_converting_in_slices`.
+    """Returns a replacement that calls vLLM's `original` for a slice of the outputs at a time.
 
     Args:
         replaces_scales: whether `original` also packs the scales and the zero points.

@@ -20,7 +20,7 @@ from vllm_heteroinfer.patches.registry import CPU_ROPE
 from vllm_heteroinfer.patches.replacing import replace
 
 _VECTOR: Final = 8
-"""Number of pairs that vLLM's operation rotates at the same time in bf16."""
+"""vLLM's operation rotates this number of pairs at the same time in bf16."""
 
 
 def install() -> None:

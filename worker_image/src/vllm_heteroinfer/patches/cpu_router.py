@@ -22,7 +22,7 @@ from vllm_heteroinfer.patches.registry import CPU_ROUTER
 from vllm_heteroinfer.patches.replacing import replace
 
 _CHOOSER: Final = "heteroinfer_chooser"
-"""Attribute of vLLM's router that keeps the bias's address and the `Chooser`."""
+"""Attribute of vLLM's router in which `_find_chooser` caches the bias's address and the `Chooser`."""
 _SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -35,9 +35,9 @@ def install() -> None:
 
 
 def routing_of(router: Any) -> ExpertChoice | None:
-    """Returns the router's choice of experts, with a view of its bias.
+    """Returns how a router chooses experts, with a view of its bias.
 
-    None if our kernels do not support the choice.
+    Returns None if our kernels do not support the choice.
     """
     bias = router.e_score_correction_bias
     has_own_choice = router.use_grouped_topk or router.custom_routing_function is not None
@@ -63,7 +63,10 @@ def routing_of(router: Any) -> ExpertChoice | None:
 
 
 def _with_gpu_choice(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
-    """Returns a compute_routing() that chooses as vLLM's GPU routers do, by our kernels if possible."""
+    """Returns a compute_routing() that chooses the same experts as vLLM's GPU routers.
+
+    It calls our kernels if they support the router, and otherwise operations of torch.
+    """
 
     def compute_routing(
         self: Any,
@@ -90,7 +93,7 @@ def _with_gpu_choice(original: Callable[..., tuple[torch.Tensor, torch.Tensor]])
 
 
 def _find_chooser(router: Any) -> Chooser | None:
-    """Returns the kernels' chooser for a router, cached on the router; None if torch must choose."""
+    """Returns the kernels' chooser for a router; None if torch must choose. Caches it on the router."""
     bias = router.e_score_correction_bias
     address = 0 if bias is None else bias.data_ptr()
     cached = router.__dict__.get(_CHOOSER)

@@ -20,11 +20,11 @@ def install() -> None:
     Raises:
         PatchError: vLLM's function is missing or differs from the verified version.
     """
-    replace(ENGINE_PAUSE, _counting_answers)
+    replace(ENGINE_PAUSE, _with_counted_answers)
 
 
-def _counting_answers(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns a step of the engine that counts as executed if it has answers."""
+def _with_counted_answers(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a replacement that counts a step as executed if it has answers."""
 
     def process_engine_step(self: Any) -> bool:
         """Runs vLLM's step with a step function that counts answers."""

@@ -1,4 +1,7 @@
-"""How a feed-forward rank gets asks and sends answers: through a slab of its pod, or over TCP for its pod."""
+"""How a feed-forward rank gets asks and sends answers: through shared memory of its pod, or over TCP.
+
+An ask is the asking rank's request to compute a layer for some rows.
+"""
 
 import ctypes
 import os
@@ -28,9 +31,9 @@ from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 
 ACCUSE_EARLIER_S = 0.3
-"""Seconds by which a pod's first rank reports a stuck rank of its pod before the asking rank's time limit.
+"""A pod's first rank reports a stuck rank of its pod this many seconds before the asking rank's time limit.
 
-At this limit, the asking rank would blame the first rank."""
+At the limit, the asking rank would report the first rank as stuck."""
 
 
 class Line(Protocol):
@@ -102,26 +105,30 @@ class SlabLine:
         self._wait, self._answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
-        """See `Line`."""
+        """Reports that this rank can answer, with the nonce that it wrote into the slab."""
         ready = LaneReady(nonce=self._nonce.hex(), ask_s=ask_s, row_s=row_s)
         self._context.store.put(lane_key(self._context.rank.rank), codec.to_json(ready))
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
-        """See `Line`."""
+        """Waits for an ask in the slab. Returns whether an ask came within the limit.
+
+        Raises:
+            PeerGoneError: the asking rank has ended.
+        """
         result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
         if result == slab_library.STOPPED:
             raise PeerGoneError(self._owner, "the asking rank has ended, so this rank gets no more work")
         return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
-        """See `Line`."""
+        """Marks the last ask as answered in this rank's lane, and adds to the lane's counters."""
         self._answer(self._address, self.lane, status, rows, ids, topk, busy_ns)
 
 
 class PodLine:
-    """The line of a pod without the asking rank, held by its first feed-forward rank.
+    """The line of the first feed-forward rank in a pod without the asking rank.
 
-    It receives asks into the pod's slab, and sends the sum of the answers of the pod's ranks.
+    It receives asks over TCP into the pod's slab, and sends the sum of the answers of the pod's ranks.
     """
 
     lane = 0
@@ -165,7 +172,11 @@ class PodLine:
         self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
-        """See `Line`."""
+        """Receives an ask over TCP into the pod's slab. Returns whether an ask came within the limit.
+
+        Raises:
+            PeerGoneError: the connection to the asking rank has ended.
+        """
         result = slab_library.load().heteroinfer_ff_receive(
             self._link_at,
             self.slab.address,
@@ -182,11 +193,11 @@ class PodLine:
         return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
-        """See `Line`.
+        """Waits for the answers of the pod's ranks, and sends their sum to the asking rank.
 
         Raises:
             LaneError: another rank of the pod is late, or failed.
-            PeerGoneError: the rank that asks has ended.
+            PeerGoneError: the connection to the asking rank has ended.
         """
         calls, slab = slab_library.load(), self.slab
         calls.heteroinfer_ff_answer(slab.address, self.lane, status, rows, ids, topk, busy_ns)

@@ -31,9 +31,9 @@ from vllm_heteroinfer.rank.lane_meter import LaneMeter
 _logger = logging.getLogger(__name__)
 
 LIMIT_NS: Final = 1_000_000_000
-"""Longest single wait for an ask. After it, the rank waits again."""
+"""Longest single wait for an ask, in nanoseconds. After it, the rank waits again."""
 FAILED: Final = 1
-"""Status of an answer whose computation raised."""
+"""Status of an answer whose computation raised an exception."""
 
 
 def serve(context: RankContext) -> NoReturn:
@@ -73,10 +73,7 @@ def serve(context: RankContext) -> NoReturn:
 
 
 class Lane:
-    """Computes layers for the asking rank.
-
-    A lane is the number of a feed-forward rank in the slab.
-    """
+    """A feed-forward rank's part in the slab: computes layers for the asking rank."""
 
     def __init__(self, context: RankContext, shape: Shape, loaded_parts: LoadedParts) -> None:
         """Warms up, opens the line to the asking rank, and reports this rank as ready."""
@@ -118,8 +115,8 @@ class Lane:
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
-            ask_s = max(_time_of(compute, 1) for compute in all_computes.values())
-            row_s = _time_of(next(iter(all_computes.values())), rows) / rows
+            ask_s = max(_measure_s(compute, 1) for compute in all_computes.values())
+            row_s = _measure_s(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
 
     def _build_request_views(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
@@ -142,7 +139,7 @@ class Lane:
                 start = time.perf_counter_ns()
                 try:
                     if rows.value:
-                        self._compute_of_layer(layer.value)(rows.value)
+                        self._find_compute(layer.value)(rows.value)
                 except BaseException:
                     line.answer(FAILED, 0, None, 0, 0)
                     raise
@@ -150,7 +147,7 @@ class Lane:
                 counted_rows = 0 if layer.value == PROBE_LAYER else rows.value
                 line.answer(0, counted_rows, ids, topk, time.perf_counter_ns() - start)
 
-    def _compute_of_layer(self, layer: int) -> Compute:
+    def _find_compute(self, layer: int) -> Compute:
         """Returns the function that answers asks for a layer.
 
         The probe's layer is answered with its input.
@@ -171,7 +168,7 @@ class Lane:
         slab.y[self._line.lane][:rows].copy_(slab.x[:rows])
 
 
-def _time_of(compute: Compute, rows: int) -> float:
+def _measure_s(compute: Compute, rows: int) -> float:
     """Returns the seconds that a computation of `rows` rows takes."""
     start = time.perf_counter()
     compute(rows)

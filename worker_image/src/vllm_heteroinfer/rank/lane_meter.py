@@ -12,7 +12,7 @@ from vllm_heteroinfer.pod.threads import start_thread
 from vllm_heteroinfer.rank.context import RankContext
 
 INTERVAL_S: Final = 0.25
-"""Time between two reads of the lane's counters. Answering an ask takes no extra time for them."""
+"""Time between two reads of the lane's counters. A thread reads them, so that answers are not delayed."""
 
 
 class LaneMeter:
@@ -53,7 +53,7 @@ class LaneMeter:
         start_thread(self._run, name="heteroinfer-lane", failed=self._context.fail)
 
     def _run(self) -> None:
-        """Reports changes at each interval."""
+        """Reports changes at each interval, until the process ends."""
         while not self._ended.wait(INTERVAL_S):
             self.report_changes()
 

@@ -141,7 +141,7 @@ class RankMetrics(Meter):
         )
         self._client_steps = 0
         self._all_steps = 0
-        """Finished steps of all requests, including the group's own: they name steps in reports."""
+        """Number of finished steps, including those of the group's own request. It names steps in reports."""
         self._averages: tuple[float, ...] = ()
         self._step_name: str | None = None
         self._step = Step()
@@ -196,7 +196,9 @@ class RankMetrics(Meter):
                 self._reporter.set_work(None)
 
     def continue_on_device(self) -> Callable[[float], None]:
-        """Marks this step as running on the device after the worker's calls. Call it between enter and leave.
+        """Marks this step as running on the device after the worker's calls.
+
+        Call it between `begin_call` and `end_call`.
 
         Returns:
             A function to call once, from any thread, when the device is done, with the seconds that the last
@@ -209,7 +211,7 @@ class RankMetrics(Meter):
             """Ends the step's work on the device."""
             with self._lock:
                 now = time.perf_counter()
-                if step.between_calls:  # within a call, leave() adds its time
+                if step.between_calls:  # within a call, `end_call` adds the call's time
                     step.step_s += now - entered
                 step.transfer_s["send"] += copy_s
                 self._mark_done_on_device(step, now)
@@ -217,7 +219,7 @@ class RankMetrics(Meter):
         return done
 
     def continue_into_next_step(self) -> Callable[[], None]:
-        """Like `continue_on_device`, for a step that the device still runs when the next step is called.
+        """Marks this step as running on the device even when the next step's call begins.
 
         Such steps overlap. A step's time begins at its first call or at the end of the step before it,
         whichever is later.
@@ -418,6 +420,7 @@ def serve(
                 self._answer(404, b"expected /metrics or /healthz\n", "text/plain")
 
         def _answer(self, status: int, body: bytes, kind: str) -> None:
+            """Sends a response; `kind` is its content type."""
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))

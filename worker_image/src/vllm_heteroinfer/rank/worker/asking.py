@@ -83,7 +83,7 @@ class Asking(RankMode):
 
     @contextmanager
     def loading(self) -> Iterator[ModelLoad]:
-        """Makes the model that is built inside leave out the parts of feed-forward ranks.
+        """Makes the model that is built inside this context leave out the parts of feed-forward ranks.
 
         Feed-forward ranks get their recipe before this rank reads its own weights.
 
@@ -117,11 +117,11 @@ class Asking(RankMode):
         context = self._context
         shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
-        describe_ask, ready = self._relay(slab, ready)
+        describe_ask, ready = self._start_relay(slab, ready)
         exchange = self._open_exchange(slab, ready, describe_ask)
         probe(exchange, shape, self._device, len(self._ranks))
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
-        remote.connect(self._share_experts(exchange, runner))
+        remote.connect(self._let_gpu_compute_experts(exchange, runner))
         _logger.info(
             "rank %d: feed-forward ranks %s compute %d layers for it, at most %d rows of %d elements at once",
             context.rank.rank,
@@ -141,8 +141,11 @@ class Asking(RankMode):
 
         return CudaExchange(slab, self._device, limit_s=self._context.step_timeout_s)
 
-    def _share_experts(self, exchange: remote.Asks, runner: Any) -> remote.Asks:
-        """Returns an exchange with which a GPU computes some experts itself, if the plan gives it memory."""
+    def _let_gpu_compute_experts(self, exchange: remote.Asks, runner: Any) -> remote.Asks:
+        """Returns an exchange with which a GPU also computes experts, if the plan gives it memory.
+
+        Otherwise returns `exchange`.
+        """
         context = self._context
         own, ranks = context.rank, self._ranks
         if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
@@ -169,7 +172,8 @@ class Asking(RankMode):
             )
         except (ContractError, CudaError) as error:  # some machines cannot pin so much memory for the GPU
             _logger.warning(
-                "CPUs compute all experts, also of long prompts: the GPU cannot copy them (%s)", error
+                "CPU ranks compute all experts, also of long batches, because the GPU cannot copy them (%s)",
+                error,
             )
             return exchange
 
@@ -203,10 +207,15 @@ class Asking(RankMode):
 
         return count
 
-    def _relay(
+    def _start_relay(
         self, slab: Slab, ready: tuple[LaneReady, ...]
     ) -> tuple[Callable[[int], str], tuple[LaneReady, ...]]:
-        """Connects to feed-forward ranks of other pods, if there are any, and starts the relay."""
+        """Connects to feed-forward ranks of other pods, if there are any, and starts the relay.
+
+        Returns:
+            A function that describes how far an ask to a lane got, and the reports of all lanes, which now
+            include the time of the network.
+        """
         context = self._context
         relayed = relayed_lanes(self._lanes, context.rank)
         if not relayed:
@@ -222,10 +231,10 @@ class Asking(RankMode):
         return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Wakes the lanes before a step's asks, except in the group's own first request."""
+        """Wakes the sleeping lanes before a step's asks, except in the group's own first request."""
         if counts:
             self._slab.wake_lanes()
 
     def check_steps(self) -> None:
-        """Raises RuntimeError if an ask timed out; see `Watch.check_steps`."""
+        """Raises RuntimeError if the device gave up waiting for an answer, which makes the result invalid."""
         self._watch.check_steps()
