@@ -13,7 +13,7 @@ that copies whole layers can take less than their bytes over it.
 
 What is measured is printed and appended to `--results` at the same time; the tables come last, also after
 `--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
-`gpu` on the CPU with a tiny shape, to try the program.
+`gpu` on the CPU with a tiny shape, to try the program. That Python also needs pydantic, and operator/src.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.plan import BY_RATE, Device, Plan
+from heteroinfer_operator.planning.moved_layers import spread_evenly
 from tests.bench.exchange_trace import read_steps, to_table
 from tests.bench.model_shapes import SHAPES, make_shape
 from tests.gpu.scrape import scrape
@@ -228,11 +229,11 @@ def max_len_of(options: argparse.Namespace) -> int:
 def plan_of(
     model: Path, off: int, options: argparse.Namespace, share: int = BY_RATE, ring_mib: int = 0
 ) -> Plan:
-    """Returns a plan of one GPU rank and the feed-forward ranks of the first `off` layers."""
+    """Returns a plan of one GPU rank, and feed-forward ranks of `off` layers that are spread as in a plan."""
     plan = feed_forward_plan(
         model,
         num_layers=options.layers,
-        remote=range(off),
+        remote=spread_evenly(range(options.layers), off),
         shares=[share] * options.lanes,
         device=Device.GPU,
         dtype="bfloat16",

@@ -60,18 +60,19 @@ def serving(
     *,
     shares: Sequence[int] = (1,),
     pods: Sequence[int] = (),
+    remote: Sequence[int] = (),
     by_experts: bool = False,
     device: Device = Device.CPU,
     env: dict[str, str] | None = None,
     ready: bool = True,
     **engine: Any,
 ) -> Iterator[Group]:
-    """Starts a group with every layer's feed-forward part on feed-forward ranks; yields it once `ready`."""
-    remote = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
+    """Starts a group whose feed-forward ranks compute all layers or those in `remote`; yields it once `ready`."""
+    all_layers = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
         model,
         num_layers=tiny_models.LAYERS,
-        remote=remote,
+        remote=remote or all_layers,
         shares=shares,
         pods=pods,
         by_experts=by_experts,

@@ -18,6 +18,7 @@ from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecas
 from tests.shapes.page import ask
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.test_feed_forward import feed_forward, mixture
 
 MIXED = (gpu(deviceMemory="24Gi"), cpu(memory="64Gi"))
 LARGE = profile(num_layers=96)
@@ -172,6 +173,18 @@ def test_verdict_and_table_come_before_details() -> None:
         "CHOICES",
     ]
     assert "More: " not in full
+
+
+def test_the_table_shows_layers_that_are_spread_over_the_model() -> None:
+    def layers_of(moved: int) -> str:
+        role = feed_forward(own={"layers": moved}, device_memory="80Gi")
+        text = describe_plan(plan(role, mixture()), "llama", ShownParts())
+        (line,) = (line for line in text.splitlines() if "(feed-forward)" in line)
+        return re.split("  +", line)[3]
+
+    assert layers_of(3) == "3 (7, 15, 23)"
+    assert layers_of(6) == "6 (spread over 3-23)"
+    assert layers_of(24) == "24 (0-23)"
 
 
 def test_refusals_and_unknown_memory_change_the_verdict() -> None:

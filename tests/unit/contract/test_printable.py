@@ -1,10 +1,12 @@
 """Sizes in one form; text from other parties, made safe for a terminal and a log."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_contract.printable import format_bytes, printable
+from heteroinfer_contract.printable import format_bytes, format_layers, printable
 
 
 def test_escapes_terminal_sequences() -> None:
@@ -27,3 +29,17 @@ def test_any_text_becomes_printable(text: str) -> None:
 )
 def test_formats_a_size_for_people(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (range(12), "0-11"),
+        ((5,), "5"),
+        ((0, 1, 2, 7), "0-2, 7"),
+        ((7, 15, 23), "7, 15, 23"),
+        ((3, 7, 11, 15), "spread over 3-15"),
+    ],
+)
+def test_layers_are_ranges_if_they_are_few(layers: Sequence[int], text: str) -> None:
+    assert format_layers(layers) == text

@@ -192,11 +192,11 @@ def test_notes_a_gpu_of_unknown_memory() -> None:
     assert note not in plan(feed_forward(), mixture()).notes
 
 
-def test_the_last_experts_move_first_and_dense_mlps_of_a_mixture_stay() -> None:
+def test_experts_of_spread_layers_move_and_dense_mlps_of_a_mixture_stay() -> None:
     planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture(dense_layers=2))
     share = planned.plan.ranks[1].feed_forward
     assert share is not None
-    assert share.layers == (21, 22, 23)
+    assert share.layers == (8, 15, 23)
     everything = plan(feed_forward(own={"layers": 22}), mixture(dense_layers=2)).plan.ranks[1].feed_forward
     assert everything is not None
     assert everything.layers == tuple(range(2, 24))

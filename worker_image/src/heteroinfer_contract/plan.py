@@ -102,11 +102,16 @@ class RankAssignment:
     ring_bytes: int = 0
 
     @property
+    def layers(self) -> Sequence[int]:
+        """Transformer layers that the rank holds, completely or in part, ascending."""
+        if self.feed_forward is not None:
+            return self.feed_forward.layers
+        return range(self.first_layer, self.end_layer)
+
+    @property
     def num_layers(self) -> int:
         """Number of transformer layers that the rank holds, completely or in part."""
-        if self.feed_forward is not None:
-            return len(self.feed_forward.layers)
-        return self.end_layer - self.first_layer
+        return len(self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

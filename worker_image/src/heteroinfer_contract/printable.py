@@ -1,4 +1,14 @@
-"""Text for people: sizes, and foreign text made safe for a terminal and a log. Stdlib only; pure."""
+"""Text for people: sizes, layers, and foreign text made safe for a terminal and a log.
+
+Stdlib only; pure.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final
+
+_SHOWN_RANGES: Final = 3
+"""The most ranges of layers in a text. More would not fit a column of a table."""
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -24,3 +34,14 @@ def printable(text: str, *, keep: str = "") -> str:
 def format_bytes(size: float) -> str:
     """Returns a size for people: GiB with two digits, MiB below 0.1 GiB."""
     return f"{size / 2**30:.2f} GiB" if abs(size) >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Returns ascending layers as ranges, such as "0-3, 7"; as "spread over 3-47" if they are many ranges."""
+    runs = [
+        [layer for _, layer in run]
+        for _, run in groupby(enumerate(layers), key=lambda each: each[1] - each[0])
+    ]
+    if len(runs) <= _SHOWN_RANGES:
+        return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"spread over {layers[0]}-{layers[-1]}"

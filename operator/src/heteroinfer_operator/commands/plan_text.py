@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
-from heteroinfer_contract.printable import format_bytes, printable
+from heteroinfer_contract.printable import format_bytes, format_layers, printable
 from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
@@ -174,7 +174,7 @@ def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
                 str(rank.rank),
                 f"{rank.role} (feed-forward)" if rank.feed_forward is not None else rank.role,
                 rank.device.value,
-                f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
+                f"{rank.num_layers} ({format_layers(rank.layers)})",
                 _describe_memory(planned, rank, roles),
                 duration(rank.predicted_step_s),
                 *([nodes[rank.pod]] if nodes else []),

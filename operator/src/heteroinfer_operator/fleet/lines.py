@@ -46,7 +46,7 @@ class RankLine:
         compute_ms: time in which the rank computes in that step.
         wait_ms: time in which the rank waits for other ranks in that step.
         predicted_ms: predicted `compute_ms` of a step with one request.
-        layers: first and last layer of the rank, such as "0-11".
+        layers: layers of the rank, such as "0-11".
         seen_s: seconds since its last heartbeat.
     """
 
@@ -232,7 +232,7 @@ def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
             phase=group.phase.value,
             stage=rank.stage,
             device=rank.device.value,
-            layers=f"{rank.first_layer}-{rank.end_layer - 1}",
+            layers=format_layers(rank.layers),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Final
@@ -26,6 +26,7 @@ from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
 from heteroinfer_operator.planning.expert_ring import CopiedLayers, ExpertRing
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
+from heteroinfer_operator.planning.moved_layers import choose_layers, group_by_cost
 from heteroinfer_operator.planning.packing import packed_ratio
 from heteroinfer_operator.planning.prediction import StepLoad, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates
@@ -128,24 +129,32 @@ def choose_feed_forward_part(
     role = topology.stages[0][0].placed.role
     sets = rank_sets(role, roles, inventory)
     set_by_user = None if role.feed_forward is None else role.feed_forward.layers
-    order = _cheapest_first(profile)
-    if set_by_user is not None and set_by_user > len(order):
+    groups = group_by_cost(profile)
+    movable = sum(map(len, groups))
+    if set_by_user is not None and set_by_user > movable:
         raise PlanError(
-            f"role {role.name}: feedForward.layers must be at most {len(order)}, the number of layers with "
+            f"role {role.name}: feedForward.layers must be at most {movable}, the number of layers with "
             f"experts or an MLP (got {set_by_user}). Lower feedForward.layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     _check_lanes(sets)
-    by_experts = _is_by_experts(sum(each.count for each in sets), profile, order)
-    largest = build_feed_forward_part(sets, profile, order[:set_by_user], by_experts=by_experts)
-    check_stage = partial(_check_stage_rank, role.name, topology, largest, len(order), engine, inventory)
+    build = partial(
+        build_feed_forward_part,
+        sets,
+        profile,
+        by_experts=_is_by_experts(
+            sum(each.count for each in sets), profile, list(chain.from_iterable(groups))
+        ),
+    )
+    largest = build(choose_layers(groups, set_by_user or movable))
+    check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
     try:
         check_stage()
     except PlanError:  # the error also has the memory that the feed-forward ranks lack
         largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
         run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
-    for count in range(1, len(order) + 1) if set_by_user is None else (set_by_user,):
-        remote = build_feed_forward_part(sets, profile, order[:count], by_experts=by_experts)
+    for count in range(1, movable + 1) if set_by_user is None else (set_by_user,):
+        remote = build(choose_layers(groups, count))
         if stage_rank_missing_bytes(topology, remote.remaining, engine, inventory) <= 0:
             break
     remote = replace(remote, shares=_planned_shares(remote, engine, inventory))
@@ -282,7 +291,7 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
 def largest_feed_forward_part(profile: ModelProfile) -> FeedForwardPart:
     """Returns the part of the model of one feed-forward rank that has the experts or MLPs of all layers."""
     one = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
-    return build_feed_forward_part((one,), profile, _cheapest_first(profile))
+    return build_feed_forward_part((one,), profile, list(chain.from_iterable(group_by_cost(profile))))
 
 
 def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
@@ -302,24 +311,6 @@ def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Itera
             yield f"needs engine.args {option} to be {values} (got {value}), because {why}. Remove {option}"
     if not any(kind.feed_forward_bytes for kind in profile.layers):
         yield f"does not support {name}: the planner finds no experts and no MLPs in its layers. {remedy}"
-
-
-def _cheapest_first(profile: ModelProfile) -> list[int]:
-    """Returns the layers with experts or an MLP; those that read the smallest part for one token come first.
-
-    A model with experts contributes only its layers with experts, because feed-forward ranks do not support
-    its dense MLPs (vllm_heteroinfer/feed_forward/held.py).
-    """
-
-    def cost(index: int) -> tuple[float, int]:
-        kind = profile.layer(index)
-        active = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
-        # Of equal layers, the later one comes first.
-        return active / kind.feed_forward_bytes, -index
-
-    indices = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
-    with_experts = [index for index in indices if profile.layer(index).experts]
-    return sorted(with_experts or indices, key=cost)
 
 
 def build_feed_forward_part(
@@ -414,11 +405,11 @@ def with_one_more_layer(
 ) -> FeedForwardPart | None:
     """Returns the part with one more layer; None if the user set the layers, or if the rank has no more."""
     setting = topology.stages[0][0].placed.role.feed_forward
-    order = _cheapest_first(profile)
-    count = len(remote.layers) + 1
-    if (setting is not None and setting.layers is not None) or count > len(order):
+    groups, count = group_by_cost(profile), len(remote.layers) + 1
+    if (setting is not None and setting.layers is not None) or count > sum(map(len, groups)):
         return None
-    return build_feed_forward_part(remote.sets, profile, order[:count], by_experts=remote.by_experts)
+    layers = choose_layers(groups, count)
+    return build_feed_forward_part(remote.sets, profile, layers, by_experts=remote.by_experts)
 
 
 def stage_rank_missing_bytes(

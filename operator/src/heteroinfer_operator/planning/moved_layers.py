@@ -1,0 +1,47 @@
+"""Mode FeedForward: the order in which layers give their experts or MLPs to CPU ranks. Pure."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from heteroinfer_contract.model_profile import ModelProfile
+
+
+def group_by_cost(profile: ModelProfile) -> list[list[int]]:
+    """Returns the layers with experts or an MLP in groups of equal cost, the cheapest group first.
+
+    The cost of a layer is the part of its weights that a step of one token reads. A model with experts
+    contributes only its layers with experts, because feed-forward ranks do not support its dense MLPs
+    (vllm_heteroinfer/feed_forward/held.py).
+    """
+
+    def cost(index: int) -> float:
+        kind = profile.layer(index)
+        active = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
+        return active / kind.feed_forward_bytes
+
+    indices = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
+    with_experts = [index for index in indices if profile.layer(index).experts]
+    return [list(group) for _, group in groupby(sorted(with_experts or indices, key=cost), key=cost)]
+
+
+def choose_layers(groups: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Returns `count` layers of the cheapest groups; those of the last group are spread over it.
+
+    In long prompts the GPU copies experts of these layers, and it can copy while it computes the layers in
+    between. So each layer in the result is the last of an equal part of its group: the distances differ by at
+    most one layer, also from the last layer of a step to the first layer of the next step. No fixed order of
+    layers has so even distances for every count.
+
+    Args:
+        groups: the result of `group_by_cost`.
+        count: at most the number of layers in all groups.
+    """
+    chosen: list[int] = []
+    for group in groups:
+        chosen += spread_evenly(group, min(count - len(chosen), len(group)))
+    return chosen
+
+
+def spread_evenly(layers: Sequence[int], count: int) -> list[int]:
+    """Returns the last layer of each of `count` equal parts of a sequence."""
+    return [layers[(part + 1) * len(layers) // count - 1] for part in range(count)]
