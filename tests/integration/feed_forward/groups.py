@@ -67,7 +67,7 @@ def serving(
     ready: bool = True,
     **engine: Any,
 ) -> Iterator[Group]:
-    """Starts a group whose feed-forward ranks compute all layers or those in `remote`; yields it once `ready`."""
+    """Starts a group with all layers, or `remote`, on feed-forward ranks; yields it once `ready`."""
     all_layers = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
         model,

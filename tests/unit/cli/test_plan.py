@@ -85,7 +85,7 @@ def test_prints_verdict_figures_and_ranks(
         "  rates        defaults: this machine was not measured. Run `heteroinfer calibrate` (under a minute)"
     )
     assert heading.split() == ["RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP"]
-    assert first.split()[:5] == ["0", "cpu", "CPU", "1", "(0-0)"]
+    assert first.split()[:5] == ["0", "cpu", "CPU", "1", "(0)"]
     assert last.split()[:5] == ["1", "gpu", "GPU", "3", "(1-3)"]
     assert " of 72.00 GiB" in last
     note, *advice, empty = notes

@@ -17,6 +17,7 @@ from heteroinfer_operator.fleet.screen import (
     describe_predictions,
     describe_waits,
 )
+from tests.unit.planning.test_feed_forward import feed_forward, mixture, plan
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
@@ -84,6 +85,12 @@ def test_without_leaders_the_status_provides_ranks_and_the_last_culprit() -> Non
     ]  # fmt: skip
     assert first[:7] == ["rank 0 cpu", "a", "Ready", "", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "", "20.0", "15.0", "4.0"]
+
+
+def test_ranks_of_a_plan_show_their_layers() -> None:
+    planned = plan(feed_forward(own={"layers": 3}, device_memory="80Gi"), mixture()).plan
+    line = build_line(KEY, status(), {}, {"p": planned})
+    assert [rank.layers for group in line.lines for rank in group.ranks] == ["0-23", "7, 15, 23"]
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ UNSHARED = pytest.mark.parametrize(
 def test_mlps_with_indivisible_columns_are_refused(unit: int, columns: int, why: str) -> None:
     dense = profile(kinds=(replace(DENSE, columns=columns),), kind_of_layer=(0,) * 32)
     with pytest.raises(
-        PlanError, match=rf"role gpu, layer 26: {why}.*\. Use .*: lower feedForward.ranks"
+        PlanError, match=rf"role gpu, layer 4: {why}.*\. Use .*: lower feedForward.ranks"
     ) as refused:
         plan(of_ranks(4), replace(dense, column_unit=unit))
     assert refused.value.reason == "UnsupportedParallelism"

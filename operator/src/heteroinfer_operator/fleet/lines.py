@@ -9,6 +9,7 @@ from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.printable import format_layers
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,
