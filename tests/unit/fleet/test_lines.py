@@ -17,7 +17,8 @@ from heteroinfer_operator.fleet.screen import (
     describe_predictions,
     describe_waits,
 )
-from tests.unit.planning.test_feed_forward import feed_forward, mixture, plan
+from tests.unit.planning.planned_models import plan
+from tests.unit.planning.test_feed_forward import feed_forward, mixture
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()

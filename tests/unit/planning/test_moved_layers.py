@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heteroinfer_operator.planning.moved_layers import choose_layers, group_by_cost, spread_evenly
-from tests.unit.planning.test_feed_forward import feed_forward, mixture, plan
+from tests.unit.planning.planned_models import plan
+from tests.unit.planning.test_feed_forward import feed_forward, mixture
 
 
 @given(st.integers(1, 96), st.data())
