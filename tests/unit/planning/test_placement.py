@@ -335,6 +335,42 @@ def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any
         assert "under their podAffinity and podAntiAffinity" in words
 
 
+def unequal(name: str, number: int, *, memory: float, gpu_mib: int = 40960) -> NodeView:
+    """Returns a node with one GPU that differs from all other nodes, as real nodes with pods do."""
+    return node(
+        name,
+        gpus=1,
+        allocatable={"cpu": 32.0, "memory": memory + number},
+        labels={f"{GPU}.memory": str(gpu_mib), HOST: name},
+    )
+
+
+@pytest.mark.parametrize("gpu_pods", [1, 3, 8])
+def test_gpu_pods_leave_the_only_node_of_another_pod(gpu_pods: int) -> None:
+    """That node has the largest GPU, so the GPU pods, which are placed first, prefer it."""
+    nodes = [unequal(f"n{index:03}", index, memory=64 * 2**30) for index in range(300)]
+    nodes.insert(0, unequal("big", 0, memory=512 * 2**30, gpu_mib=81559))
+    demands = [*[pod(gpus=1, cpu=8)] * gpu_pods, pod(cpu=30, memory=400 * 2**30)]
+    began = time.process_time()
+    found = assign_nodes(demands, build_free_nodes(nodes))
+    assert found is not None
+    assert found.nodes[-1] == "big"
+    assert len(set(found.nodes)) == gpu_pods + 1
+    assert time.process_time() - began < 2.0, "about 20 ms on a quiet machine"
+
+
+def test_gpu_pods_leave_the_only_node_of_a_pod_that_must_be_apart_from_them() -> None:
+    """That node has capacity for both, so only the affinity term keeps the GPU pods away."""
+    term = {"labelSelector": {"matchLabels": {"app": "gpu"}}, "topologyKey": HOST}
+    alone = dataclasses.replace(pod(cpu=2), node_selector={HOST: "n000"}, away=(term,), namespace=OWN)
+    with_gpu = dataclasses.replace(pod(gpus=1, cpu=8), labels={"app": "gpu"}, namespace=OWN)
+    nodes = [unequal(f"n{index:03}", index, memory=64 * 2**30) for index in range(300)]
+    found = assign_nodes([*[with_gpu] * 4, alone], build_free_nodes(nodes))
+    assert found is not None
+    assert found.nodes[-1] == "n000"
+    assert "n000" not in found.nodes[:-1]
+
+
 # What is said
 
 

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, Final
 
 from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_required_label
+from heteroinfer_operator.nodes.node_search import search_nodes
 from heteroinfer_operator.nodes.other_groups import ZONE, OtherGroups
 from heteroinfer_operator.nodes.placement import (
     FreeNode,
@@ -13,7 +14,6 @@ from heteroinfer_operator.nodes.placement import (
     device_memory_label,
     device_memory_mib,
     domains_of,
-    search_nodes,
 )
 
 _MAX_GPU_SIZES: Final = 16

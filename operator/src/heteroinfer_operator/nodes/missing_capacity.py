@@ -5,15 +5,8 @@ from typing import Final
 
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.nodes.demand import PodDemand
-from heteroinfer_operator.nodes.placement import (
-    EqualPods,
-    FreeNode,
-    Obstacle,
-    domains_of,
-    find_obstacle,
-    find_topology_values,
-    group_equal_pods,
-)
+from heteroinfer_operator.nodes.node_search import EqualPods, find_topology_values, group_equal_pods
+from heteroinfer_operator.nodes.placement import FreeNode, Obstacle, domains_of, find_obstacle
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms
 
 _MAX_NODES: Final = 3

@@ -1,0 +1,323 @@
+"""Searches nodes on which all pods of a group fit. Pure.
+
+The search places the pods that are hard to place first, and backtracks. It is exact up to its limit of
+attempts. Of pods outside the group only the requests are known, so affinity terms are checked only among the
+pods of the group (`pod_affinity`).
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from math import prod
+from typing import Final
+
+from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.other_groups import OtherGroups
+from heteroinfer_operator.nodes.placement import FreeNode, device_cost, find_obstacle
+from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
+
+_MAX_TRIES: Final = 2500
+"""Placements of a pod until the search tries another order of the pods, or gives up. With 50 pods on 50
+unequal nodes, both orders together took at most 0.6 s of one core (2026-11-28)."""
+_MAX_CHOICES: Final = 1000
+"""At most this many combinations of topology values are tried for pods that must be together."""
+_MIN_TRIES: Final = 100
+"""At least this many placements are tried for each combination of topology values."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EqualPods:
+    """Pods with equal demands.
+
+    Attributes:
+        pods: indexes into the demands.
+        free_nodes: nodes that accept these pods.
+    """
+
+    demand: PodDemand
+    pods: list[int]
+    free_nodes: list[FreeNode] = field(default_factory=list)
+
+
+def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
+    """Groups pods with equal demands."""
+    kinds: list[EqualPods] = []
+    for index, demand in enumerate(demands):
+        demand_of_kind = replace(demand, name="", node="")
+        kind = next((kind for kind in kinds if kind.demand == demand_of_kind), None)
+        if kind is None:
+            kinds.append(EqualPods(demand=demand_of_kind, pods=[index]))
+        else:
+            kind.pods.append(index)
+    return kinds
+
+
+def search_nodes(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None = None
+) -> tuple[str, ...] | None:
+    """Returns nodes on which all pods fit together.
+
+    Returns:
+        Node names in the order of the demands, or None.
+    """
+    kinds = group_equal_pods(demands)
+    terms = GroupTerms(kinds=[kind.demand for kind in kinds])
+    for kind in kinds:
+        kind.free_nodes = [
+            free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
+        ]
+        if not _is_enough(kind, kind.free_nodes):
+            return None
+        kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
+    choices = [find_topology_values(series, kinds) for series in terms.series]
+    tries = max(_MAX_TRIES // max(prod(map(len, choices)), 1), _MIN_TRIES)
+    for chosen in islice(product(*choices), _MAX_CHOICES):
+        found = _search_with_values(demands, kinds, terms, chosen, tries)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_enough(kind: EqualPods, free_nodes: Sequence[FreeNode]) -> bool:
+    """Reports whether these nodes have capacity for all pods of a kind."""
+    return sum(free_node.max_pods(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
+
+
+def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
+    """Returns the nodes that have these values of a series' topology keys."""
+    return [free_node for free_node in free_nodes if series.values(free_node.node.labels) == values]
+
+
+def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
+    """Returns the topology values that have capacity for each kind of a series, preferred values first.
+
+    Each kind is checked as if it were the only one.
+    """
+    members = [kinds[index] for index in sorted(series.kinds)]
+    values_of_nodes = dict.fromkeys(
+        series.values(free_node.node.labels) for free_node in members[0].free_nodes
+    )
+    return [
+        values
+        for values in values_of_nodes
+        if values is not None
+        and all(_is_enough(kind, _nodes_with_values(series, values, kind.free_nodes)) for kind in members)
+    ]
+
+
+def _search_with_values(
+    demands: Sequence[PodDemand],
+    kinds: Sequence[EqualPods],
+    terms: GroupTerms,
+    chosen_values: Sequence[Values],
+    max_tries: int,
+) -> tuple[str, ...] | None:
+    """Returns nodes for all pods, or None if the search finds none.
+
+    Args:
+        chosen_values: topology values that the pods of each series must share, by index of the series.
+        max_tries: most placements of a pod that the search may try.
+    """
+    limited_kinds = []
+    for index, kind in enumerate(kinds):
+        nodes_of_kind = kind.free_nodes
+        for series, values in zip(terms.series, chosen_values, strict=True):
+            nodes_of_kind = (
+                _nodes_with_values(series, values, nodes_of_kind) if index in series.kinds else nodes_of_kind
+            )
+        limited_kinds.append(EqualPods(demand=kind.demand, pods=kind.pods, free_nodes=nodes_of_kind))
+    kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
+    limited_kinds.sort(key=_sort_key_of_hard_kinds, reverse=True)
+    search = _Search(demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries)
+    found = search.run()
+    if found is not None or search.tries_left >= 0:
+        return found
+    limited_kinds.sort(key=_spare_room)
+    return _Search(
+        demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries
+    ).run()
+
+
+def preference(
+    demand: PodDemand, free_node: FreeNode, others: OtherGroups | None = None
+) -> tuple[float, ...]:
+    """Returns the sort key of nodes for a pod; the smallest key is the best.
+
+    The cost of the node's devices comes first, then nodes without other groups of the resource, then fuller
+    nodes. If the other groups outweigh devices, nodes without these groups come first.
+    """
+    cost = device_cost(demand, free_node)
+    nearness = 0 if others is None else others.nearness(free_node.node)
+    outweigh = others is not None and others.outweigh_devices_of(demand)
+    first = (nearness, cost) if outweigh else (cost, nearness)
+    devices = [name for name in demand.requests if "/" in name]
+    fullness = (sum(free_node.free_amount(name) for name in devices), free_node.free_amount("memory"))
+    return (*first, *fullness)
+
+
+def _sort_key_of_hard_kinds(kind: EqualPods) -> tuple[float, ...]:
+    """Returns the sort key of a kind of pods: kinds that are hard to place have larger keys.
+
+    Pods with devices are the hardest; then pods whose requests are a large share of the largest node.
+    """
+    requests = kind.demand.requests
+    largest = {
+        name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
+        for name in requests
+    }
+    shares = [asked / largest[name] for name, asked in requests.items() if largest[name] > 0]
+    return (float(any("/" in name for name in requests)), max(shares, default=0.0))
+
+
+def _spare_room(kind: EqualPods) -> int:
+    """Returns how many more pods of a kind would fit on its nodes if they were the only pods."""
+    requests = kind.demand.requests
+    return sum(free_node.max_pods(requests) for free_node in kind.free_nodes) - len(kind.pods)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """A depth-first search that places the pods of one kind after the other.
+
+    Three rules keep it small: equal pods are placed in the order of nodes, of equal nodes only one is
+    tried, and a placement is taken back at once if it leaves too little capacity for the pods of any kind.
+    """
+
+    demands: Sequence[PodDemand]
+    kinds: Sequence[EqualPods]
+    terms: GroupTerms
+    kind_of: Mapping[int, int]
+    tries_left: int
+    """Placements of a pod that may still be tried; negative after the search gave up."""
+    chosen: dict[int, FreeNode] = field(default_factory=dict)
+    before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
+    """Free capacity of each used node before the search."""
+    room_on: list[dict[FreeNode, int]] = field(init=False)
+    """For each kind and each of its nodes, the number of pods of this kind that still fit on the node."""
+    room: list[int] = field(init=False)
+    """For each kind, the sum of `room_on`."""
+    waiting: list[int] = field(init=False)
+    """For each kind, the number of pods that are not placed yet."""
+
+    def __post_init__(self) -> None:
+        """Counts the pods of each kind that fit, and the pods to place."""
+        self.room_on = [
+            {free_node: free_node.max_pods(kind.demand.requests) for free_node in kind.free_nodes}
+            for kind in self.kinds
+        ]
+        self.room = [sum(room_on.values()) for room_on in self.room_on]
+        self.waiting = [len(kind.pods) for kind in self.kinds]
+
+    def run(self) -> tuple[str, ...] | None:
+        """Returns node names for the pods, or None. Restores the nodes' free capacity."""
+        try:
+            return self._search()
+        finally:
+            for free_node, free in self.before.items():
+                free_node.free = free
+
+    def _search(self) -> tuple[str, ...] | None:
+        """Places pods one after the other, and takes back placements that lead to no solution."""
+        order = [(index, pod) for index, kind in enumerate(self.kinds) for pod in kind.pods]
+        # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep.
+        stack: list[Iterator[tuple[int, FreeNode]]] = []
+        chosen_nodes: list[int] = []
+        while len(chosen_nodes) < len(order):
+            if len(stack) == len(chosen_nodes):
+                kind, _ = order[len(chosen_nodes)]
+                first = chosen_nodes[-1] if chosen_nodes and order[len(chosen_nodes) - 1][0] == kind else 0
+                stack.append(self._candidates(self.kinds[kind], first))
+            found = next(stack[-1], None)
+            if found is None:
+                stack.pop()
+                if not chosen_nodes:
+                    return None
+                self._undo(*order[len(chosen_nodes) - 1])
+                chosen_nodes.pop()
+                continue
+            self.tries_left -= 1
+            if self.tries_left < 0:
+                return None
+            index, free_node = found
+            if self._place(*order[len(chosen_nodes)], free_node):
+                chosen_nodes.append(index)
+        return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
+
+    def _candidates(self, kind: EqualPods, first: int) -> Iterator[tuple[int, FreeNode]]:
+        """Yields the nodes on which a pod of this kind may be placed, from index `first` on.
+
+        Of equal nodes, which have the same free amounts and accept the same kinds, it yields only one, unless
+        affinity terms make a difference.
+        """
+        seen: set[Hashable] = set()
+        paired = any(demand.near or demand.away for demand in self.demands)
+        for index in range(first, len(kind.free_nodes)):
+            free_node = kind.free_nodes[index]
+            if not free_node.has(kind.demand.requests):
+                continue
+            state = (frozenset(free_node.free.items()), tuple(free_node in each for each in self.room_on))
+            if not paired and state in seen:
+                continue
+            seen.add(state)
+            yield index, free_node
+
+    def _place(self, kind: int, pod: int, free_node: FreeNode) -> bool:
+        """Places a pod on a node; returns False if affinity terms or the other pods' needs forbid that."""
+        self.chosen[pod] = free_node
+        if not self._are_terms_met(pod, free_node):
+            del self.chosen[pod]
+            return False
+        self.before.setdefault(free_node, dict(free_node.free))
+        self._reserve(kind, free_node, 1)
+        if any(room < waiting for room, waiting in zip(self.room, self.waiting, strict=True)):
+            self._undo(kind, pod)
+            return False
+        return True
+
+    def _undo(self, kind: int, pod: int) -> None:
+        """Takes back the placement of a pod."""
+        self._reserve(kind, self.chosen.pop(pod), -1)
+
+    def _reserve(self, kind: int, free_node: FreeNode, pods: int) -> None:
+        """Reserves capacity for pods of a kind on a node; -1 pods give the capacity of one pod back."""
+        free_node.reserve(self.kinds[kind].demand.requests, times=pods)
+        for index, room_on in enumerate(self.room_on):
+            if free_node in room_on:
+                room = free_node.max_pods(self.kinds[index].demand.requests)
+                self.room[index] += room - room_on[free_node]
+                room_on[free_node] = room
+        self.waiting[kind] -= pods
+
+    def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
+        """Reports whether the affinity terms between the pods placed so far hold."""
+        for other, its_node in self.chosen.items():
+            keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
+            if other != pod and any(_have_same_value(free_node, its_node, key) for key in keys):
+                return False
+        if self.terms.has_no_terms:
+            return True
+        if not all(self._may_be_near(other) for other in self.chosen):
+            return False
+        return len(self.chosen) < len(self.demands) or self.terms.is_placed_in_any_order(
+            [self.kind_of[each] for each in self.chosen],
+            [its_node.node.labels for its_node in self.chosen.values()],
+        )
+
+    def _may_be_near(self, pod: int) -> bool:
+        """Reports whether a placed pod is near its required peers, or some peers are not placed yet."""
+        kind = self.kind_of[pod]
+        peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
+        others = [other for other, its_kind in self.kind_of.items() if other != pod and its_kind in peers]
+        if any(other not in self.chosen for other in others):
+            return True
+        places = [self.chosen[other] for other in others]
+        counted = [place for place in places if any(key in place.node.labels for key in keys)]
+        if not counted:
+            return not peers or kind in peers
+        return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
+
+
+def _have_same_value(one: FreeNode, other: FreeNode, key: str) -> bool:
+    """Reports whether two nodes have the same value of a topology key."""
+    value = one.node.labels.get(key)
+    return value is not None and value == other.node.labels.get(key)
