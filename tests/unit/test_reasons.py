@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,26 @@ def test_the_docs_explain_only_reasons_that_the_code_uses() -> None:
     _, listed = in_docs()
     assert {"PodLost", "ModelCacheFull", "Unschedulable", "UnsupportedModel"} <= listed
     assert listed - in_code() - OF_KUBERNETES == set()
+
+
+def test_the_list_by_condition_has_the_reasons_of_the_list_a_to_z() -> None:
+    page = (ROOT / "docs/user/reference/conditions-and-reasons.md").read_text()
+    by_condition = defaultdict(list)
+    for reason, places in re.findall(r'(?m)^\| <a id="(\w+)"></a>`\w+` \| ([^|]+) \|', page):
+        for place in places.strip().split("; "):
+            kind, _, name = place.partition(" ")
+            if kind.startswith("condition"):
+                conditions = [f"`{each}`" for each in name.partition(" (")[0].split(", ")]
+            elif kind == "failure":
+                does_not = "does not" in name
+                conditions = [f"failures that {'do not count' if does_not else 'count'} as a restart"]
+            else:
+                conditions = ["events"]
+            for condition in conditions:
+                by_condition[condition].append(f"[{reason}](#{reason})")
+    assert {"`Ready`", "`Stalled`", "events"} < by_condition.keys()
+    rows = [f"| {condition} | {', '.join(reasons)} |" for condition, reasons in by_condition.items()]
+    assert [row for row in rows if row not in page] == [], 'write these rows into "Reasons by condition"'
 
 
 def test_every_condition_is_explained() -> None:
