@@ -5,6 +5,8 @@ python -m charts.readme
 
 import json
 import re
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,37 +16,57 @@ CHART: Final = Path(__file__).parent / "heteroinfer"
 README: Final = CHART / "README.md"
 SCHEMA: Final = CHART / "values.schema.json"
 _KEY: Final = re.compile(r"^( *)([A-Za-z]+):")
+_HEADING: Final = re.compile(r"# == (.*) ==")
 _INDENT: Final = 2
+_LONG: Final = 50
+"""Longest default, in characters, that is shown on one line."""
 
 
-def read_comments(text: str) -> dict[str, str]:
-    """Returns the comment above each key of values.yaml, by the value's path.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comment:
+    """The comment above a key of values.yaml.
 
-    Leaves out examples, which begin with a dash.
+    Attributes:
+        text: the comment without its example, on one line.
+        example: lines of the example, which begins with a dash; "" for none.
+        heading: last heading above the key.
     """
-    found: dict[str, str] = {}
+
+    text: str
+    example: str
+    heading: str
+
+
+def read_comments(text: str) -> dict[str, Comment]:
+    """Returns the comment above each key of values.yaml, by the value's path."""
+    comments: dict[str, Comment] = {}
     path: list[str] = []
     above: list[str] = []
+    heading = ""
     for line in text.splitlines():
         key = _KEY.match(line)
-        if line.strip().startswith("#"):
-            above.append(line.strip().removeprefix("#").strip())
+        if new_heading := _HEADING.fullmatch(line):
+            heading = new_heading[1]
+        elif line.strip().startswith("#"):
+            above.append(line.strip().removeprefix("#").removeprefix(" "))
         elif key is None:
             above = []
         else:
             path = [*path[: len(key[1]) // _INDENT], key[2]]
-            said = " ".join(above).partition(" - ")[0]
-            found[".".join(path)] = said.strip()
+            first = next((i for i, each in enumerate(above) if each.startswith("- ")), len(above))
+            comments[".".join(path)] = Comment(
+                text=" ".join(above[:first]).strip(), example="\n".join(above[first:]), heading=heading
+            )
             above = []
-    return found
+    return comments
 
 
-def describe(schema: dict[str, Any], comments: dict[str, str]) -> dict[str, Any]:
+def describe(schema: dict[str, Any], comments: dict[str, Comment]) -> dict[str, Any]:
     """Returns the schema with the comment of each value as its description."""
 
     def described(node: dict[str, Any], path: str) -> dict[str, Any]:
         rest = {name: value for name, value in node.items() if name != "description" or not path}
-        said = {"description": comments[path]} if comments.get(path) else {}
+        said = {"description": comments[path].text} if path in comments and comments[path].text else {}
         if path and path not in comments and "description" in node:
             said = {"description": node["description"]}
         properties = {
@@ -63,31 +85,45 @@ def render_schema() -> str:
 
 
 def render_readme() -> str:
-    """Returns the chart's README."""
+    """Returns the chart's README, with a table of values below each heading of values.yaml."""
     text = (CHART / "values.yaml").read_text()
     comments, values = read_comments(text), yaml.safe_load(text)
-    rows = [
-        f"| `{path}` | {_show(default)} | {comments[path].replace('|', chr(92) + '|')} |"
-        for path, default in _leaves(values, comments)
-    ]
+    lines: list[str] = []
+    by_heading = groupby(_leaves(values, comments), lambda leaf: comments[leaf[0]].heading)
+    for heading, leaves in by_heading:
+        lines += ["", f"### {heading}", "| value | default | meaning |", "|---|---|---|"]
+        examples: list[str] = []
+        for path, default in leaves:
+            comment = comments[path]
+            lines.append(f"| `{path}` | {_show(default)} | {comment.text.replace('|', chr(92) + '|')} |")
+            if comment.example:
+                examples += ["", f"Example of `{path}`:", "```yaml", comment.example, "```"]
+        lines += examples
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     head = _HEAD.format(description=chart["description"], kubernetes=chart["kubeVersion"].removesuffix("-0"))
-    return head + "\n".join(["| value | default | meaning |", "|---|---|---|", *rows]) + "\n"
+    return head + "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _leaves(values: dict[str, Any], comments: dict[str, str], path: str = "") -> list[tuple[str, Any]]:
+def _leaves(values: dict[str, Any], comments: dict[str, Comment], path: str = "") -> list[tuple[str, Any]]:
+    """Returns path and default of each value that has a comment of its own and no commented part."""
     found: list[tuple[str, Any]] = []
     for name, value in values.items():
         whole = f"{path}{name}"
         nested = isinstance(value, dict) and any(
-            said and each.startswith(f"{whole}.") for each, said in comments.items()
+            comment.text and each.startswith(f"{whole}.") for each, comment in comments.items()
         )
         found += _leaves(value, comments, f"{whole}.") if nested else [(whole, value)]
     return found
 
 
 def _show(value: Any) -> str:
-    return f"`{json.dumps(value)}`"
+    """Returns a default for the table; a long list or map has each entry on a line of its own."""
+    text = json.dumps(value)
+    if len(text) <= _LONG or not isinstance(value, dict | list):
+        return f"`{text}`"
+    if isinstance(value, list):
+        return "<br>".join(f"`{json.dumps(each)}`" for each in value)
+    return "<br>".join(f"`{key}: {json.dumps(each)}`" for key, each in value.items())
 
 
 _HEAD: Final = """<!-- Written by `python -m charts.readme` from values.yaml; change that. -->

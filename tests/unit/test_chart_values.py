@@ -17,7 +17,7 @@ WRITE = "run `python -m charts.readme`"
 def test_every_value_has_a_comment() -> None:
     text = (readme.CHART / "values.yaml").read_text()
     comments = readme.read_comments(text)
-    missing = sorted(path for path in leaves(yaml.safe_load(text)) if not comments[path])
+    missing = sorted(path for path in leaves(yaml.safe_load(text)) if not comments[path].text)
     assert not missing, f"values.yaml: these have no comment above them: {missing}"
 
 
@@ -67,9 +67,16 @@ def test_every_value_of_other_charts_is_met_or_refused(column: int, chart: str) 
     assert not unknown, f"{chart} has no such values"
 
 
-def test_comments_are_read_by_path_and_without_their_examples() -> None:
-    text = "# All of it.\na:\n  # One\n  # thing:\n  # - an example\n  b: 1\n# Lost.\n\nc: {}\n"
-    assert readme.read_comments(text) == {"a": "All of it.", "a.b": "One thing:", "c": ""}
+def test_comments_are_read_by_path_with_their_headings_and_examples() -> None:
+    text = (
+        "# == First ==\n# All of it.\na:\n  # One\n  # thing (2 - 1).\n  # - an: example\n  #   with: 2\n"
+        "  b: 1\n# Lost.\n\n# == Last ==\nc: {}\n"
+    )
+    assert readme.read_comments(text) == {
+        "a": readme.Comment(text="All of it.", example="", heading="First"),
+        "a.b": readme.Comment(text="One thing (2 - 1).", example="- an: example\n  with: 2", heading="First"),
+        "c": readme.Comment(text="", example="", heading="Last"),
+    }
 
 
 def test_the_chart_and_its_user_docs_name_the_same_release() -> None:
