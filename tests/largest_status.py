@@ -78,8 +78,20 @@ def _failure(group: int, number: int) -> FailureStatus:
 
 def _rank(group: int, rank: int) -> RankEntry:
     pod = f"{RESOURCE}-{group}-1795333237556-{rank}"
-    times = {"step_ms": 123456.78, "compute_ms": 123456.78, "wait_ms": 123456.78}
-    return RankEntry(rank=rank, role=ROLE, pod=pod, node=NODE, started=True, ready=False, **times)
+    return RankEntry(
+        rank=rank,
+        role=ROLE,
+        pod=pod,
+        node=NODE,
+        started=True,
+        ready=False,
+        step_ms=123456.78,
+        compute_ms=123456.78,
+        wait_ms=123456.78,
+        locked_memory_bytes=2**53,
+        locked_memory_limit_bytes=2**53,
+        transports=("ranks:nccl_net_socket", "stages:gloo"),
+    )
 
 
 def _plan(number: int) -> PlanStatus:

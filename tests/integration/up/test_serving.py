@@ -70,6 +70,8 @@ def test_group_is_served_fails_as_a_whole_is_served_again_and_then_fails_for_goo
         assert any("group 0 epoch 1 serves" in line for line in up.lines)
         assert [rank.phase for rank in status.ranks] == [RankPhase.READY, RankPhase.READY]
         assert all(rank.compute_s > 0 for rank in status.ranks)
+        assert all(rank.locked_memory_bytes is not None for rank in status.ranks)
+        assert [rank.transports for rank in status.ranks] == [("stages:gloo",)] * 2
         assert "heteroinfer_rank_step_seconds_count" in up.metrics()[1]
 
         first, reported = up.processes(), len(up.lines)

@@ -165,6 +165,9 @@ rank_statuses = st.builds(
     kv_blocks=st.integers(0, MAX_BLOCKS),
     kv_room_blocks=counts,
     kv_room_bytes=counts,
+    locked_memory_bytes=st.none() | counts,
+    locked_memory_limit_bytes=st.none() | counts,
+    transports=st.lists(st.sampled_from(["ranks:nccl_p2p", "stages:gloo"]), max_size=2).map(tuple),
 )
 group_reports = st.builds(
     GroupReport,

@@ -1,5 +1,6 @@
 """What `heteroinfer top` shows, from a status and what leaders say."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -40,7 +41,8 @@ def status(
         {"rank": 0, "role": "cpu", "pod": "llama-0-3-0", "node": "a", "ready": True},
         {
             "rank": 1, "role": "gpu", "pod": "llama-0-3-1", "node": "b", "ready": True, "stepMs": 20.0,
-            "computeMs": 15.0, "waitMs": 4.0,
+            "computeMs": 15.0, "waitMs": 4.0, "lockedMemoryBytes": 4096, "lockedMemoryLimitBytes": 65536,
+            "transports": ["ranks:nccl_net_socket"],
         },
     ]  # fmt: skip
     kv = {
@@ -75,6 +77,18 @@ def report(epoch: int = 3) -> GroupReport:
 
 def rows(line: ResourceLine) -> list[list[str]]:
     return [[row.get(column, "").strip() for column in TOP_COLUMNS] for row in build_rows(line)]
+
+
+def test_locked_memory_and_transports_come_from_the_status_or_the_leader() -> None:
+    stored = build_line(KEY, status(), {}).lines[0].ranks
+    assert (stored[0].locked_memory_bytes, stored[0].transports) == (None, None)
+    assert (stored[1].locked_memory_limit_bytes, stored[1].transports) == (65536, ("ranks:nccl_net_socket",))
+    told = report()
+    first = replace(told.ranks[0], locked_memory_bytes=8192, transports=("stages:gloo",))
+    answer = LeaderAnswer(report=replace(told, ranks=(first, told.ranks[1])))
+    live = build_line(KEY, status(), {0: answer}).lines[0].ranks
+    assert (live[0].locked_memory_bytes, live[0].transports) == (8192, ("stages:gloo",))
+    assert live[1].locked_memory_bytes == 4096, "an earlier worker does not report it"
 
 
 def test_without_leaders_the_status_provides_ranks_and_the_last_culprit() -> None:

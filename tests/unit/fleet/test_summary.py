@@ -43,8 +43,12 @@ def summary(
     ]
     members = [
         {"rank": 0, "role": "cpu", "pod": "llama-0-3-0", "node": "a", "ready": True, "stepMs": 40.0},
-        {"rank": 1, "role": "gpu", "pod": "llama-0-3-1", "node": "b", "ready": True},
-    ]
+        {
+            "rank": 1, "role": "gpu", "pod": "llama-0-3-1", "node": "b", "ready": True,
+            "lockedMemoryBytes": 4096, "lockedMemoryLimitBytes": 65536,
+            "transports": ["ranks:nccl_net_socket"],
+        },
+    ]  # fmt: skip
     raw = {
         "observedGeneration": 2,
         "readyReplicas": 1,
@@ -85,7 +89,7 @@ def test_a_resource_that_serves_has_no_conditions_to_attend_to() -> None:
     assert text.endswith("Next step\n  watch its ranks: heteroinfer top llama -n ml")
     assert "llama-0-3-1" not in text
     detailed = shown(summary(), verbose=True)
-    assert "llama-0-3-1" in detailed
+    assert "0.0 MiB of 0.1 MiB  ranks:nccl_net_socket  llama-0-3-1" in detailed
     assert detailed.count("5m") == len(FINE), "all conditions"
 
 

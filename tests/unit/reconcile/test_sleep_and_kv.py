@@ -157,6 +157,28 @@ def test_the_status_names_the_rank_that_limits_the_kv_cache(world: World) -> Non
     assert world.writes == []
 
 
+def test_the_status_has_the_locked_memory_and_the_transports_of_each_rank(world: World) -> None:
+    memory = {"locked_memory_bytes": 4096, "locked_memory_limit_bytes": 65536}
+    report(world, {**memory, "transports": ("ranks:nccl_p2p", "stages:gloo")}, {"locked_memory_bytes": 0})
+    world.settle()
+    first, second = world.status["groups"][0]["members"]
+    assert (first["lockedMemoryBytes"], first["lockedMemoryLimitBytes"]) == (4096, 65536)
+    assert first["transports"] == ["ranks:nccl_p2p", "stages:gloo"]
+    assert (second["lockedMemoryBytes"], second.get("lockedMemoryLimitBytes")) == (0, None)
+    assert second.get("transports", []) == []
+    report(world, {**memory, "locked_memory_bytes": 8192}, {})  # no steps: not worth a write
+    for _ in range(3):
+        world.advance_time(600)
+        world.step()
+        assert world.writes == []
+
+
+def test_ranks_of_earlier_workers_have_no_locked_memory(world: World) -> None:
+    report(world, {}, {})
+    world.settle()
+    assert "lockedMemoryBytes" not in world.status["groups"][0]["members"][0]
+
+
 def test_kv_tokens_of_a_windowed_model_count_full_length_sequences() -> None:
     kinds = (
         LayerKind(kv_heads=4, kv_width=64),

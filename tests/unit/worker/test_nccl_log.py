@@ -2,6 +2,8 @@
 
 import pytest
 
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_report import RankStatus
 from vllm_heteroinfer.distributed.nccl_log import NcclLog, find_transports
 
 LINE = "node-0:193:1176 [0] NCCL INFO "
@@ -37,6 +39,13 @@ def test_reads_the_log_file_that_the_environment_names() -> None:
             file.flush()
         assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
     assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
+
+
+def test_a_report_accepts_the_longest_name_of_a_network() -> None:
+    (transport,) = find_transports(f"{LINE}Channel 01/0 : 1[0] -> 0[0] [send] via NET/{'N' * 32}/0")
+    RankStatus(rank=0, pod=0, transports=(f"ranks:{transport}",)).check()
+    with pytest.raises(ContractError, match="transports"):
+        RankStatus(rank=0, pod=0, transports=(f"ranks:{'n' * 58}",)).check()
 
 
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_FILE"])

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import resource
 import time
 from functools import partial
 from pathlib import Path
@@ -53,8 +54,33 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
         assert parts == pytest.approx(value(names.STEP_SECONDS + "_sum", **decode))
         assert value(names.TRANSFER_BYTES_TOTAL, direction="send") == 4096
         assert value(names.TOKENS_TOTAL, **decode) == 4
+        metrics.record_path("ranks", "nccl_shm")
+        metrics.report_locked_memory()
+        metrics.record_path("stages", "gloo")
+        told = reporter._report
+        assert told.transports == ("ranks:nccl_shm", "stages:gloo")
+        assert told.locked_memory_bytes is not None
         assert value(names.LOCKED_MEMORY_BYTES) >= 0
         assert value(names.LOCKED_MEMORY_LIMIT_BYTES) == locked_memory_limit_bytes() > 0
+    finally:
+        reporter.close()
+        ours.close()
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "reported_bytes"),
+    [(65536, 65536), (2**53, 2**53), (2**53 + 2, None), (resource.RLIM_INFINITY, None)],
+)
+def test_a_limit_that_no_report_can_hold_is_no_limit(
+    monkeypatch: pytest.MonkeyPatch, limit_bytes: int, reported_bytes: int | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit_bytes, limit_bytes))
+    ours, theirs = RankChannel.open_pair()
+    reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
+    try:
+        rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
+        RankMetrics(rank, LAUNCH, reporter).report_locked_memory()
+        assert reporter._report.locked_memory_limit_bytes == reported_bytes
     finally:
         reporter.close()
         ours.close()

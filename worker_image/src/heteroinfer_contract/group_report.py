@@ -4,6 +4,7 @@ Stdlib only; pure.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +16,11 @@ MAX_SECONDS = 1e9
 """Maximum of every duration that a rank reports: thirty years."""
 MAX_BLOCKS = 2**31
 """Maximum blocks of a KV cache. Multiplied by the tokens of a block, the number still fits JSON."""
+MAX_TRANSPORTS = 8
+"""Most transports of a rank."""
+_TRANSPORT = re.compile(r"(stages|ranks):[a-z0-9_]{1,57}")
+"""A transport of a rank, at most 64 characters. NCCL's longest names are those of network plug-ins, such as
+`ranks:nccl_net_aws_libfabric`; `nccl_log.py` passes on at most 41 characters of them."""
 MAX_COUNT = 2**53
 """Maximum of all other numbers, and of the bytes of all ranks together: the largest whole number in JSON."""
 
@@ -44,6 +50,11 @@ class RankStatus:
         kv_room_blocks: KV blocks that the rank's memory could hold when it was measured, regardless of the
             plan; 0 while unknown.
         kv_room_bytes: bytes of `kv_room_blocks`.
+        locked_memory_bytes: memory that the rank has locked or pinned, measured when it became ready; 0 if
+            the kernel does not count it, None while unknown.
+        locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
+        transports: how tensors of the rank travel between `stages` and between `ranks` of a stage, such as
+            `ranks:nccl_p2p`.
     """
 
     rank: int
@@ -60,15 +71,22 @@ class RankStatus:
     kv_blocks: int = 0
     kv_room_blocks: int = 0
     kv_room_bytes: int = 0
+    locked_memory_bytes: int | None = None
+    locked_memory_limit_bytes: int | None = None
+    transports: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Checks that all numbers are in range; raises ContractError that names the field."""
-        numbers = (field.name for field in dataclasses.fields(self) if field.name != "phase")
-        values = {name: getattr(self, name) for name in numbers}
+        others = {"phase", "transports"}
+        numbers = (field.name for field in dataclasses.fields(self) if field.name not in others)
+        values = {name: value for name in numbers if (value := getattr(self, name)) is not None}
         codec.at_least(0, "RankStatus", **values)
         codec.at_most(MAX_SECONDS, "RankStatus", **{k: v for k, v in values.items() if k.endswith("_s")})
         codec.at_most(MAX_COUNT, "RankStatus", **values)
         codec.at_most(MAX_BLOCKS, "RankStatus", kv_blocks=self.kv_blocks)
+        codec.at_most(MAX_TRANSPORTS, "RankStatus", transports=len(self.transports))
+        if not all(map(_TRANSPORT.fullmatch, self.transports)):
+            raise ContractError(f"RankStatus.transports: each must match {_TRANSPORT.pattern}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

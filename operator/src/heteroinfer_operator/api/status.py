@@ -238,6 +238,13 @@ class RankEntry(StatusModel):
     """Part of stepMs in which the rank computes, in milliseconds."""
     wait_ms: Milliseconds | None = None
     """Part of stepMs in which the rank waits for other ranks, in milliseconds."""
+    locked_memory_bytes: Count | None = None
+    """Memory that the rank has locked or pinned for a device, in bytes, measured when it became ready."""
+    locked_memory_limit_bytes: Count | None = None
+    """Most memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
+    transports: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=8)] | None = None
+    """How tensors of the rank travel between stages and between the ranks of a stage, such as
+    ranks:nccl_p2p or stages:gloo."""
 
 
 class KvLimit(StrEnum):

@@ -49,6 +49,9 @@ class RankLine:
         predicted_ms: predicted `compute_ms` of a step with one request.
         layers: layers of the rank, such as "0-11".
         seen_s: seconds since its last heartbeat.
+        locked_memory_bytes: memory that the rank has locked.
+        locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
+        transports: how tensors of the rank travel, such as `ranks:nccl_p2p`.
     """
 
     rank: int
@@ -65,6 +68,9 @@ class RankLine:
     device: str | None = None
     layers: str | None = None
     seen_s: float | None = None
+    locked_memory_bytes: int | None = None
+    locked_memory_limit_bytes: int | None = None
+    transports: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +227,9 @@ def _stored_ranks(group: GroupStatus) -> Iterable[RankLine]:
             step_ms=entry.step_ms,
             compute_ms=entry.compute_ms,
             wait_ms=entry.wait_ms,
+            locked_memory_bytes=entry.locked_memory_bytes,
+            locked_memory_limit_bytes=entry.locked_memory_limit_bytes,
+            transports=entry.transports or None,
         )
 
 
@@ -244,6 +253,13 @@ def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
     phase = reported.phase.value
     if reported.phase is RankPhase.LOADING and reported.total_bytes:
         phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
+    if reported.locked_memory_bytes is not None:
+        line = replace(
+            line,
+            locked_memory_bytes=reported.locked_memory_bytes,
+            locked_memory_limit_bytes=reported.locked_memory_limit_bytes,
+            transports=reported.transports or None,
+        )
     times = (reported.step_s, reported.compute_s, reported.wait_s)
     step_ms, compute_ms, wait_ms = (1e3 * time_s if reported.steps else None for time_s in times)
     return replace(

@@ -17,7 +17,7 @@ from heteroinfer_operator.api import (
     ModelPhase,
 )
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.fleet.lines import GroupLine, ResourceLine
+from heteroinfer_operator.fleet.lines import GroupLine, RankLine, ResourceLine
 from heteroinfer_operator.fleet.story import failure_text
 
 _WANTED_TRUE: Final = frozenset(
@@ -244,12 +244,17 @@ def _group_rows(groups: Sequence[GroupLine]) -> Iterable[tuple[str, ...]]:
 
 def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[str, ...]]:
     """Yields the header and the rows of the table of ranks."""
-    more = ("COMPUTE", "WAIT", "PREDICTED", "POD") if verbose else ()
+    more = ("COMPUTE", "WAIT", "PREDICTED", "LOCKED MEMORY", "TRANSPORTS", "POD") if verbose else ()
     yield ("GROUP", "RANK", "ROLE", "PHASE", "STEP", "NODE", *more)
     for group in groups:
         for rank in group.ranks:
             detail = (
-                (_ms(rank.compute_ms), _ms(rank.wait_ms), _ms(rank.predicted_ms), rank.pod) if verbose else ()
+                _ms(rank.compute_ms),
+                _ms(rank.wait_ms),
+                _ms(rank.predicted_ms),
+                _locked_memory(rank),
+                ",".join(rank.transports or ()),
+                rank.pod,
             )
             yield (
                 str(group.index),
@@ -258,8 +263,17 @@ def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[
                 rank.phase,
                 _ms(rank.step_ms),
                 rank.node,
-                *detail,
+                *(detail if verbose else ()),
             )
+
+
+def _locked_memory(rank: RankLine) -> str:
+    """Describes the memory that a rank has locked, with its limit if there is one."""
+    if rank.locked_memory_bytes is None:
+        return ""
+    limit = rank.locked_memory_limit_bytes
+    of_limit = "" if limit is None else f" of {format_bytes(limit)}"
+    return f"{format_bytes(rank.locked_memory_bytes)}{of_limit}"
 
 
 def _ms(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The table of a group's ranks in the status: pods, step times and KV cache. Pure."""
+"""The table of a group's ranks in the status: pods, step times, KV cache and locked memory. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -53,11 +53,9 @@ def with_rank_entries(
             continue
         entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
         measured = times.get(rank.rank) if is_due else None
-        entries.append(
-            _with_new_times(entry, measured)
-            if measured
-            else _with_old_times(entry, old_entries.get(rank.rank))
-        )
+        old_entry, status = old_entries.get(rank.rank), times.get(rank.rank)
+        entry = _with_new_times(entry, measured) if measured else _with_old_times(entry, old_entry)
+        entries.append(_with_resources(entry, old_entry, status, is_due=is_due))
     return transitions.with_ranks(
         group,
         entries,
@@ -143,6 +141,29 @@ def _with_new_times(entry: RankEntry, status: RankStatus) -> RankEntry:
         step_ms=round(status.step_s * 1e3, 2),
         compute_ms=round(status.compute_s * 1e3, 2),
         wait_ms=round(status.wait_s * 1e3, 2),
+    )
+
+
+def _with_resources(
+    entry: RankEntry, before: RankEntry | None, status: RankStatus | None, *, is_due: bool
+) -> RankEntry:
+    """Returns the entry with the rank's locked memory and transports.
+
+    They are read from the first report of a rank that is ready, and again when step times are written.
+    """
+    is_known = before is not None and before.pod == entry.pod and before.locked_memory_bytes is not None
+    if status is not None and status.locked_memory_bytes is not None and (is_due or not is_known):
+        return entry.changed(
+            locked_memory_bytes=status.locked_memory_bytes,
+            locked_memory_limit_bytes=status.locked_memory_limit_bytes,
+            transports=status.transports or None,
+        )
+    if before is None or before.pod != entry.pod:
+        return entry
+    return entry.changed(
+        locked_memory_bytes=before.locked_memory_bytes,
+        locked_memory_limit_bytes=before.locked_memory_limit_bytes,
+        transports=before.transports,
     )
 
 

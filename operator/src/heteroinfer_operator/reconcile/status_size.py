@@ -2,6 +2,7 @@
 
 Values that decisions read always stay: every rank's pod, and whether it has run. Measurements, nodes,
 messages of older failures and rank tables of plans are for users; they stay as long as there is space.
+Locked memory and transports of ranks are dropped before nodes and times.
 """
 
 import json
@@ -22,6 +23,8 @@ LEFT_OUT: Final = "left out: the status is full"
 _RANK_BYTES: Final = 75
 """Size of an entry without names, times and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
 _DETAIL_BYTES: Final = 75
+_RESOURCE_BYTES: Final = 125
+"""Size of an entry's locked memory with its limit, and of its list of transports without their names."""
 _PLAN_RANK_BYTES: Final = 150
 
 
@@ -34,7 +37,20 @@ def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
         detail_bytes = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
         free_bytes -= detail_bytes
         fitted.append(group if free_bytes >= 0 else transitions.without_details(group))
-    return tuple(_fit_failures(fitted))
+    return tuple(_fit_failures(_fit_resources(fitted, free_bytes)))
+
+
+def _fit_resources(groups: Sequence[GroupStatus], free_bytes: int) -> list[GroupStatus]:
+    """Drops locked memory and transports of the last groups until the groups fit the free bytes."""
+    fitted = []
+    for group in groups:
+        free_bytes -= sum(
+            _RESOURCE_BYTES + sum(_json_bytes(text) + 3 for text in rank.transports or ())
+            for rank in group.members
+            if rank.locked_memory_bytes is not None
+        )
+        fitted.append(group if free_bytes >= 0 else transitions.without_resources(group))
+    return fitted
 
 
 def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:

@@ -294,6 +294,15 @@ def without_details(status: GroupStatus) -> GroupStatus:
     return status.changed(members=tuple(members), measured_time=None)
 
 
+def without_resources(status: GroupStatus) -> GroupStatus:
+    """Drops locked memory and transports of the ranks because the status would be too large."""
+    members = (
+        entry.changed(locked_memory_bytes=None, locked_memory_limit_bytes=None, transports=None)
+        for entry in status.members
+    )
+    return status.changed(members=tuple(members))
+
+
 def with_failures(status: GroupStatus, failures: Sequence[FailureStatus]) -> GroupStatus:
     """Replaces the failures by shortened ones."""
     return status.changed(failures=tuple(failures))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure
-from heteroinfer_contract.group_report import RankPhase
+from heteroinfer_contract.group_report import MAX_TRANSPORTS, RankPhase
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 BEAT_INTERVAL_S = 0.2
@@ -69,6 +69,9 @@ class RankReport:
     kv_blocks: int = 0
     kv_room_blocks: int = 0
     kv_room_bytes: int = 0
+    locked_memory_bytes: int | None = None
+    locked_memory_limit_bytes: int | None = None
+    transports: tuple[str, ...] = ()
     busy: str | None = None
     waiting_for_rank: int | None = None
     waiting_for_engine: bool = False
@@ -245,6 +248,19 @@ class RankReporter:
             self._report = replace(
                 self._report, kv_blocks=blocks, kv_room_blocks=headroom_blocks, kv_room_bytes=headroom_bytes
             )
+
+    def set_locked_memory(self, locked_bytes: int, limit_bytes: int | None) -> None:
+        """Sets the memory that this rank has locked, and the most that it may lock; None without a limit."""
+        with self._state_lock:
+            self._report = replace(
+                self._report, locked_memory_bytes=locked_bytes, locked_memory_limit_bytes=limit_bytes
+            )
+
+    def add_transport(self, transport: str) -> None:
+        """Adds a transport of this rank's tensors, such as `ranks:nccl_p2p`."""
+        with self._state_lock:
+            transports = sorted({*self._report.transports, transport})[:MAX_TRANSPORTS]
+            self._report = replace(self._report, transports=tuple(transports))
 
     def set_work(self, work: str | None, *, waiting_for_rank: int | None = None) -> None:
         """Sets the current work of this rank; None once the work is done.

@@ -93,6 +93,7 @@ class Lane:
         if asking.ring_bytes and asking.pod == context.rank.pod:
             context.store.put(weights_key(context.rank.rank), offer_weights(loaded_parts).to_json())
         self._line.report_ready(ask_s, row_s)
+        context.metrics.report_locked_memory()
         context.reporter.set_phase(RankPhase.READY, loaded_parts.stored_bytes, loaded_parts.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:

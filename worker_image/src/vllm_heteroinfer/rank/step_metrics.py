@@ -21,7 +21,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from heteroinfer_contract import metric_names, names
+from heteroinfer_contract import codec, metric_names, names
 from heteroinfer_contract.cgroups import kernel_bytes
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
@@ -170,6 +170,17 @@ class RankMetrics(Meter):
     def record_path(self, between: str, path: str) -> None:
         """Records how tensors travel between `stages`, or between `ranks` of a stage (TRANSPORT_INFO)."""
         self._transport.labels(*self.labels, between, path).set(1)
+        self._reporter.add_transport(f"{between}:{path}")
+
+    def report_locked_memory(self) -> None:
+        """Reports the memory that this rank has locked, for the status of its group.
+
+        A limit above the largest number of a report is no limit for any machine.
+        """
+        limit_bytes = locked_memory_limit_bytes()
+        self._reporter.set_locked_memory(
+            int(locked_memory_bytes()), None if limit_bytes > codec.MAX_INT else int(limit_bytes)
+        )
 
     def set_device_timer(self, seconds: Callable[[], float]) -> None:
         """Sets the function that returns the device time of this step's forward pass after the step."""

@@ -47,12 +47,10 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         if self.context.metrics.counts:
             DeviceTimer(self.model_runner, self.context.metrics.set_device_timer)
 
-    def compile_or_warm_up_model(self) -> Any:
-        """Warms up like the mixin, and reports the transport of tensors between GPUs."""
-        times = super().compile_or_warm_up_model()
+    def report_transports(self) -> None:
+        """Reports the transport of tensors between GPUs, from NCCL's log of the warm-up."""
         for transport in sorted(self._nccl_log.used_transports()) if self._nccl_log else ():
             self.context.metrics.record_path("ranks", transport)
-        return times
 
     def begin_profile(self) -> None:
         """Resets torch's memory peak."""

@@ -140,6 +140,9 @@ class GroupWorkerMixin:
     def warm_up(self) -> None:
         """Runs passes that vLLM's worker of this device skips before the first step."""
 
+    def report_transports(self) -> None:
+        """Reports the transports that are known only after the warm-up."""
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocates the KV cache, with the block count of the rank with the least headroom."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
@@ -162,6 +165,8 @@ class GroupWorkerMixin:
         with self.mode.warming_up(self.model_runner, "warm-up"):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.mode.ready()
+        self.report_transports()
+        self.context.metrics.report_locked_memory()
         self.context.reporter.set_phase(RankPhase.READY, self._loaded_bytes, self._loaded_bytes)
         return times
 
