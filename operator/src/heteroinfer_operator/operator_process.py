@@ -359,7 +359,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
     if unlisted := cluster_state.unsynced():
         return f"waits for the first list of {list_some(unlisted)}"
     if stale := cluster_state.stale_cache_names():
-        return f"nothing was received for {list_some(stale)}"
+        return f"the API server has sent nothing for a long time about {list_some(stale)}"
     return ""
 
 

@@ -59,7 +59,7 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
         ),
         (
             {"engine": {"env": [{"name": "RANK", "value": "0"}]}},
-            "must not be a variable that the plan or the operator sets (got RANK)",
+            "must not be a variable that HeteroInfer reserves (got RANK)",
         ),
         (
             {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "hunter2"}]}},

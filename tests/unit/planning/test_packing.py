@@ -138,7 +138,7 @@ def test_the_ranks_of_a_pod_share_packed_layers(tensor: int) -> None:
 def test_layers_that_are_not_quantized_are_not_packed() -> None:
     awq = four_bits(SchemeName.AWQ)
     plain = replace(awq, kinds=(replace(awq.kinds[0], quantized_bytes=0),))
-    assert not any(plan(spec(cpu()), plain).sizes.grown_bytes)
+    assert not any(plan(spec(cpu()), plain).sizes.packing_growth_bytes)
 
 
 def test_reports_the_memory_of_packed_layers() -> None:
@@ -185,7 +185,7 @@ def test_ranks_that_share_layers_pack_experts_for_amx() -> None:
     """Those that hold whole layers keep GPTQ's experts in less than the checkpoint has."""
     shared = spec(cpu(memory="64Gi", ranksPerPod=2), parallelism={"tensor": 2}, engine={"maxModelLen": 64})
     grown = 20 * MIB * Fraction(-1, 133) + 3 * 256 * MIB * Fraction(13, 133)
-    assert set(plan(shared, mixture(256)).sizes.grown_bytes) == {ceil(grown / 2)}
+    assert set(plan(shared, mixture(256)).sizes.packing_growth_bytes) == {ceil(grown / 2)}
 
 
 @pytest.mark.parametrize("group", [32, 128])

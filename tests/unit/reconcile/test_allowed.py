@@ -348,7 +348,7 @@ def test_an_administrator_can_allow_variables(entry: str, name: str, is_allowed:
 
 @pytest.mark.parametrize("name", [*OWNED_ENV, "HETEROINFER_PLAN"])
 def test_no_installation_allows_a_variable_of_the_plan(name: str) -> None:
-    with pytest.raises(SpecError, match="must not be a variable that the plan or the operator sets"):
+    with pytest.raises(SpecError, match="must not be a variable that HeteroInfer reserves"):
         parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
 
 

@@ -187,7 +187,9 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
     if isinstance(raw, float) and not math.isfinite(raw):
         raise ContractError(f"{where}: must be a finite number (got {raw})")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
-        raise ContractError(f"{where}: must be at most {MAX_INT} (got a number of {raw.bit_length()} bits)")
+        raise ContractError(
+            f"{where}: must be from -{MAX_INT} to {MAX_INT} (got a number of {raw.bit_length()} bits)"
+        )
     # JSON can escape a lone surrogate, but UTF-8 cannot encode it.
     return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
 

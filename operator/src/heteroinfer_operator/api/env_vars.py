@@ -58,14 +58,14 @@ OWNED_ENV: Final = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
 )
-"""Variables that the plan or the supervisor sets."""
+"""Variables that no resource may set: the plan or the supervisor sets them, or they would break the group."""
 OWNED_ENV_PREFIX: Final = "HETEROINFER_"
 SECRET_ENV: Final = (names.ENV_HUB_TOKEN, "VLLM_API_KEY")
 """Variables that hold a secret, which must not be written into the resource."""
 
 
-def _is_set_by_plan(name: str) -> bool:
-    """Reports whether the plan or the supervisor sets a variable of this name."""
+def _is_reserved(name: str) -> bool:
+    """Reports whether HeteroInfer reserves a variable of this name."""
     return name in OWNED_ENV or (name.startswith(OWNED_ENV_PREFIX) and name not in names.USER_ENV)
 
 
@@ -74,7 +74,7 @@ def _to_cel_list(values: Iterable[str]) -> str:
     return f"[{', '.join(map(cel_text, values))}]"
 
 
-_IS_SET_BY_PLAN: Final = (
+_IS_RESERVED: Final = (
     f"(self.name in {_to_cel_list(OWNED_ENV)} || (self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
     f"&& !(self.name in {_to_cel_list(names.USER_ENV)})))"
 )
@@ -115,11 +115,12 @@ class EnvVar(Model):
             reason=RuleReason.INVALID,
         ),
         _build_rule(
-            f"!{_IS_SET_BY_PLAN}",
-            lambda variable: not _is_set_by_plan(variable.name),
-            "must not be a variable that the plan or the operator sets",
+            f"!{_IS_RESERVED}",
+            lambda variable: not _is_reserved(variable.name),
+            "must not be a variable that HeteroInfer reserves",
             field="name",
-            fix="Remove it, and set roles[].device, roles[].layers or network instead",
+            fix="Remove it. roles[].device, roles[].layers and network set the device, the layers and the "
+            "network interface",
         ),
         _build_rule(
             f"!(self.name in {_to_cel_list(SECRET_ENV)}) "

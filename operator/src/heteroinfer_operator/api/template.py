@@ -123,7 +123,7 @@ class NodeRequirement(Model):
     )
 
     key: LabelKey
-    """Key of the label, or name of the field."""
+    """Key of the node's label; in matchFields, name of the node's field."""
     operator: NodeOperator
     """Relation between the label and values: In, NotIn, Exists, DoesNotExist, Gt or Lt."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None

@@ -18,7 +18,7 @@ from heteroinfer_operator.commands.plan_words import INDENT, count, duration, sp
 from heteroinfer_operator.planning.concurrency import num_kv_blocks
 from heteroinfer_operator.planning.feed_forward import FeedForwardPart, peak_extra_bytes, rank_weight_bytes
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
-from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
+from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS, BESIDE_WITHOUT_GRAPHS
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import (
@@ -118,8 +118,8 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
         extra_bytes = peak_extra_bytes(remote, engine, rank_indices)
         lines.append(
             f"feed-forward rank of role {rank_set.role.name}: {format_bytes(weight_bytes)} of weights"
-            f"{by_experts}, and up to {format_bytes(extra_bytes)} for the process and for packing a layer or "
-            "the largest batch"
+            f"{by_experts}, and {format_bytes(extra_bytes)} for the process and for the larger of two: the "
+            "copy while a layer is packed, or the largest batch"
         )
     return lines
 
@@ -148,7 +148,8 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes + budget.ring_bytes)
     line = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
     if budget.reserved_bytes:
-        line += f". Another {format_bytes(budget.reserved_bytes)} is for {BESIDE_ON_GPUS}"
+        beside = BESIDE_ON_GPUS if sizes.gpu_floor.graphs else BESIDE_WITHOUT_GRAPHS
+        line += f". Another {format_bytes(budget.reserved_bytes)} is for {beside}"
     return line
 
 

@@ -164,7 +164,11 @@ class GangSchedulers:
         """Starts and stops the caches of gang schedulers. An error changes nothing."""
         problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
         for gang in sorted(problems.keys() - self._reported):
-            logger.warning("gang scheduler %s: %s. Trying again", gang, problems[gang].message)
+            logger.warning(
+                "cannot find out whether the cluster has the gang scheduler %s: %s. Trying again",
+                gang,
+                problems[gang].message,
+            )
         self._reported = frozenset(problems)
         self._unanswered -= answers.keys() - problems.keys()
         for gang, is_served in sorted(answers.items()):

@@ -45,9 +45,10 @@ def build_settings() -> kopf.OperatorSettings:
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
     """Returns the handlers that announce each added, changed or deleted resource.
 
-    kopf calls `announce` in its own thread, with the resource and its resourceVersion. The handler `changed`
-    ignores a change of the status: the operator wrote the status itself, and has read the API server's answer
-    to that write. It also ignores changes of labels and annotations, because no decision reads them.
+    kopf calls `announce` in its own thread, with the resource and its resourceVersion. The handler
+    `announce_change` ignores a change of the status: the operator wrote the status itself, and has read the
+    API server's answer to that write. It also ignores changes of labels and annotations, because no decision
+    reads them.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}

@@ -164,7 +164,8 @@ class LeaderClient:
         """Tests whether a leader accepts connections, and reports a change of its reachability.
 
         It opens up to TRIES_UNTIL_SILENT connections. If a connection is refused immediately, it still waits
-        until TRY_S is over. Otherwise it would report a silence shorter than MIN_SILENT_S.
+        until TRY_S is over. Otherwise the refusals would end in milliseconds, and the operator reports only a
+        silence of `silent_leaders.MIN_SILENT_S` or longer.
         """
         uid, started_s, loop = pod.view.uid, self._clock(), asyncio.get_running_loop()
         for _ in range(TRIES_UNTIL_SILENT):

@@ -68,8 +68,8 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
         if other:
             selector = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
             raise HeteroInferError(
-                f"role {role.name}: this machine is {other}. Use an x86-64 machine, or, if the worker's "
-                "Python has a vLLM built for this platform, roles[].template.nodeSelector: "
+                f"role {role.name}: this machine is {other}. Use an x86-64 machine. If the worker's Python "
+                "has a vLLM built for this platform, set roles[].template.nodeSelector: "
                 f"{{{selector}}}",
                 reason="OtherPlatform",
             )

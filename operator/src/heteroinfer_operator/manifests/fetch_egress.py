@@ -63,7 +63,7 @@ class FetchEgress:
         except ValueError as error:
             raise _build_error(str(error)) from error
         except TypeError as error:
-            raise _build_error(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
+            raise _build_error(f"ports, cidrs and except must be lists (got {text[:200]!r})") from error
         egress = cls(**fields)
         for port in egress.ports:
             if type(port) is not int or not 1 <= port <= 65535:

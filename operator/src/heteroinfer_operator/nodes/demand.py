@@ -299,7 +299,7 @@ def _requests_of_holder(holder: Manifest) -> dict[str, float]:
 
 
 def requests_of(resources: Manifest) -> dict[str, float]:
-    """Returns the requests of a container's or pod's resources. A limit without a request counts."""
+    """Returns the requests of a container's or pod's resources. Without a request, the limit counts."""
     return {
         **as_amounts(resources.get("limits"), "limits"),
         **as_amounts(resources.get("requests"), "requests"),

@@ -152,7 +152,10 @@ def _build_option(tried: _TriedMode) -> ModeOption:
     """Returns a tried mode as an entry of the choice that users see."""
     reason = "" if tried.error is None else "\n".join(_lines_of_mode(tried.error))
     if tried.planned is not None and not tried.knows_all_memory:
-        reason = "the memory of a rank is unknown"
+        reason = (
+            "the memory of a rank is unknown, so the times are not compared. Set deviceMemory (GPU) or "
+            "resources.limits.memory (CPU) in each role"
+        )
     return ModeOption(title=tried.chosen.title, figures=tried.figures, reason=reason)
 
 

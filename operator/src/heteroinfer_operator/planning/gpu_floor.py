@@ -1,4 +1,4 @@
-"""The memory that a GPU holds besides weights and KV cache, whatever its size. Pure.
+"""The memory that a GPU needs besides weights and KV cache, the same for small and large GPUs. Pure.
 
 Measured on an H100 with torch 2.13 and vLLM 0.32 (2026-11-26, tests/bench/gpu_floor.py): a Llama of 16 layers
 with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
@@ -19,6 +19,8 @@ from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
 
 BESIDE_ON_GPUS: Final = "the CUDA context, CUDA graphs and the largest batch"
 """Description of this memory in messages."""
+BESIDE_WITHOUT_GRAPHS: Final = "the CUDA context and the largest batch"
+"""Description of this memory without CUDA graphs (engine.eager: Always)."""
 GPU_USABLE: Final = Fraction(9, 10)
 """Largest share of a GPU's memory for weights and KV cache; the rest is for fragments and the driver."""
 CONTEXT_BYTES: Final = 704 * 2**20
@@ -100,7 +102,10 @@ class GpuFloor:
 
 
 def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
-    """Returns the most intermediate elements that one token needs at the same time in a layer on one rank."""
+    """Returns the largest number of intermediate elements that a token needs at one time.
+
+    The number is for one layer on one rank. `tensor` is the number of ranks that share the layer.
+    """
     hidden = profile.hidden_size
     rank_columns = (kind.columns or _DEFAULT_COLUMNS * hidden) // tensor
     if kind.experts:

@@ -14,6 +14,7 @@ from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.expert_ring import ExpertRing
 from heteroinfer_operator.planning.gpu_floor import (
     BESIDE_ON_GPUS,
+    BESIDE_WITHOUT_GRAPHS,
     GPU_USABLE,
     GpuFloor,
     gpu_memory,
@@ -39,11 +40,12 @@ CPU_TABLE_COPIES: Final = 2
 (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
 
 
-def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
+def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs: bool = True) -> int | None:
     """Returns a rank's bytes for weights and KV cache, or None if its memory is unknown.
 
     Args:
         gpu_floor: bytes that a GPU needs besides weights and KV cache.
+        has_graphs: whether these bytes include memory for CUDA graphs.
 
     Raises:
         PlanError: the processes need more memory even without a model, or the limit has the unit m.
@@ -53,10 +55,11 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
     if seat.placed.device is Device.GPU:
         memory = gpu_memory(role, inventory)
         if memory is not None and memory <= gpu_floor:
+            or_eager = ", or set engine.eager: Always, which needs no CUDA graphs" if has_graphs else ""
             raise PlanError(
                 f"role {role.name}: a GPU must have more memory than the {format_bytes(gpu_floor)} that "
-                f"{BESIDE_ON_GPUS} need (got {format_bytes(memory)}). Use a larger device, or set "
-                "engine.eager: Always, which needs no CUDA graphs",
+                f"{BESIDE_ON_GPUS if has_graphs else BESIDE_WITHOUT_GRAPHS} need (got "
+                f"{format_bytes(memory)}). Use a larger device{or_eager}",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
         return None if memory is None else usable_gpu_memory(memory, gpu_floor)
@@ -129,7 +132,7 @@ class Sizes:
         tensor: number of ranks in a stage.
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
         layer_bytes: stored weights of each layer on one rank, in bytes; a GPU holds them in this form.
-        grown_bytes: bytes by which each layer is larger in a CPU's packed form; may be negative.
+        packing_growth_bytes: bytes by which each layer is larger in a CPU's packed form; may be negative.
         packing_bytes: additional bytes while a CPU packs each layer.
         encoder_bytes: encoder on each rank, in bytes; 0 if the group does not serve it.
         gpu_floor: memory that a GPU needs besides weights and KV cache.
@@ -141,7 +144,7 @@ class Sizes:
     tensor: int
     scale: Fraction
     layer_bytes: tuple[int, ...]
-    grown_bytes: tuple[int, ...]
+    packing_growth_bytes: tuple[int, ...]
     packing_bytes: tuple[int, ...]
     encoder_bytes: int
     gpu_floor: GpuFloor
@@ -178,7 +181,7 @@ class Sizes:
             layer_bytes=tuple(
                 -int(-(plain * plain_ratio + (size - plain)) // tensor) for size, plain in sizes
             ),
-            grown_bytes=tuple(
+            packing_growth_bytes=tuple(
                 ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
             ),
             packing_bytes=tuple(
@@ -191,8 +194,11 @@ class Sizes:
         )
 
     def layer_weight_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
-        """Returns the bytes of the weights of layers first..end-1 on one rank, in the form of its kernels."""
-        growth = sum(self.grown_bytes[first:end]) if device is Device.CPU else 0
+        """Returns the bytes of the weights of layers first..end-1 on one rank, as its device holds them.
+
+        A CPU packs the weights, which changes their size.
+        """
+        growth = sum(self.packing_growth_bytes[first:end]) if device is Device.CPU else 0
         return sum(self.layer_bytes[first:end]) + growth
 
     def cache_bytes(self, first: int, end: int) -> int:
@@ -391,7 +397,11 @@ class StageBudget:
 def stage_budgets(
     stages: Sequence[Sequence[Seat]], sizes: Sizes, inventory: Inventory
 ) -> tuple[StageBudget, ...]:
-    """Returns the budget of each stage; raises the errors of rank_budget."""
+    """Returns the budget of each stage.
+
+    Raises:
+        PlanError: a GPU or a pod lacks memory (`rank_budget`, `_check_host_tables`).
+    """
 
     def budget_of_seat(seat: Seat, stage: int) -> RankBudget:
         """Returns the budget of one rank."""
@@ -402,11 +412,12 @@ def stage_budgets(
         memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
         if device is Device.GPU and stage == 0:  # only the first layers use tables of n-grams
             _check_host_tables(seat, sizes.profile.host_table_bytes // sizes.tensor, inventory)
+        # GPU_USABLE leaves a tenth of the memory free. The floor counts only if it is larger.
         floor_bounds_budget = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,
             device=device,
-            budget=rank_budget(seat, inventory, floor),
+            budget=rank_budget(seat, inventory, floor, has_graphs=sizes.gpu_floor.graphs > 0),
             table_bytes=sizes.table_bytes(stage, len(stages), device),
             reserved_bytes=floor if floor_bounds_budget else 0,
             ring_bytes=0 if sizes.ring is None else sizes.ring.total_bytes,

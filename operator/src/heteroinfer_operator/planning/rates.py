@@ -385,7 +385,11 @@ def _measured_cpu_rates(
     )
 
     def find_kernel(part: KernelPart, name: SchemeName) -> KernelRate:
-        """Returns the measured rate of a kernel, scaled to this rank, or the default rate."""
+        """Returns the measured rate of a kernel, scaled to this rank, or the default rate.
+
+        If a kernel was measured with one row only, its rates with more rows (MORE_ROWS) fall like the default
+        kernel's.
+        """
         default = default_kernels.kernel(part, name, rank_bytes_per_s)
         kernel = calibration.fastest_kernel(part, name, engine.dtype)
         if kernel is None:
@@ -398,7 +402,7 @@ def _measured_cpu_rates(
             used_cores / kernel.threads,
         )
         ratios = [core_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
-        scaled = tuple(rate * part for rate, part in zip(more_rows, ratios, strict=False))
+        scaled = tuple(rate * ratio for rate, ratio in zip(more_rows, ratios, strict=False))
         return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
 
     operations = calibration.operations_per_s or instruction_rates.products * cores

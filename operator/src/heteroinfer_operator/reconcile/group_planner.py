@@ -135,7 +135,9 @@ class GroupPlanner:
     def assign_nodes_again(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
     ) -> NodeAssignment:
-        """Returns the node assignment of new pods in an epoch that already has pods.
+        """Returns the conditions for the nodes of pods that an epoch lacks.
+
+        The pods get the gang scheduler and the GPU memory of the epoch's other pods, but no preferred nodes.
 
         Args:
             spec: spec that the group was created with.
@@ -146,7 +148,7 @@ class GroupPlanner:
         return NodeAssignment(gang=read_gang(pods), gpu_memory_mib=memory, apart=self._places_groups_apart)
 
     def _gpu_floor(self, spec: HeteroInferenceSpec, plan: Plan) -> GpuFloor | None:
-        """Smallest GPUs that a plan can use; None while the sizes of its model are unknown."""
+        """Memory that the plan's GPUs need besides weights and KV cache; None while the model is unknown."""
         if self.request is None or self.request.spec.model != spec.model:
             return None
         sizes = find_sizes(plan, spec, self.request.profile)

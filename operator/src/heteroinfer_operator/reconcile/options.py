@@ -61,7 +61,7 @@ class Options:
         if not self.names_come_again:
             return 1
         version = version_number(resource_version) or 0
-        # A version with more digits is a time in nanoseconds; epochs never follow each other that fast.
+        # A version with more digits counts nanoseconds. Divided, it still grows faster than epochs begin.
         exact = (
             version
             if version < _MAX_EXACT_VERSION

@@ -279,7 +279,7 @@ class ActionPermits:
             self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
-        """Returns the seconds until a refused action may be tried again.
+        """Returns the seconds until a refused or delayed action may be tried again.
 
         The answer is 0.0 after a new refusal and after the end of a refusal. If a refused action was due and
         the decision did not contain it, no decision wants it now. The next check is then at the time at which
@@ -301,8 +301,8 @@ class ActionPermits:
         match action:
             case CreateObject() | ApplyObject():
                 # If several groups need an object, one unblocked group is enough.
-                nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
-                return self._creates_blocked or nobody_needs_it
+                all_users_are_blocked = bool(action.scopes) and action.scopes <= self._blocked
+                return self._creates_blocked or all_users_are_blocked
             case DeleteObject():
                 return self._status_write_failed and action.after_status
         return False

@@ -177,7 +177,8 @@ def read_records(
 
     The operator trusts a record with a valid code, because only it can create the code. Version 0.1.0 wrote
     no codes, and an operator with another key wrote other codes. Until all records in use have a code of
-    this key, the operator checks records without a code like a spec. Without a key it always does so.
+    this key, the operator checks records without a code like a spec, and ignores a record whose name is not
+    the hash of its spec. Without a key it always does so.
     """
     prefix = identity.revision_record(signer.owner, "")
     all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
@@ -191,13 +192,13 @@ def read_records(
             continue
         record, is_signed = read_revision_record(signer.owner, stored), signer.is_signed_by_us(stored)
         any_signed = any_signed or is_signed
-        is_named = record is not None and (is_signed or _is_named_by_content(record))
+        has_right_name = record is not None and (is_signed or _is_named_by_content(record))
         if record is not None and (
-            is_signed or (not all_signed and is_named and _is_accepted(record, allowed))
+            is_signed or (not all_signed and has_right_name and _is_accepted(record, allowed))
         ):
             records.append(record)
             unsigned |= set() if is_signed else {record.name}
-        elif signer.key is not None and not is_signed and (all_signed or not is_named):
+        elif signer.key is not None and not is_signed and (all_signed or not has_right_name):
             forged.append(name)
     return KeptRecords(
         records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed

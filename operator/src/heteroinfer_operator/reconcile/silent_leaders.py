@@ -41,7 +41,8 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 def with_report_alone(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader in a group's decision as silent if it does not report the group as ready.
 
-    The operator uses the report alone while the API server does not show the pods.
+    The operator uses only the report while the API server does not show the pods. A leader that did not
+    accept the request's authentication reports epoch 0.
     """
     status = decision.status
     # A leader that never answered may be unreachable for the operator: its silence proves nothing.

@@ -56,7 +56,7 @@ EXPERT_COUNTS: Final = ("num_experts", *_ALIASES["num_experts"])
 
 
 def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the part that vLLM serves (Qwen-Omni's thinker), or the config itself."""
+    """Returns the config of the model that vLLM serves: of a wrapper such as Qwen-Omni, only one part."""
     for key in _WRAPPER_KEYS:
         inner = config.get(key)
         if isinstance(inner, Mapping):

@@ -1,4 +1,4 @@
-"""Reads the quantization of a model's weights and the rule of its routers. Stdlib only; pure."""
+"""Reads how a model's weights are quantized, and how its routers choose experts. Stdlib only; pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

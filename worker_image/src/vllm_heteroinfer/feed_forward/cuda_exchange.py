@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward.exchange import WATCH_INTERVAL_S, check_ask
 from vllm_heteroinfer.feed_forward.slab import Slab
 
@@ -101,14 +102,16 @@ class Kernels:
     def _raise_if_failed(status: int, call: str) -> None:
         """Raises CudaError for a status other than 0. `call` is the name of the CUDA function."""
         if status:
-            raise CudaError(f"{call} failed with {status}")
+            raise CudaError(f"{call} failed with CUDA error {status}")
 
 
 def register_memory(memory: torch.Tensor) -> None:
     """Lets the current device copy to and from host memory, and map it; raises CudaError if it cannot."""
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_MAPPED)
     if int(status) != 0:
-        raise CudaError(f"cudaHostRegister of {memory.nbytes} bytes failed with {status}")
+        raise CudaError(
+            f"cudaHostRegister failed with CUDA error {status} ({format_bytes(memory.nbytes)} of host memory)"
+        )
 
 
 def _pointers_to(params: ctypes.Structure) -> Any:

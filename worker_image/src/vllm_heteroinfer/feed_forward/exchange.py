@@ -230,9 +230,9 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
     answer = asks.ask(PROBE_LAYER, x, ids, weights, None)
     if not torch.equal(answer, x * ranks):
         raise RuntimeError(
-            f"{ranks} feed-forward ranks returned a wrong sum of the test pattern (perhaps this device "
-            "does not see writes of other processes to shared memory). Restart the group. If the error comes "
-            "again, report it"
+            f"the test of the exchange failed: the answers of {ranks} feed-forward ranks do not add up "
+            "(perhaps this device does not see writes of other processes to shared memory). Restart the "
+            "group. If the error comes again, report it"
         )
 
 
@@ -260,8 +260,8 @@ class Watch:
         """Checks that the device never gave up waiting; only then are the results of a step valid.
 
         Raises:
-            RuntimeError: the device gave up waiting for an answer, and `fail` returned or was not called in
-                time.
+            RuntimeError: the device gave up waiting for an answer. Before it raises, it waits up to
+                NAMING_LIMIT_S, so that the watch can end this process with an error that names the rank.
         """
         if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)

@@ -84,7 +84,11 @@ class LaneJudge:
         self._last_late_lane: int | None = None
 
     def judge(self, state: SlabState, now_s: float) -> Verdict | None:
-        """Judges the slab's current state. Returns a verdict once a lane is late beyond its limit."""
+        """Judges the slab's current state.
+
+        Returns a verdict if a lane is late beyond its limit, or if the device gave up waiting; otherwise
+        None.
+        """
         late_turn = self._clock.turn(now_s) > self._interval_s
         awake_s = self._clock.awake_s(now_s)
         if state.asked != self._last_ask:

@@ -19,6 +19,7 @@ class LoadedReader(LayerReader):
     """Reads the parameters of a RoutedExperts of vLLM, as its method created them."""
 
     def __init__(self, module: Any) -> None:
+        # RemoteExperts only describes the format here: the experts are in this process.
         self.recipe = RemoteExperts(module, module.quant_method).describe(
             {
                 name: ExpertParameter(shape=tuple(each.shape), dtype=str(each.dtype).removeprefix("torch."))

@@ -8,7 +8,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -132,8 +132,8 @@ class Recipe:
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
             raise ContractError(
-                f"feed-forward ranks: layers must have rows of one size (got {sorted(rows)} as elements and "
-                "experts of a row, 0 experts for an MLP). Give feed-forward ranks layers of one kind"
+                f"feed-forward ranks: layers must have rows of one size (got {_describe_rows(rows)}). Give "
+                "feed-forward ranks layers of one kind"
             )
         return rows.pop()
 
@@ -154,6 +154,14 @@ class Recipe:
         files = tuple(RecipeFile(**file) for file in document.pop("files"))
         layers = {int(number): _layer_from_json(layer) for number, layer in document.pop("layers").items()}
         return cls(layers=layers, files=files, **document)
+
+
+def _describe_rows(rows: Collection[tuple[int, int]]) -> str:
+    """Describes sizes of rows, such as "4096 elements of an MLP, 4096 elements with 8 experts"."""
+    return ", ".join(
+        f"{hidden} elements {f'with {topk} experts' if topk else 'of an MLP'}"
+        for hidden, topk in sorted(rows)
+    )
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:

@@ -41,11 +41,12 @@ _aten = torch.ops.aten
 
 
 class RemoteExperts:
-    """The experts of a remote layer while the model is built.
+    """The experts of a layer that feed-forward ranks compute, while vLLM builds the asking rank's model.
 
     Attributes:
         module: vLLM's RoutedExperts.
         method: vLLM's method for the format, which creates the parameters.
+        targets: the recorded parameters, by name.
     """
 
     def __init__(self, module: Any, method: Any) -> None:

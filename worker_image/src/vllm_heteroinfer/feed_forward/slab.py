@@ -112,6 +112,15 @@ class Shape:
         )
 
 
+def _describe_header(header: bytes) -> str:
+    """Returns a slab's header in words, for messages."""
+    _, version, epoch, hidden, topk, max_rows, dtype, lanes = _HEADER.unpack(header)
+    return (
+        f"version {version}, epoch {epoch}, hidden size {hidden}, {topk} experts per token, {max_rows} "
+        f"tokens, type {dtype}, {lanes} lanes"
+    )
+
+
 def _round_up_to_pages(num_bytes: int) -> int:
     """Rounds a size up to whole pages of 4,096 bytes."""
     return -(-num_bytes // 4096) * 4096
@@ -160,8 +169,8 @@ class Slab:
         header = self._memory[: _HEADER.size]
         if header != shape.header():
             raise ContractError(
-                f"feed-forward slab: header must be {_HEADER.unpack(shape.header())} (got "
-                f"{_HEADER.unpack(header)}). Start all pods from one image"
+                f"feed-forward ranks: the shared memory must have {_describe_header(shape.header())} (got "
+                f"{_describe_header(header)}). Restart the group. If the error comes again, report it"
             )
         self.shape, self.layout = shape, shape.layout
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)

@@ -60,7 +60,7 @@ class Seal:
         """
         code, _, line = sealed.partition(" ")
         if not self._key.verifies(code, self._other_side, str(self._received), line):
-            raise ContractError("received a line without a valid code of this epoch's key")
+            raise ContractError("the line is not signed with this epoch's key")
         self._received += 1
         return line
 
@@ -72,7 +72,10 @@ def build_opening(key: EpochKey, pod: int) -> Opening:
 
 
 def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
-    """Checks the follower's first line. Returns the leader's first line and its end of the connection.
+    """Checks the follower's first line.
+
+    Returns:
+        The leader's first line, and the Seal that signs and checks all later lines of this connection.
 
     Raises:
         ContractError: the follower does not have the key.
@@ -86,7 +89,7 @@ def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
 
 
 def check_reply(key: EpochKey, opening: Opening, line: str) -> Seal:
-    """Checks the leader's first line. Returns the follower's end of the connection.
+    """Checks the leader's first line. Returns the follower's Seal for all later lines.
 
     Raises:
         ContractError: the process that answered does not have the key.

@@ -54,8 +54,8 @@ CPU_EXPERTS_PACKING: Final = Patch(
     target=f"{_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
     parameters=("self", "layer"),
     why=(
-        "packs bf16 experts for kernels that read the chosen experts faster for few rows. An oracle "
-        "without a registry chooses the class before the weights are loaded"
+        "packs bf16 experts for kernels that read the chosen experts faster for few rows. vLLM chooses the "
+        "class of experts in a function (`fused_moe/oracle`) to which a plugin cannot add a class"
     ),
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin add classes of experts, or is as fast",
@@ -162,9 +162,9 @@ CPU_MIXTURE: Final = Patch(
     target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.forward",
     parameters=("self", "hidden_states", "router_logits", "input_ids", "shared_experts_input"),
     why=(
-        "eager CPU ranks compute router, choice and packed experts in one call. vLLM's way through a "
-        "dozen functions and as many small tensors takes longer than a few rows of small experts, and no "
-        "option chooses another runner"
+        "CPU ranks without torch.compile compute the router, the choice of experts and the packed experts in "
+        "one call. vLLM calls a dozen functions for the same. For a few tokens, these calls take longer than "
+        "the experts, and no option selects another runner"
     ),
     verified=("0.32.0",),
     remove_when="vLLM lets a platform or a plugin choose the runner of experts, or vLLM's runner is as fast",
@@ -175,9 +175,9 @@ CPU_NORM: Final = Patch(
     target="vllm.model_executor.layers.layernorm:RMSNorm.forward_native",
     parameters=("self", "x", "residual"),
     why=(
-        "eager CPU ranks compute a bf16 norm in one call. vLLM's registry of operations, torch's "
-        "dispatcher and threads that wake up for a few rows take several times as long as the norm. A "
-        "class registered out of tree would replace every class of that name"
+        "CPU ranks without torch.compile compute a bf16 norm in one call. For a few rows, vLLM's registry of "
+        "operations, torch's dispatcher and the wake-up of threads take several times as long as the norm. A "
+        "class that a plugin registers would replace every class of that name"
     ),
     verified=("0.32.0",),
     remove_when="vLLM's norm on CPUs is as fast for few rows",
@@ -188,8 +188,9 @@ CPU_ATTENTION: Final = Patch(
     target="vllm.model_executor.layers.attention.attention:Attention.forward",
     parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
     why=(
-        "in each step, an eager CPU rank looks up each layer by name and twice cuts its KV cache into "
-        "halves. That takes longer than attention for few rows, and the backend's class cannot skip it"
+        "in each step, a CPU rank without torch.compile looks up each layer by name, and twice cuts the "
+        "layer's KV cache into keys and values. For a few rows, that takes longer than attention, and the "
+        "class of the backend cannot skip it"
     ),
     verified=("0.32.0",),
     remove_when="vLLM keeps the halves of a CPU's KV cache",

@@ -40,7 +40,9 @@ class LaneMeter:
                 "Seconds in which this rank waited for the asking rank",
             ),
             "asks": counter(metric_names.FEED_FORWARD_ASKS_TOTAL, "Layers computed, counted once per step"),
-            "rows": counter(metric_names.FEED_FORWARD_ROWS_TOTAL, "Rows computed, summed over layers"),
+            "rows": counter(
+                metric_names.FEED_FORWARD_ROWS_TOTAL, "Tokens computed, counted once for each layer"
+            ),
             "experts": counter(
                 metric_names.FEED_FORWARD_EXPERTS_TOTAL,
                 "Experts whose weights were read, summed over layers and steps",

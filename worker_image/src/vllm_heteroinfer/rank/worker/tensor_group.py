@@ -131,9 +131,10 @@ class TensorGroup(RankMode):
 
     @torch.inference_mode()
     def end_step(self) -> None:
-        """Ends a step that shared no tokens, by one more broadcast.
+        """Checks once more, at the end of a step, that all ranks ran the same collectives.
 
-        Without it, a rank that ran too many or too few collectives is detected only in the next step.
+        The check is one more broadcast. Without it, a rank that ran too many or too few collectives is
+        detected only in the next step.
         """
         self._bridge.broadcast(torch.full((1,), self._steps, dtype=torch.int32, device=self._device), src=0)
 
@@ -141,7 +142,7 @@ class TensorGroup(RankMode):
     def sampling(self, runner: Any, grammar_output: Any) -> Iterator[Any]:
         """Yields the grammar mask on the leader and None on other ranks, because only the leader samples.
 
-        A step with prompt logprobs ends with one more broadcast: their logits are computed after sampling.
+        Logits for prompt logprobs need collectives after sampling, so such a step ends with one more check.
         """
         has_prompt_logprobs = bool(runner.num_prompt_logprobs)
         yield grammar_output if self._leads else None
