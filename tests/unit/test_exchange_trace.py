@@ -19,7 +19,7 @@ def layer(number: int, begin: float) -> list[list[object]]:
     ]
 
 
-def test_the_columns_are_means_of_the_layers_between_first_and_last() -> None:
+def test_each_column_is_the_mean_over_all_layers_but_the_first_and_last() -> None:
     spans = [span for number in range(4) for span in layer(number, 20.0 * number)]
     step = {"rows": 8192, "busy_ns": [4 * 12e6, 4 * 14e6], "spans": spans}
     found = summarize(step)

@@ -97,7 +97,7 @@ async def test_names_the_reason_why_a_volume_is_not_mounted(
     assert look.pending.next_check_s(KEY) == AGAIN_S
 
 
-async def test_requests_events_of_one_pod_per_role_only_while_the_kubelet_prepares_it() -> None:
+async def test_the_operator_reads_events_of_one_pod_per_role_only_while_the_kubelet_prepares_it() -> None:
     server = Server(MISSING)
     look = Look(server)
     pods = [pod("a"), pod("b"), pod("c", role="gpu")]

@@ -147,7 +147,7 @@ def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World)
     assert group(world)["epoch"] == 1
 
 
-def test_a_vanished_pending_pod_ends_its_epoch_without_counting(world: World) -> None:
+def test_a_vanished_pending_pod_ends_its_epoch_and_does_not_count_as_a_restart(world: World) -> None:
     """The pod may have run since the last reconcile."""
     create_pods(world)
     world.settle()
