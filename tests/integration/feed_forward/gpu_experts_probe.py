@@ -1,6 +1,8 @@
 """Checks for experts on a GPU that need no GPU: choices, layouts, memory. Runs in the worker's Python."""
 
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +25,7 @@ from vllm_heteroinfer.feed_forward.offered_weights import (
     map_weights,
 )
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe, Recipe
+from vllm_heteroinfer.feed_forward.shared_exchange import let_gpu_compute_experts
 from vllm_heteroinfer.feed_forward.unpacking import SOURCE as UNPACK
 from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, code_places, pack, packed_layout, register
 from vllm_heteroinfer.kernels.weight_memory import WeightMemory
@@ -211,6 +214,40 @@ def found_layers() -> dict[str, Any]:
     return answer
 
 
+class NoMeter:
+    """Counts nothing."""
+
+    is_users_step = False
+
+    def count(self, rows: int, copied_bytes: int) -> None:
+        """See `GpuExpertMeter`."""
+
+
+def fallback() -> dict[str, Any]:
+    """Lets a GPU compute experts of a rank that has ended, so that its memory cannot be mapped."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    offer = OfferedWeights(pid=ended.pid, fd=3, name="weights", num_bytes=1 << 20, layers=())
+    recipe = Recipe(layers={}, dtype="bfloat16", max_rows=8, unit=32)
+    messages, reported = io.StringIO(), list[int]()
+    handler = logging.StreamHandler(messages)
+    logger = logging.getLogger("vllm_heteroinfer.feed_forward.shared_exchange")
+    logger.addHandler(handler)
+    exchange = object()
+    used = let_gpu_compute_experts(
+        exchange,
+        recipe,
+        {1: offer},
+        reported.append,
+        ring_bytes=1 << 20,
+        captured_rows=0,
+        device=torch.device("cuda", 0),
+        meter=NoMeter(),
+    )
+    logger.removeHandler(handler)
+    return {"uses ranks only": used is exchange, "reported": reported, "log": messages.getvalue()}
+
+
 def compiled_sources() -> dict[str, int]:
     """Returns the bytes of the compiled CUDA sources; the compiler needs no GPU."""
     return {source.name: len(compile_source(source, "sm_80")) for source in (KERNELS, UNPACK)}
@@ -225,6 +262,7 @@ def main(_: str) -> None:
         "memory": offer_from_a_process(),
         "offers": errors_in_offers(),
         "layers": found_layers(),
+        "fallback": fallback(),
         "compiled": compiled_sources(),
     }
     print(json.dumps(answer), flush=True)

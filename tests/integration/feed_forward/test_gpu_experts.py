@@ -18,6 +18,11 @@ def test_choices_layouts_and_memory() -> None:
     assert "weights must end in" in offers["end"]
     assert "must have a place and a shape" in offers["no place"]
     assert all(answer["compiled"].values())
+    fallback = answer["fallback"]
+    assert fallback["uses ranks only"]
+    assert fallback["reported"] == [0]
+    assert "CPU ranks compute all experts, also of long batches" in fallback["log"]
+    assert "feed-forward rank 1: " in fallback["log"]
     for found in answer["layers"].values():
         assert found["layers"] == [0, 1, 2]
         assert found["kinds"] == [True, True, False]

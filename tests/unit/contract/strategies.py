@@ -168,6 +168,7 @@ rank_statuses = st.builds(
     locked_memory_bytes=st.none() | counts,
     locked_memory_limit_bytes=st.none() | counts,
     transports=st.lists(st.sampled_from(["ranks:nccl_p2p", "stages:gloo"]), max_size=2).map(tuple),
+    gpu_experts_from=st.none() | counts,
 )
 group_reports = st.builds(
     GroupReport,

@@ -192,6 +192,12 @@ def test_top_shows_the_rates_of_predictions_and_the_rule_of_long_prompts() -> No
     ]
 
 
+def test_the_measurement_of_a_group_replaces_the_predicted_rule_of_long_prompts() -> None:
+    group = status().groups[0].changed(long_prompts="CPUs compute all experts")
+    line = build_line(KEY, status().changed(groups=(group,)), {})
+    assert list(describe_predictions([line]))[-1] == "ml/llama: CPUs compute all experts"
+
+
 def test_kv_cache_use_comes_from_vllms_gauge() -> None:
     text = '# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
     assert kv_use_of(text) == 0.25

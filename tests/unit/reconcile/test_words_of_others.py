@@ -29,6 +29,7 @@ REPORT = GroupReport(
         RankStatus(
             rank=rank, pod=rank, phase=RankPhase.READY, steps=9, step_s=0.1, compute_s=0.1,
             kv_blocks=4, kv_room_blocks=5, kv_room_bytes=6,
+            gpu_experts_from=7,
         )
         for rank in (0, 1)
     ),

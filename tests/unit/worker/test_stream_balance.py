@@ -73,6 +73,14 @@ def test_more_rows_than_measured_need_more_time_but_for_copies() -> None:
     assert balance.gpu_experts(192, 0.0, EXPERTS) == measured(192, 0.03, 0.01).gpu_experts(0.0, EXPERTS)
 
 
+def test_finds_the_fewest_rows_of_which_the_gpu_computes_experts() -> None:
+    balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
+    first = balance.first_rows(EXPERTS, 256)
+    assert 64 < first < 128
+    assert balance.gpu_experts(first - 1, 0.0, EXPERTS) == 0 < balance.gpu_experts(first, 0.0, EXPERTS)
+    assert Balance([measured(64, 0.001, 10.0)]).first_rows(EXPERTS, 256) == 0
+
+
 def test_a_size_at_which_the_gpu_does_not_help_is_left_to_the_cpus() -> None:
     balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
     assert balance.gpu_experts(64, 0.0, EXPERTS) == 0

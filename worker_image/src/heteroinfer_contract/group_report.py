@@ -55,6 +55,8 @@ class RankStatus:
         locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
         transports: how tensors of the rank travel between `stages` and between `ranks` of a stage, such as
             `ranks:nccl_p2p`.
+        gpu_experts_from: fewest rows of a step of which this rank's GPU computes some experts of feed-forward
+            ranks, by its measurement; 0: CPUs compute all experts; None: unknown, or no memory is planned.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class RankStatus:
     locked_memory_bytes: int | None = None
     locked_memory_limit_bytes: int | None = None
     transports: tuple[str, ...] = ()
+    gpu_experts_from: int | None = None
 
     def check(self) -> None:
         """Checks that all numbers are in range; raises ContractError that names the field."""

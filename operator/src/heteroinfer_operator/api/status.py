@@ -376,6 +376,9 @@ class GroupStatus(StatusModel):
     """KV cache of the group."""
     kv: KvStatus | None = None
     """Deprecated: use kvCache."""
+    long_prompts: Text | None = None
+    """In mode FeedForward, the part that the GPU has in long prompts by the measurement of this epoch; unset
+    if the plan gives the GPU no memory for experts, or before the measurement."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Ranks of the group, with their pods and times."""
 

@@ -85,7 +85,8 @@ class GroupLine:
         kv_use: used share of the KV cache, 0 to 1, or None.
         predicted_ms: predicted time of a step with one request, in milliseconds, or None.
         calibration: description of the rates that the prediction uses, or "".
-        long_prompts: description of the GPU's part of the experts in long prompts, or "".
+        long_prompts: description of the GPU's part of the experts in long prompts, as the group measured it,
+            or else as predicted; or "".
         failure: its last failure, or None.
     """
 
@@ -206,7 +207,7 @@ def _group_line(
         kv_use=answer.kv_use if report is not None else None,
         predicted_ms=predicted.predicted_step_ms if predicted else None,
         calibration=(predicted.calibration if predicted else None) or "",
-        long_prompts=(predicted.long_prompts if predicted else None) or "",
+        long_prompts=group.long_prompts or (predicted.long_prompts if predicted else None) or "",
         failure=group.failures[-1] if group.failures else None,
         ranks=tuple(
             replace(_with_report(rank, reported.get(rank.rank)), predicted_ms=predicted_ms.get(rank.rank))

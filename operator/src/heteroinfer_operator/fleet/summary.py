@@ -160,7 +160,12 @@ class ResourceSummary:
             lines += ["", f"Plan {plan.hash}"]
             rows = (
                 ("Rates", plan.calibration),
-                ("Long prompts", plan.long_prompts),
+                ("Long prompts", plan.long_prompts and f"{plan.long_prompts}, by prediction"),
+                *(
+                    (f"Group {group.index}", group.long_prompts)
+                    for group in self.status.groups
+                    if group.plan_hash == plan.hash
+                ),
                 ("Eager", plan.eager_reason),
                 ("Notes", plan.notes),
             )

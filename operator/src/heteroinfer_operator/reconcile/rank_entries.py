@@ -61,6 +61,7 @@ def with_rank_entries(
         entries,
         measured_time=now if is_due else group.measured_time,
         kv=_build_kv_status(plan, times, profile) or group.kv,
+        long_prompts=_describe_long_prompts(plan, times) or group.long_prompts,
     )
 
 
@@ -90,6 +91,17 @@ def _build_kv_status(
         limited_by=KvLimit.MEMORY if memory_is_short else KvLimit.PLAN,
         room_blocks=status.kv_room_blocks,
     )
+
+
+def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str | None:
+    """Describes from how many tokens on the GPU computes experts of feed-forward ranks; None if unknown."""
+    rank = next((rank.rank for rank in plan.ranks if rank.ring_bytes), None)
+    first = None if rank is None or rank not in reported else reported[rank].gpu_experts_from
+    if first is None:
+        return None
+    if not first:
+        return f"CPUs compute all experts in all steps, as measured. The log of rank {rank} has the reason"
+    return f"in steps of {first:,} tokens or more, the GPU computes a part of the experts, as measured"
 
 
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:

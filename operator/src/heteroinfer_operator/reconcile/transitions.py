@@ -58,7 +58,12 @@ def without_start_time(status: GroupStatus) -> GroupStatus:
 
 
 def with_ranks(
-    status: GroupStatus, members: Sequence[RankEntry], *, measured_time: datetime | None, kv: KvStatus | None
+    status: GroupStatus,
+    members: Sequence[RankEntry],
+    *,
+    measured_time: datetime | None,
+    kv: KvStatus | None,
+    long_prompts: str | None,
 ) -> GroupStatus:
     """Sets the table of ranks and their last measurements."""
     return status.changed(
@@ -66,6 +71,7 @@ def with_ranks(
         measured_time=measured_time,
         kv=kv,
         kv_cache=None if kv is None else KvCacheStatus.of(kv),
+        long_prompts=long_prompts,
     )
 
 
@@ -321,6 +327,7 @@ def _without_running_epoch(status: GroupStatus) -> GroupStatus:
         measured_time=None,
         kv=None,
         kv_cache=None,
+        long_prompts=None,
         served_time=None,
         rejections=0,
         rejected_pods=(),

@@ -194,5 +194,9 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
         raise ContractError(f"feed-forward rank {rank}: {error}. Run this rank in the GPU's pod") from error
     try:
         return torch.frombuffer(mmap.mmap(fd, offer.num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"feed-forward rank {rank}: {offer.num_bytes} bytes of its weights cannot be mapped ({error})"
+        ) from error
     finally:
         os.close(fd)

@@ -19,12 +19,13 @@ Imports torch and vLLM.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
+from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import slot_experts
-from vllm_heteroinfer.feed_forward.cuda_exchange import register_memory
+from vllm_heteroinfer.feed_forward.cuda_exchange import CudaError, register_memory
 from vllm_heteroinfer.feed_forward.expert_choices import ExpertChoices
 from vllm_heteroinfer.feed_forward.expert_reader import Range
 from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, find_gpu_layers
@@ -44,8 +45,55 @@ REPEATS: Final = 3
 """How often one measurement computes the same layer, without a pause."""
 
 
+class GpuExpertMeter(Protocol):
+    """Counts the GPU's part of the experts.
+
+    Attributes:
+        is_users_step: whether the present step computes requests of users.
+    """
+
+    is_users_step: bool
+
+    def count(self, rows: int, copied_bytes: int) -> None:
+        """Counts a layer: its rows, and the bytes that were copied to the GPU."""
+
+
+def let_gpu_compute_experts(
+    exchange: Any,
+    recipe: Recipe,
+    offers: Mapping[int, OfferedWeights],
+    report: Callable[[int], None],
+    **options: Any,
+) -> Any:
+    """Returns a SharedExchange, or `exchange` if the GPU cannot copy the ranks' weights.
+
+    Some machines cannot pin so much memory for the GPU. CPU ranks then compute all experts, as of short
+    batches.
+
+    Args:
+        report: called with the fewest rows of which the GPU computes some experts; 0 if it computes none.
+        **options: of SharedExchange.
+    """
+    try:
+        shared = SharedExchange(exchange, recipe, offers, **options)
+    except (ContractError, CudaError) as error:
+        _logger.warning(
+            "CPU ranks compute all experts, also of long batches, because the GPU cannot copy them (%s)",
+            error,
+        )
+        report(0)
+        return exchange
+    report(shared.first_rows)
+    return shared
+
+
 class SharedExchange:
-    """Computes layers like `CudaExchange`, but some experts of long batches on the GPU."""
+    """Computes layers like `CudaExchange`, but some experts of long batches on the GPU.
+
+    Attributes:
+        first_rows: fewest rows of which the GPU computes some experts, by the measurement; 0 if it computes
+            none.
+    """
 
     def __init__(
         self,
@@ -56,7 +104,7 @@ class SharedExchange:
         ring_bytes: int,
         captured_rows: int,
         device: torch.device,
-        count: Callable[[int, int], None],
+        meter: GpuExpertMeter,
     ) -> None:
         """Maps the ranks' weights, creates the ring, and measures the speed of the GPU and of the ranks.
 
@@ -66,28 +114,30 @@ class SharedExchange:
                 more.
             captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of batches up to
                 this size, because a graph contains asks to the ranks only.
-            count: called after each layer in which the GPU computed some experts, with the number of rows
-                and the bytes that were copied.
+            meter: counts each layer of users' steps in which the GPU computed some experts. Gaps between
+                layers are measured in these steps only, because compilers may run in vLLM's warm-up.
 
         Raises:
             ContractError: this process cannot map the weights of a rank.
             CudaError: the device cannot copy from them.
         """
-        self._exchange, self._recipe, self._count, self._device = exchange, recipe, count, device
+        self._exchange, self._recipe, self._meter, self._device = exchange, recipe, meter, device
         self._captured_rows, self._dtype = captured_rows, getattr(torch, recipe.dtype)
         self._choices: dict[tuple[Range, ...], ExpertChoices] = {}
         self._balances: dict[object, Balance] = {}
         self.times, self._gaps = StreamTimes(), GapTimes()
+        self.first_rows = 0
         started = time.perf_counter()
         _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
-        def map_memory(rank: int) -> torch.Tensor:
-            memory = map_weights(offers[rank], rank)
-            register_memory(memory)
-            return memory
+        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
+
+        def register(rank: int) -> torch.Tensor:
+            register_memory(memories[rank])
+            return memories[rank]
 
         with torch.cuda.device(device):
-            self._layers = find_gpu_layers(recipe, offers, map_memory)
+            self._layers = find_gpu_layers(recipe, offers, register)
             if not self._layers:
                 _logger.warning(
                     "the plan lets the GPU compute experts of long batches, but the GPU can do so for no "
@@ -100,6 +150,8 @@ class SharedExchange:
             for layer in layers:
                 if layer.kind not in self._balances:
                     self._balances[layer.kind] = self._measure(layer)
+        by_kind = (balance.first_rows(self._ahead, recipe.max_rows) for balance in self._balances.values())
+        self.first_rows = min(filter(None, by_kind), default=0)
         _logger.info(
             "the GPU can compute experts of %d layers (%d kinds of layers). One copy has up to %d experts; "
             "the ring takes %d bytes. Started in %.1f s",
@@ -126,20 +178,27 @@ class SharedExchange:
         # A graph's warm-up passes run outside of the capture, with the same numbers of rows.
         if gpu_layer is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
-        self._gaps.note_ask(layer, rows)
-        number = self._balances[gpu_layer.kind].gpu_experts(
-            rows, self._gaps.gap_s(rows), SLOTS * self._ring.slot_experts
-        )
+        is_users_step = self._meter.is_users_step
+        if is_users_step:
+            self._gaps.note_ask(layer, rows)
+        number = self._balances[gpu_layer.kind].gpu_experts(rows, self._gaps.gap_s(rows), self._ahead)
         if number:
             copied = self._ring.copied_bytes
             answer = self._compute_with_ranks(gpu_layer, number, x, ids, weights, padding)
             if gpu_layer is self._last_layer:
                 self._copy_first_layer_early(number)
-            self._count(rows, self._ring.copied_bytes - copied)
+            if is_users_step:
+                self._meter.count(rows, self._ring.copied_bytes - copied)
         else:
             answer = self._exchange.ask(layer, x, ids, weights, padding)
-        self._gaps.note_answer(layer, rows)
+        if is_users_step:
+            self._gaps.note_answer(layer, rows)
         return answer
+
+    @property
+    def _ahead(self) -> int:
+        """Most experts that the ring can take before their layer's rows exist."""
+        return SLOTS * self._ring.slot_experts
 
     def _expert_choices(self, layer: GpuLayer) -> ExpertChoices:
         """Returns a layer's `ExpertChoices`; layers with the same spans share one object."""

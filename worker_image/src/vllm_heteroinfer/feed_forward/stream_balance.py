@@ -191,6 +191,14 @@ class Balance:
             return 0
         return self._times_for(rows).gpu_experts(gap_s, ahead)
 
+    def first_rows(self, ahead: int, most: int) -> int:
+        """Returns the fewest rows, up to `most`, of which the GPU computes some experts; 0 if there are none.
+
+        Assumes no gap between layers. With gaps, the GPU may take experts of fewer rows.
+        """
+        possible = range(self._rows[0], most + 1)
+        return next((rows for rows in possible if self.gpu_experts(rows, 0.0, ahead)), 0)
+
     def _times_for(self, rows: int) -> Measured:
         """Returns the times for at least as many rows as the first measurement has."""
         after = bisect_left(self._rows, rows)

@@ -72,6 +72,7 @@ class RankReport:
     locked_memory_bytes: int | None = None
     locked_memory_limit_bytes: int | None = None
     transports: tuple[str, ...] = ()
+    gpu_experts_from: int | None = None
     busy: str | None = None
     waiting_for_rank: int | None = None
     waiting_for_engine: bool = False
@@ -261,6 +262,11 @@ class RankReporter:
         with self._state_lock:
             transports = sorted({*self._report.transports, transport})[:MAX_TRANSPORTS]
             self._report = replace(self._report, transports=tuple(transports))
+
+    def set_gpu_experts_from(self, rows: int) -> None:
+        """Sets the fewest rows of which the GPU computes some experts; 0 if CPUs compute all experts."""
+        with self._state_lock:
+            self._report = replace(self._report, gpu_experts_from=rows)
 
     def set_work(self, work: str | None, *, waiting_for_rank: int | None = None) -> None:
         """Sets the current work of this rank; None once the work is done.

@@ -63,16 +63,18 @@ class LaneMeter:
         """Reports what changed since the last call: metrics, step times, and an ask that takes long."""
         current, last = self._slab.read_lane(self._lane), self._last
         self._last = current
-        self._count(current, last)
+        steps = (self._slab.steps - self._steps) % 2**32
+        if steps or self._total_steps:  # before the first step, the asking rank only measures and warms up
+            self._count(current, last)
         stuck = current.seen != current.answered and current.seen == last.seen
         self._context.reporter.set_work(
             f"layer {self._slab.asked_layer} of request {current.seen}" if stuck else None
         )
-        steps, busy_s = (self._slab.steps - self._steps) % 2**32, (current.busy_ns - last.busy_ns) / 1e9
         if not steps:
             return
-        self._steps = self._slab.steps
+        self._steps = (self._steps + steps) % 2**32
         self._total_steps += steps
+        busy_s = (current.busy_ns - last.busy_ns) / 1e9
         idle_s = min(INTERVAL_S, (current.idle_ns - last.idle_ns) / 1e9)
         self._context.reporter.set_step_times(
             self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0

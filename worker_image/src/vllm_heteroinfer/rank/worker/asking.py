@@ -7,11 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from prometheus_client import Counter
 from vllm.config import CUDAGraphMode
 
-from heteroinfer_contract import metric_names
-from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import (
@@ -30,6 +27,7 @@ from vllm_heteroinfer.feed_forward.slab_lanes import asking_lanes, relayed_lanes
 from vllm_heteroinfer.feed_forward.spinning import spin_time_ns
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
+from vllm_heteroinfer.rank.expert_meter import ExpertMeter
 from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad, RankMode
 
 _logger = logging.getLogger(__name__)
@@ -80,6 +78,7 @@ class Asking(RankMode):
         share = self._lanes[0].feed_forward
         assert share is not None
         self._layers = frozenset(share.layers)
+        self._meter = ExpertMeter(context.metrics)
 
     @contextmanager
     def loading(self) -> Iterator[ModelLoad]:
@@ -150,8 +149,7 @@ class Asking(RankMode):
         own, ranks = context.rank, self._ranks
         if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
             return exchange
-        from vllm_heteroinfer.feed_forward.cuda_exchange import CudaError
-        from vllm_heteroinfer.feed_forward.shared_exchange import SharedExchange
+        from vllm_heteroinfer.feed_forward.shared_exchange import let_gpu_compute_experts
 
         offers = {}
         for rank in ranks:
@@ -160,22 +158,16 @@ class Asking(RankMode):
             offers[rank.rank] = OfferedWeights.from_json(text)
         loaded = weight_bytes(runner.get_model())
         context.reporter.set_phase(RankPhase.WARMING_UP, loaded, loaded)  # the measurement takes seconds
-        try:
-            return SharedExchange(
-                exchange,
-                self._recipe,
-                offers,
-                ring_bytes=own.ring_bytes,
-                captured_rows=self._find_captured_rows(),
-                device=self._device,
-                count=self._build_counter(),
-            )
-        except (ContractError, CudaError) as error:  # some machines cannot pin so much memory for the GPU
-            _logger.warning(
-                "CPU ranks compute all experts, also of long batches, because the GPU cannot copy them (%s)",
-                error,
-            )
-            return exchange
+        return let_gpu_compute_experts(
+            exchange,
+            self._recipe,
+            offers,
+            context.reporter.set_gpu_experts_from,
+            ring_bytes=own.ring_bytes,
+            captured_rows=self._find_captured_rows(),
+            device=self._device,
+            meter=self._meter,
+        )
 
     def _find_captured_rows(self) -> int:
         """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
@@ -183,29 +175,6 @@ class Asking(RankMode):
         if compilation.cudagraph_mode == CUDAGraphMode.NONE:
             return 0
         return max(compilation.cudagraph_capture_sizes or [0])
-
-    def _build_counter(self) -> Callable[[int, int], None]:
-        """Returns a function that adds rows and copied bytes to this rank's metrics."""
-        metrics = self._context.metrics
-        rows, copied = (
-            Counter(name, text, metric_names.RANK_LABELS, registry=metrics.registry).labels(*metrics.labels)
-            for name, text in (
-                (
-                    metric_names.GPU_EXPERT_ROWS_TOTAL,
-                    "Rows for which the GPU computed some experts, summed over layers",
-                ),
-                (
-                    metric_names.GPU_EXPERT_BYTES_TOTAL,
-                    "Bytes of experts' weights that were copied to the GPU",
-                ),
-            )
-        )
-
-        def count(asked_rows: int, copied_bytes: int) -> None:
-            rows.inc(asked_rows)
-            copied.inc(copied_bytes)
-
-        return count
 
     def _start_relay(
         self, slab: Slab, ready: tuple[LaneReady, ...]
@@ -232,6 +201,7 @@ class Asking(RankMode):
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
         """Wakes the sleeping lanes before a step's asks, except in the group's own first request."""
+        self._meter.is_users_step = counts
         if counts:
             self._slab.wake_lanes()
 
