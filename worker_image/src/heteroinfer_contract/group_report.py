@@ -55,8 +55,8 @@ class RankStatus:
         locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
         transports: how tensors of the rank travel between `stages` and between `ranks` of a stage, such as
             `ranks:nccl_p2p`.
-        gpu_experts_from: fewest rows of a step of which this rank's GPU computes some experts of feed-forward
-            ranks, by its measurement; 0: CPUs compute all experts; None: unknown, or no memory is planned.
+        gpu_experts_from: fewest rows of a step in which this rank's GPU computes experts of feed-forward
+            ranks, as measured. It is 0 if CPUs compute all experts, and None while unknown.
     """
 
     rank: int

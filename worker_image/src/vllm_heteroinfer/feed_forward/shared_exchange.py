@@ -67,11 +67,11 @@ def let_gpu_compute_experts(
 ) -> Any:
     """Returns a SharedExchange, or `exchange` if the GPU cannot copy the ranks' weights.
 
-    Some machines cannot pin so much memory for the GPU. CPU ranks then compute all experts, as of short
+    Some machines cannot pin that much memory for the GPU. CPU ranks then compute all experts, as in short
     batches.
 
     Args:
-        report: called with the fewest rows of which the GPU computes some experts; 0 if it computes none.
+        report: called with `SharedExchange.first_rows`, or with 0 if the GPU computes no experts.
         **options: of SharedExchange.
     """
     try:
@@ -91,8 +91,7 @@ class SharedExchange:
     """Computes layers like `CudaExchange`, but some experts of long batches on the GPU.
 
     Attributes:
-        first_rows: fewest rows of which the GPU computes some experts, by the measurement; 0 if it computes
-            none.
+        first_rows: fewest rows with which the GPU computes some experts, as measured; 0 if it computes none.
     """
 
     def __init__(
