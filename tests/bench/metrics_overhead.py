@@ -174,7 +174,7 @@ def own_cost(plan: Plan) -> Cost:
         ours, theirs = RankChannel.open_pair()
         reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
         try:
-            metrics = RankMetrics(plan.ranks[-1], LAUNCH, reporter, counts=counts)
+            metrics = RankMetrics(plan.ranks[-1], LAUNCH, reporter, writes_metrics=counts)
             seconds[counts] = fastest(partial(one_step, metrics), STEPS)
             if counts:
                 scrape_s = fastest(partial(generate_latest, metrics.registry), 10)

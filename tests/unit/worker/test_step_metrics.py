@@ -173,7 +173,7 @@ def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
             metrics.begin_call()
             names_of_steps.append(reporter._report.busy)
             metrics.end_call()
-            metrics.finish_step(prefill_tokens=1, decode_tokens=0, counts=counts)
+            metrics.finish_step(prefill_tokens=1, decode_tokens=0, for_client=counts)
         assert len(set(names_of_steps)) == 3
     finally:
         reporter.close()

@@ -21,9 +21,9 @@ from heteroinfer_contract.model.config import (
     CONFIG_FILE,
     from_params,
     is_empty_block,
+    served_config,
     text_class,
     text_config,
-    whole_model,
 )
 from heteroinfer_contract.model.faults import find_faults, stored_expert_scheme
 from heteroinfer_contract.model.scheme import (
@@ -178,7 +178,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         encoder=_encoder_input(config, weights) if weights.encoder else "",
         encoder_bytes=weights.encoder,
         dropped_bytes=weights.dropped + (weights.head if tied else 0),
-        first_stage_layers=_first_stage_layers(whole_model(config)),
+        first_stage_layers=_first_stage_layers(served_config(config)),
         last_stage_layers=num_layers - first_of_shared_kv(attention),
         layer_table_bytes=weights.layer_tables,
         column_unit=column_unit_of(find_quantization(config, text)),

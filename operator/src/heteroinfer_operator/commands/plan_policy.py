@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
 
 from heteroinfer_operator.api import HeteroInferenceSpec
@@ -46,10 +46,18 @@ def read_chart_values(file: str | None) -> ChartValues:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise HeteroInferError(
-            f"--chart-values: {file} does not contain values of the chart ({' '.join(str(error).split())}). "
+            f"--chart-values: {file} does not contain values of the chart ({_describe_error(error)}). "
             "Create the file with `helm get values RELEASE --all -o yaml`",
             reason="Usage",
         ) from error
+
+
+def _describe_error(error: Exception) -> str:
+    """Returns the first problem of a file of chart values, in one line."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    return " ".join(str(error).split())
 
 
 def find_refused(values: ChartValues, spec: HeteroInferenceSpec) -> Iterator[PlanError]:

@@ -132,7 +132,7 @@ class GroupPlanner:
         hinted = self._finish_assignment(assignment, gang, group)
         return EpochPlan(plan=plan, node_assignment=hinted, missing=missing)
 
-    def assign_nodes_again(
+    def constrain_added_pods(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
     ) -> NodeAssignment:
         """Returns the conditions for the nodes of pods that an epoch lacks.

@@ -278,7 +278,11 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
 
 
 def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device) -> None:
-    """Raises PlanError if the group must serve images or audio, but CPU ranks prevent that."""
+    """Raises PlanError if the group must serve images or audio, but CPU ranks prevent that.
+
+    Args:
+        first: device of the first stage, which runs the encoder.
+    """
     if not profile.encoder or EngineOptions.of(engine.extra_args).is_text_only:
         return
     text_only = "or serve text only: add --language-model-only to engine.args"
@@ -290,10 +294,10 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device)
             f"Use GPU roles only, {text_only}",
         )
     if first is Device.CPU:
-        remedy = MULTIMODAL_CPU_FIRST.remedy.partition(", or")[0]
         raise PlanError(
             f"model: {MULTIMODAL_CPU_FIRST.feature} is not supported ({profile.architecture}, "
-            f"{profile.encoder}): {MULTIMODAL_CPU_FIRST.why}. {remedy[0].upper()}{remedy[1:]}, {text_only}",
+            f"{profile.encoder}): {MULTIMODAL_CPU_FIRST.why}. Add a GPU role and remove "
+            f"parallelism.stageOrder, {text_only}",
             reason=PlanReason.UNSUPPORTED_MODEL,
         )
 

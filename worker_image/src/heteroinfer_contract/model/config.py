@@ -55,7 +55,7 @@ EXPERT_COUNTS: Final = ("num_experts", *_ALIASES["num_experts"])
 """Names of the field with the number of routed experts of a layer."""
 
 
-def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def served_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the model that vLLM serves: of a wrapper such as Qwen-Omni, only one part."""
     for key in _WRAPPER_KEYS:
         inner = config.get(key)
@@ -74,7 +74,7 @@ def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
     Returns:
         Both are "" for a model without an encoder; each is "" if the config does not name it.
     """
-    whole = whole_model(config)
+    whole = served_config(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
     if nested is None:
         return "", ""
@@ -101,7 +101,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: a parsed config.json, or a params.json converted by `from_params`.
     """
-    whole = whole_model(config)
+    whole = served_config(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
     text_part = whole if nested is None else nested
     defaults = DEFAULTS.get(str(text_part.get("model_type") or _type_of_nested_config(whole)), {})

@@ -116,8 +116,8 @@ def run(
 
     startup = Deadline.after(NO_LIMIT_S)
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
-    meter = step_metrics.RankMetrics(rank, launch, reporter, counts=counts_metrics(os.environ))
-    if meter.counts:
+    meter = step_metrics.RankMetrics(rank, launch, reporter, writes_metrics=counts_metrics(os.environ))
+    if meter.writes_metrics:
         step_metrics.serve(
             meter.registry,
             launch,

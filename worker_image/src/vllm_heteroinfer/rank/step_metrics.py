@@ -74,11 +74,11 @@ class RankMetrics(Meter):
     """
 
     def __init__(
-        self, rank: RankAssignment, launch: PodLaunch, reporter: RankReporter, *, counts: bool = True
+        self, rank: RankAssignment, launch: PodLaunch, reporter: RankReporter, *, writes_metrics: bool = True
     ) -> None:
-        """Creates the metrics. Without `counts`, steps are only reported to the supervisor."""
+        """Creates the metrics. Without `writes_metrics`, steps are only reported to the supervisor."""
         self.registry = CollectorRegistry()
-        self.counts = counts
+        self.writes_metrics = writes_metrics
         self._reporter = reporter
         self.labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
         by_phase, by_direction = (
@@ -271,16 +271,16 @@ class RankMetrics(Meter):
         if step.tokens is not None:
             self._record_step(step, step.tokens)
 
-    def finish_step(self, *, prefill_tokens: int, decode_tokens: int, counts: bool = True) -> None:
+    def finish_step(self, *, prefill_tokens: int, decode_tokens: int, for_client: bool = True) -> None:
         """Records the current step after all its calls.
 
         Args:
             prefill_tokens: prompt tokens of the step; a step with prompt tokens counts as prefill.
-            counts: whether the step serves a client. Steps of the group's own request are not recorded.
+            for_client: whether the step serves a client. Steps of the group's own request are not recorded.
         """
         step, self._step, self._step_name = self._step, Step(), None
         self._all_steps += 1
-        if not counts:
+        if not for_client:
             with self._lock:
                 self._idle_since = None  # idle time starts with the first step of a client
             return
@@ -295,14 +295,14 @@ class RankMetrics(Meter):
         fit_transfer(step)
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
-        if self.counts:
-            self._count(step, phase, token_counts, compute_s)
+        if self.writes_metrics:
+            self._write_metrics(step, phase, token_counts, compute_s)
         self._client_steps += 1
         if phase == metric_names.PHASE_DECODE:
             self._update_averages(step.step_s, compute_s, step.wait_s, transfer_s)
         self._reporter.set_step_times(self._client_steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
-    def _count(self, step: Step, phase: str, token_counts: tuple[int, int], compute_s: float) -> None:
+    def _write_metrics(self, step: Step, phase: str, token_counts: tuple[int, int], compute_s: float) -> None:
         """Adds a finished step to the histograms and counters of its phase."""
         self._step_seconds.labels(*self.labels, phase).observe(step.step_s)
         self._compute.labels(*self.labels, phase).observe(compute_s)

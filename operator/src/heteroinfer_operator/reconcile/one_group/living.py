@@ -92,7 +92,7 @@ def _create_missing_pods(
     gang = build_epoch_gang_object(context, origin.revision, status, origin.plan, read_gang(epoch.pods))
     if not epoch.missing:
         return (), gang
-    assigned = context.planner.assign_nodes_again(origin.revision.spec, origin.plan, epoch.pods)
+    assigned = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
     return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, assigned), gang
 
 

@@ -199,10 +199,10 @@ class Asking(RankMode):
         )
         return relay.describe_ask, ready
 
-    def begin_step(self, rows: int, *, counts: bool) -> None:
+    def begin_step(self, rows: int, *, for_client: bool) -> None:
         """Wakes the sleeping lanes before a step's asks, except in the group's own first request."""
-        self._meter.is_users_step = counts
-        if counts:
+        self._meter.is_users_step = for_client
+        if for_client:
             self._slab.wake_lanes()
 
     def check_steps(self) -> None:

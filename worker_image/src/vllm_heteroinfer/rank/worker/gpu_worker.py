@@ -44,7 +44,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
     def load_model(self, **kwargs: Any) -> None:
         """Loads like the mixin, and installs the timer of forward passes."""
         super().load_model(**kwargs)
-        if self.context.metrics.counts:
+        if self.context.metrics.writes_metrics:
             DeviceTimer(self.model_runner, self.context.metrics.set_device_timer)
 
     def report_transports(self) -> None:

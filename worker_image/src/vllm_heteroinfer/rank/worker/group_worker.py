@@ -61,7 +61,7 @@ class GroupWorkerMixin:
     _loaded_bytes = 0
     _headroom: headroom.KvHeadroom
     _step_tokens: tuple[int, int] | None = None
-    _counts_step = True
+    _serves_client = True
 
     def attach(self, context: RankContext) -> None:
         """Sets the worker's context. Called once, before `init_device`."""
@@ -176,9 +176,9 @@ class GroupWorkerMixin:
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         is_last_call = not get_pp_group().is_last_rank
-        self._counts_step = not is_first_request(scheduler_output)
+        self._serves_client = not is_first_request(scheduler_output)
         with self._timed_call():
-            self.mode.begin_step(rows, counts=self._counts_step)
+            self.mode.begin_step(rows, for_client=self._serves_client)
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             if is_last_call:
                 self.mode.end_step()
@@ -225,5 +225,5 @@ class GroupWorkerMixin:
         prefill, decode = self._step_tokens
         self._step_tokens = None
         self.context.metrics.finish_step(
-            prefill_tokens=prefill, decode_tokens=decode, counts=self._counts_step
+            prefill_tokens=prefill, decode_tokens=decode, for_client=self._serves_client
         )

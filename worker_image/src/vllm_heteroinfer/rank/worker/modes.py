@@ -65,7 +65,7 @@ class PipelineHops(RankMode):
         self._transport.attach()
         context.metrics.record_path("stages", "gloo")
 
-    def begin_step(self, rows: int, *, counts: bool) -> None:
+    def begin_step(self, rows: int, *, for_client: bool) -> None:
         """Sets how many rows the stages exchange in this step.
 
         Every step needs this, also one that does not count in metrics.

@@ -38,11 +38,11 @@ class RankMode:
     def ready(self) -> None:
         """Ends the warm-up."""
 
-    def begin_step(self, rows: int, *, counts: bool) -> None:
+    def begin_step(self, rows: int, *, for_client: bool) -> None:
         """Begins a step with tokens.
 
         Args:
-            counts: False for the group's own first request.
+            for_client: whether the step serves a client. False for the group's own first request.
         """
 
     def end_step(self) -> None:

@@ -123,9 +123,9 @@ class TensorGroup(RankMode):
         """Changes the time-out for a silent peer from start-up to a step's time-out."""
         self._bridge.set_timeout(self._context.step_timeout_s)
 
-    def begin_step(self, rows: int, *, counts: bool) -> None:
+    def begin_step(self, rows: int, *, for_client: bool) -> None:
         """Begins a step with tokens. The ranks compare the step's number."""
-        self._stages.begin_step(rows, counts=counts)
+        self._stages.begin_step(rows, for_client=for_client)
         self._steps += 1
         self._bridge.begin_step(self._steps)
 
