@@ -81,6 +81,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
         return web.Response(text=stuck or "ok", status=500 if stuck else 200)
 
     async def readyz(request: web.Request) -> web.Response:
+        """Answers 503 until the operator works; a standby replica counts as ready."""
         waiting = health.waits_for if not health.standby else ""
         missing = health.describe_missing()
         works = f"ok, but {missing}" if missing else "ok"

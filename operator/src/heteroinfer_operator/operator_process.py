@@ -364,6 +364,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
 
 
 def _waits_for_capacity(status: HeteroInferenceStatus) -> bool:
+    """Reports whether a resource waits for capacity."""
     return any(
         condition.type == ConditionType.CAPACITY_AVAILABLE and condition.status is ConditionStatus.FALSE
         for condition in status.conditions

@@ -211,12 +211,14 @@ class _EnvReader:
         return text
 
     def flag(self, name: str, *, default: bool) -> bool:
+        """Returns a setting that is true or false."""
         text = self.text(name, "true" if default else "false").lower()
         if text not in {"true", "false"}:
             raise _wrong_value(name, text, "true or false")
         return text == "true"
 
     def number(self, name: str, default: int, *, least: int, most: int) -> int:
+        """Returns a setting that is a whole number from `least` to `most`."""
         text = self.text(name, str(default))
         if not text.isdecimal() or not least <= int(text) <= most:
             raise _wrong_value(name, text, f"a whole number from {least} to {most}")

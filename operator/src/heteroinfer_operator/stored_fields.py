@@ -146,6 +146,7 @@ def version_number(text: str) -> int:
 
 
 def _as_list(value: object, field: str) -> Sequence[Any]:
+    """Returns a field that must be a list; an absent field is empty."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):

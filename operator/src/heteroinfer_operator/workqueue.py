@@ -88,6 +88,7 @@ def build_process(
             )
 
     async def process(key: ResourceKey) -> float | None:
+        """Reconciles a resource. Returns the seconds until its next reconcile, or None."""
         observation = await cluster.observe(key)
         if observation is None:
             connecting.pop(key, None)

@@ -26,6 +26,7 @@ def start_task(
     _RUNNING.add(task)
 
     def ended(task: asyncio.Task[T]) -> None:
+        """Forgets the ended task, and reports its error."""
         _RUNNING.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

@@ -51,6 +51,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def _size_or_minus_one(path: Path) -> int:
+    """Returns the size of a file; -1 if it cannot be read."""
     try:
         return path.stat().st_size
     except (OSError, ValueError):  # a name that no file can have

@@ -88,6 +88,7 @@ def _open_regular_file(path: Path) -> BinaryIO:
     """Opens a regular file; raises OSError, and ModelFilesError for a FIFO or device, which has no end."""
 
     def open_regular(name: str, flags: int) -> int:
+        """Opens a regular file; raises ModelFilesError for a FIFO, a socket or a device."""
         descriptor = os.open(name, flags | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not block
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)

@@ -41,6 +41,7 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, argument: int) -> None:
+    """Calls prctl(2); raises OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()

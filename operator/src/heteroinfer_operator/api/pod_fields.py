@@ -35,6 +35,7 @@ def _pattern_settings(pattern: str, *, most: int) -> Any:
     """
 
     def check(value: str, info: ValidationInfo) -> str:
+        """Raises an error if a new value does not match the pattern; stored values are not checked."""
         if info.context != AS_STORED and re.fullmatch(pattern, value) is None:
             message = f"must match the pattern {pattern}, as in a Pod"
             raise PydanticCustomError("pattern", "{message}", {"message": message})

@@ -64,6 +64,7 @@ async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
 
 
 def _print_table(results: Sequence[CheckResult]) -> None:
+    """Prints a line for each check, and what to do if a check failed."""
     width = max(len(result.name) for result in results)
     for result in results:
         state = result.state.value.upper() if result.state is CheckState.FAILED else result.state.value
@@ -73,6 +74,7 @@ def _print_table(results: Sequence[CheckResult]) -> None:
 
 
 def _parse_wait(text: str) -> float:
+    """Returns the seconds of a duration such as 2m."""
     try:
         return parse_duration_s(text)
     except ValueError as error:

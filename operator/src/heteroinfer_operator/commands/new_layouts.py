@@ -247,6 +247,7 @@ def find_fitting_changes(
     """Returns, for each option, the smallest change that makes the model fit without another change."""
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
+        """Reports whether the draft has a layout on this hardware."""
         try:
             choose_layout(replace(draft, max_model_len=max_model_len), hardware, mode)
         except HeteroInferError:

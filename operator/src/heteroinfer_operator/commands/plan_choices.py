@@ -113,6 +113,7 @@ def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroIn
     """Returns the spec with this number of pods of a role; with 0 the role is removed."""
 
     def changed_roles(roles: Sequence[RoleSpec]) -> Iterator[RoleSpec]:
+        """Yields the roles with another number of pods of `role`; without `role` if the number is 0."""
         for each in roles:
             if each.name != role.name:
                 yield each

@@ -281,6 +281,7 @@ def _dump_mode_choice(choice: ModeChoice) -> dict[str, Any]:
     """Returns the compared modes and their figures as JSON values."""
 
     def fields(option: ModeOption) -> dict[str, Any]:
+        """Returns an option as JSON: its times, or why it does not fit."""
         figures = option.figures
         if figures is None:
             return {"mode": option.title, "reason": option.reason}

@@ -154,6 +154,7 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
 
 
 def _name_stages(numbers: Sequence[int]) -> str:
+    """Names stages, such as "stages 0 to 3" or "stages 0, 2"."""
     if len(numbers) == 1:
         return f"stage {numbers[0]}"
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:

@@ -66,6 +66,7 @@ async def _show(arguments: argparse.Namespace) -> None:
         leaders = LeaderReader(cluster.server)
 
         async def read_lines() -> list[ResourceLine]:
+            """Reads the resources and the reports of their leaders. Returns a line for each resource."""
             resources = await read_resources(
                 cluster.server, namespace, arguments.name, selector=arguments.selector
             )

@@ -94,6 +94,7 @@ async def _read_installation(server: ApiServer) -> _Installation:
 
 
 def _print_installation(installation: _Installation) -> None:
+    """Prints the version of each operator, and of the CRD."""
     for operator in installation.operators:
         pods = f"{operator.ready} of {operator.replicas} ready"
         _print_line(f"operator  {operator.version}  {operator.name}, {pods}")

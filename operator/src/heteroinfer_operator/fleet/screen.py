@@ -123,6 +123,7 @@ def _one_decimal(value: float | None) -> str:
 
 
 def _kv_use(group: GroupLine) -> str:
+    """Returns the use of the KV cache, such as "12 % of 4096 tokens"; "" if it is unknown."""
     if group.kv_tokens is None:
         return ""
     use = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "

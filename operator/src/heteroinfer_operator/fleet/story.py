@@ -122,6 +122,7 @@ def _build_story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodS
 
 
 def _describe_state(pod: PodView) -> str:
+    """Describes the state of a pod in a few words."""
     if pod.deleting:
         return "being deleted"
     if pod.unschedulable:

@@ -240,6 +240,7 @@ def _condition_row(condition: Condition, now: datetime) -> tuple[str, ...]:
 
 
 def _group_rows(groups: Sequence[GroupLine]) -> Iterable[tuple[str, ...]]:
+    """Yields the rows of the table of groups, the header first."""
     yield "GROUP", "EPOCH", "PHASE", "RESTARTS", "KV CACHE", "WAITS FOR"
     for group in groups:
         used = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "

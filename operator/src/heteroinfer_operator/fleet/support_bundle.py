@@ -122,6 +122,7 @@ class SupportBundle:
                 await self._add_log(f"{folder}/{container}.previous.log", path, previous)
 
     async def _add_log(self, file: str, path: str, query: Query) -> None:
+        """Adds the last lines of a log to the bundle, without secrets."""
         limits: Query = {"tailLines": LOG_LINES, "limitBytes": LOG_BYTES, "timestamps": "true"}
         try:
             self._files[file] = redact_text(await self._server.get_text(path, {**query, **limits}))
@@ -157,6 +158,7 @@ class SupportBundle:
                 await self._add_logs(f"operator/{pod['metadata']['name']}", pod)
 
     async def _list(self, path: str, query: Query | None = None) -> list[Manifest]:
+        """Returns the objects of a list; [] if the API server refuses it, which the bundle notes."""
         try:
             return list((await self._server.get(path, query))["items"])
         except ApiError as error:

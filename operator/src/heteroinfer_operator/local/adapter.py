@@ -368,6 +368,7 @@ class LocalCluster:
         """Starts a task of a pod. An exception ends this run, since no other task watches the pod."""
 
         def record_failure(error: BaseException) -> None:
+            """Keeps the first failure of a watcher, and announces a change."""
             self._failure = self._failure or LocalClusterError(
                 f"pod {pod.name}: `heteroinfer up` can no longer watch the pod ({error!r}). "
                 "Report this, with the log of the pod"

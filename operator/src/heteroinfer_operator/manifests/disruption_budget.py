@@ -52,6 +52,7 @@ def build_shared_budget(owner: Owner, *, min_available: int) -> dict[str, Any]:
 def _build_budget(
     metadata: dict[str, Any], selected: dict[str, str], *, min_available: int, policy: str
 ) -> dict[str, Any]:
+    """Returns the PodDisruptionBudget for the selected pods."""
     return {
         "apiVersion": "policy/v1",
         "kind": KIND,

@@ -145,6 +145,7 @@ def _port_of(url: str) -> int | None:
 
 
 def _build_error(message: str) -> HeteroInferError:
+    """Returns the error for an invalid fetchEgress of the chart."""
     return HeteroInferError(
         f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. Correct it",
         reason=FailureReason.BAD_SETTINGS.value,

@@ -60,6 +60,7 @@ class PodResources:
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
 
     def _complete_role(self, role: RoleSpec) -> RoleSpec:
+        """Returns a role with the default resources for those that it does not set."""
         resources = add_defaults(role.resources, self.worker)
         return role.changed(
             resources=Resources(requests=resources.get("requests"), limits=resources.get("limits"))

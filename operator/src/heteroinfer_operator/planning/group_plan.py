@@ -167,9 +167,11 @@ def _plan_on_nodes(
     placement = capacity.assign(pod_demands, key)
 
     def plan_on(placement: Placement | None) -> Planned:
+        """Returns the plan for the nodes of a placement."""
         return make_plan(request, _build_inventory(spec, capacity, demands, placement, reasons_on_cpus))
 
     def nodes_by_pod(plan: Plan, placement: Placement) -> dict[int, str]:
+        """Returns the node of each pod of the plan, by pod index."""
         by_role: dict[str, list[str]] = {}
         for (role, _), node in zip(demands, placement.nodes, strict=True):
             by_role.setdefault(role.name, []).append(node)
@@ -213,6 +215,7 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """
 
     def shares(plan: Plan) -> list[RankAssignment]:
+        """Returns the plan's ranks without the values that may differ."""
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
             for rank in plan.ranks
@@ -257,6 +260,7 @@ def assign_existing_plan(
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
     def demand(pod: PodAssignment) -> PodDemand:
+        """Returns what a pod needs from its node, with a GPU of the needed memory if that is known."""
         demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
         if pod.index not in gpu_sizes:
             return demand

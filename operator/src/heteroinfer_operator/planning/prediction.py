@@ -239,6 +239,7 @@ def count_reads(
             / sizes.tensor
         )
     if has_head:
+        # A weight of the head has 2 bytes, and 2 operations for each request.
         head = _weight_reads(sizes.head_bytes, load.requests, 2 * load.requests / 2)
     return Reads(
         plain=plain, head=head, quantized=quantized, experts=experts, cache=cache, attention=attention
@@ -293,6 +294,7 @@ of one stage)."""
 
 
 def _no_wait(_: StepLoad) -> float:
+    """Returns 0.0, for plans without feed-forward ranks."""
     return 0.0
 
 

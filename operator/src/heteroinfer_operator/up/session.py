@@ -148,6 +148,7 @@ class Session:
             )
 
     def _on_signal(self) -> None:
+        """Stops the groups at the first signal, and kills them at the second."""
         self._num_signals += 1
         self._stop.set()
         if self._num_signals > 1:
@@ -261,6 +262,7 @@ class Session:
 
 
 def _describe_urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterable[str]:
+    """Yields lines with the addresses of the status and of the metrics."""
     yield f"  status: http://{pods[0].host}:{pods[0].health_port}{names.PATH_GROUP}"
     for rank in ranks:
         pod = pods[rank.pod]

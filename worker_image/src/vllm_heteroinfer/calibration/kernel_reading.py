@@ -289,6 +289,7 @@ class KernelBench:
         from vllm.model_executor.layers.linear import ReplicatedLinear
 
         def build() -> Any:
+            """Returns vLLM's linear layer in this format."""
             return ReplicatedLinear(
                 SIZE,
                 SIZE,
@@ -361,6 +362,8 @@ def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call
             parameter.data = tensor
 
     def with_weights(copy: Sequence[torch.Tensor], call: Call) -> Call:
+        """Returns a call that first installs one copy of the weights."""
+
         def run() -> Any:
             install_weights(copy)
             return call()

@@ -91,7 +91,7 @@ class RecordedMlp:
         return self
 
     def _find_targets(self) -> Iterator[tuple[str, RecordedParameter]]:
-        """Yields the parameters under the names of experts' parameters."""
+        """Yields each parameter under an expert parameter's name: `w13_` for gate and up, `w2_` for down."""
         for name, parameter in self._down.named_parameters(recurse=False):
             yield f"w2_{name}", RecordedParameter(parts=(parameter,), shape=(1, *parameter.shape))
         for name, parameter in self._ups[0].named_parameters(recurse=False):

@@ -201,6 +201,7 @@ class Listener:
         proving = threading.Semaphore(_MAX_PROOFS)
 
         def prove(connected: socket.socket) -> None:
+            """Puts a proven connection into `results`; closes the connection of another client."""
             try:
                 results.put(_prove_to_client(connected, launch, asking))
             except (OSError, ContractError):  # a stranger, or a client that left

@@ -59,6 +59,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
     """
 
     def raise_error(number: int, frame: FrameType | None) -> None:
+        """Raises the error of a hub that answers too slowly."""
         raise FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"the hub has not sent the model's description within {limit_s:g} s. Check that pods can reach "

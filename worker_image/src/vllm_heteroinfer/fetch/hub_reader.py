@@ -174,6 +174,7 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
+        """Follows redirects to http and https only; sends the token to no other host."""
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()

@@ -307,6 +307,7 @@ def fetch_in_parallel(
     failed = threading.Event()
 
     def work(lock: int) -> None:
+        """Fetches files until none remains or a thread has failed."""
         error: BaseException | None = None
         try:
             while not failed.is_set() and (file := next(remaining_files, None)) is not None:

@@ -73,6 +73,7 @@ def _listening(host: str) -> Iterator[int]:
         ended = threading.Event()
 
         def close_all() -> None:
+            """Accepts and closes connections until the check has ended."""
             while not ended.is_set():
                 try:
                     listener.accept()[0].close()

@@ -139,6 +139,7 @@ class GroupView:
         phases = list(RankPhase)
 
         def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
+            """Returns the sort key: the rank that delays the others comes first."""
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
             return (
                 self._last_beat(status.rank).silent_s <= SILENT_S,

@@ -79,7 +79,10 @@ class CodedWNA16Kernel(MPLinearKernel):
 
 
 def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
-    """Returns the zero points [columns, groups] as int8, minus half of the range, like the codes."""
+    """Returns the zero points [columns, groups] as int8.
+
+    The checkpoint counts them from 0, the kernels from minus half of the range, as the codes.
+    """
     words = packed.data if packed.output_dim == 0 else packed.data.t()
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     values = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & ((1 << bits) - 1)

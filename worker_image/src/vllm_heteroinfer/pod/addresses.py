@@ -32,6 +32,7 @@ async def look_up(host: str, port: int) -> str:
     """
 
     def resolve_blocking() -> str:
+        """Returns the first address of the host."""
         try:
             return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         except UnicodeError as error:

@@ -25,6 +25,7 @@ def start_thread(
     """
 
     def guarded() -> None:
+        """Runs the function, and passes an error to `failed`."""
         try:
             run()
         except BaseException as error:  # the boundary of this thread
