@@ -24,6 +24,7 @@ from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.manifests.identity import Owner, labels_of_name
 from heteroinfer_operator.nodes.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
+from heteroinfer_operator.nodes.image_volumes import describe_old_program
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.stored_fields import (
     EARLIEST,
@@ -487,6 +488,7 @@ def node_view(stored: Manifest) -> NodeView:
     # The node controller sets Unknown when the kubelet is silent. The kubelet itself sets False.
     silent = ready.get("status") == "Unknown"
     cordoned = bool(spec.get("unschedulable"))
+    versions = as_object(status.get("nodeInfo"), "nodeInfo")
     return NodeView(
         name=as_name(metadata.get("name"), "name"),
         allocatable=as_amounts(status.get("allocatable"), "allocatable"),
@@ -497,6 +499,10 @@ def node_view(stored: Manifest) -> NodeView:
         unreachable_since=as_moment(ready.get("lastTransitionTime"), "lastTransitionTime")
         if silent
         else None,
+        no_image_volumes=describe_old_program(
+            as_text(versions.get("containerRuntimeVersion"), "containerRuntimeVersion"),
+            as_text(versions.get("kubeletVersion"), "kubeletVersion"),
+        ),
     )
 
 

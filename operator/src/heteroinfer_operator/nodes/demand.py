@@ -3,7 +3,7 @@
 Must not import kopf, a client, os, time, random or logging.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -63,6 +63,7 @@ class PodDemand:
         node: preferred node, or "".
         namespace: "" if unknown.
         priority: None if unknown.
+        mounts_images: whether the pod mounts image volumes.
     """
 
     name: str
@@ -76,6 +77,7 @@ class PodDemand:
     node: str = ""
     namespace: str = ""
     priority: int | None = None
+    mounts_images: bool = False
 
     @property
     def has_devices(self) -> bool:
@@ -147,17 +149,20 @@ def preferred_node(node: str) -> dict[str, Any]:
 
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     """Adds a requirement on node labels to each alternative of an affinity; returns the new affinity."""
-    nodes = dict(affinity.get("nodeAffinity") or {})
-    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
-    return {
-        **affinity,
-        "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": _add_to_terms(terms, expression)}},
-    }
+    return _add_to_affinity(affinity, "matchExpressions", [expression])
+
+
+def exclude_nodes(affinity: Manifest, names: Iterable[str]) -> dict[str, Any]:
+    """Adds the requirement that a pod uses none of these nodes to an affinity; returns the new affinity."""
+    # The API server accepts only one name for each requirement.
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
+    return _add_to_affinity(affinity, "matchFields", fields)
 
 
 def with_required_label(demand: PodDemand, expression: Manifest) -> PodDemand:
     """Adds a requirement on node labels to a demand; returns the new demand."""
-    return replace(demand, node_terms=tuple(_add_to_terms(demand.node_terms, expression)))
+    terms = _add_to_terms(demand.node_terms, "matchExpressions", [expression])
+    return replace(demand, node_terms=tuple(terms))
 
 
 def larger_label(key: str, than: int) -> dict[str, Any]:
@@ -165,12 +170,23 @@ def larger_label(key: str, than: int) -> dict[str, Any]:
     return {"key": key, "operator": "Gt", "values": [str(than)]}
 
 
-def _add_to_terms(terms: Iterable[Manifest], expression: Manifest) -> list[dict[str, Any]]:
-    """Adds a requirement to each alternative of a node affinity; without alternatives, it is the only one."""
-    return [
-        {**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]}
-        for term in (*terms,) or ({},)
-    ]
+def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manifest]) -> dict[str, Any]:
+    """Adds requirements to each alternative of an affinity; returns the new affinity."""
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
+    required = {"nodeSelectorTerms": _add_to_terms(terms, part, requirements)}
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: required}}
+
+
+def _add_to_terms(
+    terms: Iterable[Manifest], part: str, requirements: Sequence[Manifest]
+) -> list[dict[str, Any]]:
+    """Adds requirements to each alternative of a node affinity; without alternatives, they are the only one.
+
+    Args:
+        part: `matchExpressions` or `matchFields`.
+    """
+    return [{**term, part: [*term.get(part, ()), *requirements]} for term in (*terms,) or ({},)]
 
 
 def _read_preferred_node(preferred: Iterable[Manifest]) -> str:

@@ -19,6 +19,7 @@ class NodeView:
         problem: why the node is not schedulable, after "is".
         unreachable_since: when this process first knew that the kubelet sends no heartbeat, by its own
             clock; None while the kubelet does.
+        no_image_volumes: program of the node that is too old for image volumes, after "has"; "" without one.
     """
 
     name: str
@@ -30,3 +31,4 @@ class NodeView:
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
     unreachable_since: datetime | None = None
+    no_image_volumes: str = ""

@@ -132,7 +132,7 @@ def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
 def _demand_key(demand: PodDemand) -> Hashable:
     """Returns a key that is equal for pods with equal demands."""
     requirements = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
-    return requirements, repr((demand.node_terms, demand.tolerations, demand.near))
+    return requirements, repr((demand.node_terms, demand.tolerations, demand.near, demand.mounts_images))
 
 
 class Obstacle(NamedTuple):
@@ -176,6 +176,8 @@ def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
         return Obstacle(excludes=False, rest=f"no label {key}, which the pod's podAffinity names")
     if other_platform := describe_other_platform(demand.node_selector, node.labels):
         return Obstacle(excludes=True, rest=other_platform)
+    if demand.mounts_images and node.no_image_volumes:
+        return Obstacle(excludes=False, rest=node.no_image_volumes)
     selected = selects_node(demand, node.name, node.labels)
     return None if selected else Obstacle(excludes=True, rest="not selected by the pod's node rules")
 

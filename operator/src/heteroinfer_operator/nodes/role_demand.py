@@ -8,6 +8,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, ResourceKey, RoleSpec
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of, require_label
+from heteroinfer_operator.nodes.image_volumes import mounts_images
 from heteroinfer_operator.nodes.node_platform import platform_selector
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
@@ -103,4 +104,5 @@ def role_demand(
         role_fields(spec, role, device),
         requests_of(role_resources(role, device)),
     )
+    demand = replace(demand, mounts_images=mounts_images(spec, role.template))
     return demand if resource is None else replace(demand, namespace=resource.namespace)

@@ -30,6 +30,7 @@ from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.nodes.demand import exclude_nodes
 from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
 from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
@@ -58,6 +59,7 @@ class ModelContext:
         progress: progress that the fetch pod reports now, or None.
         unreadable_since: time of the last failure of a group to read the model, or None.
         cleanup: files that a new fetch may remove from its cache, or None.
+        nodes_without_images: nodes that a new model pod must not use, because they cannot mount its image.
     """
 
     spec: HeteroInferenceSpec
@@ -71,6 +73,7 @@ class ModelContext:
     unreadable_since: datetime | None
     now: datetime
     cleanup: CacheCleanup | None = None
+    nodes_without_images: tuple[str, ...] = ()
 
     @property
     def uri(self) -> str:
@@ -198,6 +201,9 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
         context.cleanup,
         security=context.pod_security,
     )
+    if context.nodes_without_images:
+        pod_spec = manifest["spec"]
+        pod_spec["affinity"] = exclude_nodes(pod_spec.get("affinity", {}), context.nodes_without_images)
     return replace(_decide_in_progress(context, stored, ""), creates=(CreateObject(manifest=manifest),))
 
 

@@ -40,6 +40,7 @@ from heteroinfer_operator.reconcile.believed_group import check_against_pods
 from heteroinfer_operator.reconcile.cache_use import find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
+from heteroinfer_operator.reconcile.image_models import find_nodes_without_images, with_image_volume_advice
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model_decision import (
@@ -117,6 +118,9 @@ def _decide_living_resource(
     signer = Signer.for_owner(options.operator_key, owner)
     stored_records = read_records(observation, status, signer, options.allowed)
     target = find_target(observation, status, owner, options, stored_records.records)
+    if target.spec is not None:
+        advised_pods = with_image_volume_advice(target.spec, observation.pods, observation.nodes)
+        observation = replace(observation, pods=advised_pods)
     model = _decide_model(observation, status, target, node_loss, options)
     commit = model.status.commit if target.refusal is None else None
     revisions = find_revisions(stored_records.records, target, commit, owner, options)
@@ -212,6 +216,7 @@ def _decide_model(
     """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
+    nodes_without_images, no_node = find_nodes_without_images(target.spec, observation.nodes)
     context = ModelContext(
         spec=target.spec,
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
@@ -224,9 +229,19 @@ def _decide_model(
         unreadable_since=unreadable_since(status.groups),
         now=node_loss.now,
         cleanup=find_cleanup(target.spec, observation, node_loss.now),
+        nodes_without_images=nodes_without_images,
     )
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     decision = decide_model(context, status.model, pods)
+    if no_node and decision.creates:
+        return replace(
+            decision,
+            creates=(),
+            holds=False,
+            reason="ImageVolumesNotSupported",
+            message=no_node,
+            look_again_s=_CHECK_SHORTAGE_EVERY_S,
+        )
     if (
         observation.restricted_selectors is None
         or not context.fetches

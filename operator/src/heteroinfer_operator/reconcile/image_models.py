@@ -1,0 +1,73 @@
+"""Models in images: nodes for the pod that reads the model, and advice for pods whose mount fails. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import PodView, Waiting
+from heteroinfer_operator.manifests.model_pods import model_template
+from heteroinfer_operator.nodes.demand import pod_demand
+from heteroinfer_operator.nodes.image_volumes import FIX, mounts_images
+from heteroinfer_operator.nodes.missing_capacity import name_nodes
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.placement import Obstacle, find_lasting_obstacle
+from heteroinfer_operator.nodes.role_demand import template_fields
+from heteroinfer_operator.reconcile.startup import is_container_blocked
+
+_PULL_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError"})
+"""Reasons of the kubelet that a missing image or object explains."""
+
+
+def find_nodes_without_images(
+    spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
+) -> tuple[tuple[str, ...], str]:
+    """Finds the nodes that the pod that reads a model from an image must not use.
+
+    Returns:
+        Nodes that select the pod but cannot mount the image; and why no node can mount it, or "".
+    """
+    if nodes is None or not mounts_images(spec, None):
+        return (), ""
+    demand = pod_demand("model", {}, template_fields(model_template(spec)), {})
+    demand_with_image = replace(demand, mounts_images=True)
+    candidates = [node for node in nodes if find_lasting_obstacle(demand, node) is None]
+    by_obstacle: dict[Obstacle, list[str]] = {}
+    for node in candidates:
+        if obstacle := find_lasting_obstacle(demand_with_image, node):
+            by_obstacle.setdefault(obstacle, []).append(node.name)
+    unable = tuple(name for group in by_obstacle.values() for name in group)
+    if not unable or len(unable) < len(candidates):
+        return unable, ""
+    described = ", ".join(
+        f"{name_nodes(group)} {obstacle.describe(len(group))}" for obstacle, group in by_obstacle.items()
+    )
+    return unable, f"{spec.model.uri}: no node can mount this image: {described}. {FIX}"
+
+
+def with_image_volume_advice(
+    spec: HeteroInferenceSpec, pods: Sequence[PodView], nodes: Sequence[NodeView] | None
+) -> tuple[PodView, ...]:
+    """Adds advice to the kubelet's message about a container that it cannot create beside image volumes."""
+    if not any(mounts_images(spec, role.template) for role in spec.roles):
+        return tuple(pods)
+    problems = {node.name: node.no_image_volumes for node in nodes or ()}
+    return tuple(_with_advice(pod, problems.get(pod.node)) for pod in pods)
+
+
+def _with_advice(pod: PodView, node_problem: str | None) -> PodView:
+    """Adds advice to the message of a pod.
+
+    Args:
+        node_problem: why the pod's node cannot mount image volumes; "" if nothing is known against it, None
+            if the node is unknown.
+    """
+    waiting = pod.waiting
+    if waiting is None or not is_container_blocked(pod) or waiting.reason in _PULL_REASONS:
+        return pod
+    if node_problem:
+        cause = f"node {pod.node} has {node_problem}"
+    else:
+        cause = "the pod mounts an image volume, which its node may not support"
+    message = "; ".join(filter(None, (waiting.message, f"{cause}. {FIX}")))
+    return replace(pod, waiting=Waiting(waiting.reason, message))
