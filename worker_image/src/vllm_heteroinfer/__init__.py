@@ -1,6 +1,6 @@
-"""Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports nothing of torch or vLLM here.
+"""Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports neither torch nor vLLM here.
 
-The function is vLLM's entry point `vllm.platform_plugins`. vLLM loads everything else through the executor,
+vLLM calls `platform_plugin` through the entry point `vllm.platform_plugins`. vLLM loads everything else through the executor,
 worker and scheduler classes (docs/contributor/patches.md). Without a plan in the environment, the plugin does
 not change vLLM.
 """

@@ -1,4 +1,4 @@
-"""The model. A pod fetches or inspects it, and the status stores its profile. Pure."""
+"""Decides whether a pod must fetch or inspect the model; the status stores the model's profile. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
