@@ -1,8 +1,8 @@
 """Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports neither torch nor vLLM here.
 
-vLLM calls `platform_plugin` through the entry point `vllm.platform_plugins`. vLLM loads everything else through the executor,
-worker and scheduler classes (docs/contributor/patches.md). Without a plan in the environment, the plugin does
-not change vLLM.
+vLLM calls `platform_plugin` through the entry point `vllm.platform_plugins`. vLLM loads everything else
+through the executor, worker and scheduler classes (docs/contributor/patches.md). Without a plan in the
+environment, the plugin does not change vLLM.
 """
 
 _PLATFORMS = {
