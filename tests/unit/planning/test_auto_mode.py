@@ -81,7 +81,7 @@ def title(planned: Planned) -> str:
         ("dense", "40Gi", "one", "GPU only"),
         ("dense", "40Gi", "many", "GPU only"),
         ("mixture", "8Gi", "one", "FeedForward"),
-        ("mixture", "8Gi", "many", "Pipeline"),
+        ("mixture", "8Gi", "many", "FeedForward"),
         ("mixture", "24Gi", "one", "FeedForward"),
         ("mixture", "24Gi", "many", "FeedForward"),
         ("mixture", "80Gi", "one", "FeedForward"),

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.feed_forward.ring_slots import ALIGNED, SLOTS, SlotContent, SlotOrder, ring_sizes
+from heteroinfer_contract.gpu_experts import SLOTS
+from vllm_heteroinfer.feed_forward.ring_slots import ALIGNED, SlotContent, SlotOrder, ring_sizes
 
 
 @given(

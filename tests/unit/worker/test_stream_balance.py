@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heteroinfer_contract.gpu_experts import LEAST_GAIN
 from vllm_heteroinfer.feed_forward.stream_balance import (
-    LEAST_GAIN,
     LONGEST_S,
     Balance,
     Gaps,

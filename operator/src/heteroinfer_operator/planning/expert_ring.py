@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Final
 
+from heteroinfer_contract.gpu_experts import SLOTS
 from heteroinfer_operator.planning.rates import Rates
 
-SLOTS: Final = 3
-"""Copies that are in flight or wait to be unpacked, as in the worker."""
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
 """Part of the ring for alignment, at most: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
+from heteroinfer_contract.gpu_experts import ACTIVATIONS, LEAST_GAIN, LEAST_ROWS
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.api import LoadSpec
@@ -32,20 +33,16 @@ from heteroinfer_operator.planning.rates import Rates, gpu_rates
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
 
-ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
-"""Activations of experts that a GPU computes with copied weights, as in the worker."""
 BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
 """Tokens of a step that the plan tries."""
 _MUCH_TOKENS: Final = 8192
 """A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
-LEAST_GAIN: Final = 0.95
-"""The GPU takes experts only if a layer's time falls to this part of that of CPUs alone, as in the worker."""
-LEAST_ROWS: Final = 64
-"""Rows from which the GPU may take experts if it has no CUDA graphs, as in the worker."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
 """Part of a layer's experts in a slot of a full ring; 28 of 128 were measured."""
+_KEPT_PART: Final = 3 / 4
+"""Part of the KV cache that the ring and larger steps leave, compared with the plan without them."""
 _LARGE_PART, _SMALL_PART, _SMALL_RING_BYTES = 1 / 8, 1 / 2, 2**30
 """The ring takes at most 1/8 of the free memory, or 1 GiB if that is more, but never more than a half. The KV
 cache of further requests takes the rest."""
@@ -169,13 +166,27 @@ class RingChooser:
         """
         if find_obstacle(self.topology, remote) is not None:
             return remote, self.engine
-        options = [(remote, self.engine), self._best_choice(remote)]
+        kept_bytes = self._kept_bytes(remote)
+        options = [(remote, self.engine), self._best_choice(remote, kept_bytes)]
         more = with_one_more_layer(self.topology, self.profile, remote)
         if more is not None:
-            options.append(self._best_choice(more))
+            options.append(self._best_choice(more, kept_bytes))
         return min((each for each in options if each is not None), key=lambda each: self._load_s(*each))
 
-    def _best_choice(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings] | None:
+    def _kept_bytes(self, remote: FeedForwardPart) -> int:
+        """Returns the bytes that a ring must leave besides the KV cache of one full-length request.
+
+        Args:
+            remote: the part of the plan without a ring.
+        """
+        left_bytes = stage_rank_left_bytes(self.topology, remote, self.engine, self.inventory) or 0
+        kv = stage_sizes(self.topology, remote, self.engine).kv
+        one_request_bytes = kv.block_bytes(0, remote.remaining.num_layers) * kv.sequence_blocks
+        return max(ceil(_KEPT_PART * (one_request_bytes + left_bytes)) - one_request_bytes, 0)
+
+    def _best_choice(
+        self, remote: FeedForwardPart, kept_bytes: int
+    ) -> tuple[FeedForwardPart, EngineSettings] | None:
         """Returns the part with a ring, and the settings, with which long prompts are fastest; None without.
 
         Steps with more tokens copy each expert less often. But they leave less memory for the ring, and a
@@ -186,16 +197,19 @@ class RingChooser:
             tokens = choice[1].max_num_batched_tokens
             return tokens / self._step_s(*choice, tokens)
 
-        return max(self._choices(remote), key=tokens_per_s, default=None)
+        return max(self._choices(remote, kept_bytes), key=tokens_per_s, default=None)
 
-    def _choices(self, remote: FeedForwardPart) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
+    def _choices(
+        self, remote: FeedForwardPart, kept_bytes: int
+    ) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
         """Yields parts with a ring that fit the memory and pay, with the settings."""
         longest_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
         for tokens in BATCH_TOKENS if self.tokens is None else (self.tokens,):
             if self.tokens is None and tokens > _MUCH_TOKENS >= self.engine.max_model_len:
                 continue
             engine = replace(self.engine, max_num_batched_tokens=tokens)
-            ring = self._largest_ring(remote, engine, full=self.tokens is None and tokens > _MUCH_TOKENS)
+            full = self.tokens is None and tokens > _MUCH_TOKENS
+            ring = self._largest_ring(remote, engine, kept_bytes, full=full)
             if ring is None:
                 continue
             shared = replace(remote, ring=ring)
@@ -204,11 +218,12 @@ class RingChooser:
                 yield shared, engine
 
     def _largest_ring(
-        self, remote: FeedForwardPart, engine: EngineSettings, *, full: bool
+        self, remote: FeedForwardPart, engine: EngineSettings, kept_bytes: int, *, full: bool
     ) -> ExpertRing | None:
         """Returns the largest ring for which the memory of GPU and pod suffices, or None.
 
         Args:
+            kept_bytes: free memory that the ring leaves to the KV cache.
             full: whether only a full ring counts.
         """
         empty_ring = build_ring(remote, engine, 0)
@@ -216,7 +231,11 @@ class RingChooser:
         free_bytes = stage_rank_left_bytes(self.topology, shared, engine, self.inventory)
         if free_bytes is None or free_bytes <= 0 or not ranks_fit(shared, engine):
             return None
-        most_bytes = min(max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES), int(free_bytes * _SMALL_PART))
+        most_bytes = min(
+            max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES),
+            int(free_bytes * _SMALL_PART),
+            free_bytes - kept_bytes,
+        )
         most = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
         per_slot = min(empty_ring.fitting_experts(most_bytes), most)
         if not per_slot or (full and per_slot < most):

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
+from heteroinfer_contract.gpu_experts import ACTIVATIONS
 from vllm_heteroinfer.feed_forward.expert_reader import Range
 from vllm_heteroinfer.feed_forward.offered_weights import (
     OfferedLayer,
@@ -18,9 +18,6 @@ from vllm_heteroinfer.feed_forward.recipe import LayerRecipe, Recipe
 from vllm_heteroinfer.feed_forward.ring_slots import SlotContent, align
 
 _logger = logging.getLogger(__name__)
-
-ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
-"""Gated activations that both the ranks and vLLM's kernel support."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ A slot has packed experts of one layer. Slots are used in turn.
 from dataclasses import dataclass
 from typing import Final
 
-SLOTS: Final = 3
-"""Number of slots: while the GPU unpacks one, the next copies are under way."""
+from heteroinfer_contract.gpu_experts import SLOTS
+
 ALIGNED: Final = 256
 """Each array in a slot begins at a multiple of this number of bytes."""
 

@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.gpu_experts import SLOTS
 from vllm_heteroinfer.feed_forward import slot_experts
 from vllm_heteroinfer.feed_forward.cuda_exchange import CudaError, register_memory
 from vllm_heteroinfer.feed_forward.expert_choices import ExpertChoices
@@ -31,7 +32,6 @@ from vllm_heteroinfer.feed_forward.expert_reader import Range
 from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, find_gpu_layers
 from vllm_heteroinfer.feed_forward.offered_weights import OfferedWeights, map_weights
 from vllm_heteroinfer.feed_forward.recipe import Recipe
-from vllm_heteroinfer.feed_forward.ring_slots import SLOTS
 from vllm_heteroinfer.feed_forward.stream_balance import Balance, LayerTimes, measure, measured_sizes
 from vllm_heteroinfer.feed_forward.stream_times import GapTimes, StreamTimes, total_s
 from vllm_heteroinfer.feed_forward.unpacking import Unpacker

@@ -9,15 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-LEAST_GAIN: Final = 0.95
-"""GPU and CPUs share a layer only if it takes at most this part of the time that the GPU alone needs.
+from heteroinfer_contract.gpu_experts import LEAST_GAIN, LEAST_ROWS
 
-The GPU takes part at all only if the layer takes at most this part of the time that CPUs alone need.
-"""
 TRIES: Final = 2
 """Measurements of shared computing for each number of rows; each begins with the last one's best division."""
-LEAST_ROWS: Final = 64
-"""Fewer rows are not measured: CPUs compute all their experts."""
 LONGEST_S: Final = 0.7
 """If CPUs alone take more seconds for a layer than this, larger numbers of rows are not measured."""
 

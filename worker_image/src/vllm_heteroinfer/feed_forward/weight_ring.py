@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from heteroinfer_contract.gpu_experts import SLOTS
 from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, Load, RankExperts
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
-from vllm_heteroinfer.feed_forward.ring_slots import SLOTS, SlotOrder, ring_sizes
+from vllm_heteroinfer.feed_forward.ring_slots import SlotOrder, ring_sizes
 from vllm_heteroinfer.feed_forward.stream_times import StreamTimes
 from vllm_heteroinfer.feed_forward.unpacking import Unpacker
 

@@ -1,0 +1,16 @@
+"""Rules for experts that a GPU computes instead of its feed-forward ranks. Stdlib only; pure.
+
+The planner predicts by these rules, and the worker follows them. docs/decisions/2026-11-27-gpu-experts.md
+explains them.
+"""
+
+from typing import Final
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
+"""Gated activations that the CPU kernels and vLLM's GPU kernel for experts support."""
+LEAST_GAIN: Final = 0.95
+"""A division of experts is used only if a layer's time falls to this part of the simpler division's time."""
+LEAST_ROWS: Final = 64
+"""Fewest rows of which the GPU computes some experts, if vLLM captures no CUDA graphs."""
+SLOTS: Final = 3
+"""Slots of a ring: copies that are in flight, or wait until the GPU unpacks them."""
