@@ -84,7 +84,8 @@ def connect_all(
                 f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
             ) from error
         _logger.info(
-            "feed-forward rank %d in pod %d: one row takes %.0f us in both directions, at %s per second",
+            "feed-forward rank %d in pod %d: one token takes %.0f us there and back, long batches pass at %s "
+            "per second",
             rank.rank,
             rank.pod,
             cost.round_trip_s * 1e6,

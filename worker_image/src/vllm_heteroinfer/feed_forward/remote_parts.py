@@ -67,8 +67,9 @@ def check_plan(plan: Plan) -> None:
     if len(plan.stage_ranks) != 1:
         raise ContractError(
             f"Plan.ranks: mode {Mode.FEED_FORWARD} must have one rank with attention (got "
-            f"{plan.tensor_parallel_size} x {plan.pipeline_parallel_size}), because it supports one GPU "
-            "only. Use one GPU rank, or spec.parallelism.mode: Pipeline"
+            f"tensor_parallel_size {plan.tensor_parallel_size} x pipeline_parallel_size "
+            f"{plan.pipeline_parallel_size}), because it supports one GPU only. Use one GPU rank, or "
+            "spec.parallelism.mode: Pipeline"
         )
 
 

@@ -306,8 +306,8 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
     except OSError as error:
         os.close(fd)
         raise OSError(
-            f"feed-forward slab: cannot allocate {shape.num_bytes} bytes ({error}). Raise the memory limit "
-            "of this role"
+            f"feed-forward ranks: cannot allocate {shape.num_bytes} bytes of shared memory ({error}). Raise "
+            "the memory limit of this role"
         ) from error
     return slab, Offer(pid=os.getpid(), fd=fd, name=name, shape=shape)
 
@@ -315,7 +315,7 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     """Raises ContractError if a slab has another shape than `reader` expects; its topk may be larger."""
     if offered != dataclasses.replace(expected, topk=offered.topk) or offered.topk < expected.topk:
-        raise ContractError(f"{reader}: the slab's shape must be {expected} (got {offered}). {SAME_MODEL}")
+        raise ContractError(f"{reader}: the shared memory must have {expected} (got {offered}). {SAME_MODEL}")
 
 
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
@@ -327,12 +327,12 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     Raises:
         ContractError: the offer has another shape, or this process cannot map its memory.
     """
-    check_offer(offer.shape, expected, f"feed-forward lane {lane}")
+    check_offer(offer.shape, expected, f"feed-forward rank (lane {lane})")
     try:
-        fd = open_memfd(offer.pid, offer.fd, offer.name, "the slab of the rank that it serves")
+        fd = open_memfd(offer.pid, offer.fd, offer.name, "the shared memory of the rank that it serves")
     except OSError as error:
         raise ContractError(
-            f"feed-forward lane {lane}: {error}. Run this rank in the pod of the rank that it serves"
+            f"feed-forward rank (lane {lane}): {error}. Run this rank in the pod of the rank that it serves"
         ) from error
     try:
         slab = Slab(fd, offer.shape)

@@ -117,7 +117,9 @@ class SlabLine:
         """
         result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
         if result == slab_library.STOPPED:
-            raise PeerGoneError(self._owner, "the asking rank has ended, so this rank gets no more work")
+            raise PeerGoneError(
+                self._owner, f"rank {self._owner} has ended, so this rank gets no more layers to compute"
+            )
         return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
