@@ -18,8 +18,12 @@ ENV: Final = {
 }
 
 
-def answer(options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at_once: bool) -> list[Any]:
-    """Returns the greedy tokens after each prompt.
+def answer(
+    options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at_once: bool
+) -> tuple[list[list[int]], float]:
+    """Returns the greedy tokens after each prompt, and the least margin of any of them.
+
+    The margin of a token is the difference between its logprob and that of the second best token.
 
     Args:
         options: of vLLM's engine.
@@ -42,16 +46,22 @@ def answer(options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at
 
         cpu_router.install()
     engine = LLM(enforce_eager=True, **options)
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
     batches = [prompts] if at_once else [[prompt] for prompt in prompts]
-    return [
-        list(done.outputs[0].token_ids)
+    answers = [
+        done.outputs[0]
         for batch in batches
         for done in engine.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling)
     ]
+    margins: list[float] = []
+    for each in answers:
+        for best_tokens in each.logprobs:
+            best, second = sorted((token.logprob for token in best_tokens.values()), reverse=True)[:2]
+            margins.append(best - second)
+    return [list(each.token_ids) for each in answers], min(margins)
 
 
 def main(argument: str) -> None:
-    """Prints the tokens that `argument`, the keywords of `answer` in JSON, asks for."""
+    """Prints the tokens and the margin that `argument`, the keywords of `answer` in JSON, asks for."""
     assert os.environ["VLLM_PLUGINS"] == ""
     print(json.dumps(answer(**json.loads(argument))), flush=True)

@@ -26,7 +26,7 @@ def make(case: Case, directory: Path) -> None:
 
     from tests.models import Recipe, _write_tokenizer
 
-    model = build(case.architecture, {**case.settings, "num_hidden_layers": LAYERS})
+    model = build(case.architecture, {**case.settings, "num_hidden_layers": LAYERS}, case.spread)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, case.dtype)).save_pretrained(directory)
     _write_tokenizer(directory, Recipe())
