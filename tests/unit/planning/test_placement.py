@@ -20,10 +20,11 @@ from heteroinfer_operator.nodes.demand import (
     selects_node,
     tolerates,
 )
-from heteroinfer_operator.nodes.group_placement import assign_nodes
+from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
 from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, device_memory_mib, find_obstacle
 
 GPU = "nvidia.com/gpu"
@@ -446,6 +447,62 @@ def test_larger_gpus_come_first() -> None:
     assert found.nodes == ("m80",)
 
 
+def zoned(name: str, value: str, gib: int = 80, **fields: Any) -> NodeView:
+    """Returns a node with one GPU of this size in a zone."""
+    return node(name, gpus=1, labels={ZONE: value, f"{GPU}.memory": str(gib * 1024)}, **fields)
+
+
+def test_the_value_of_the_topology_key_with_the_largest_gpus_comes_first() -> None:
+    """The plan counts the smallest GPU of a role, so one larger GPU in a zone does not help."""
+    sizes = {"a": (24, 80), "b": (40, 40), "c": (24, 24), "d": (40, 40)}
+    nodes = [
+        zoned(f"{value}{index}", value, gib)
+        for value, both in sizes.items()
+        for index, gib in enumerate(both)
+    ]
+    found = assign_nodes([pod(gpus=1, cpu=5)] * 2, build_free_nodes(nodes), ZONE)
+    assert found is not None
+    assert found.domain == "b", "the first of two equal values"
+
+
+def test_pods_without_gpus_use_the_value_of_the_topology_key_without_gpus() -> None:
+    nodes = [zoned("a", "1"), node("b", labels={ZONE: "2"})]
+    found = assign_nodes([pod(cpu=8)], build_free_nodes(nodes), ZONE)
+    assert found is not None
+    assert found.domain == "2"
+
+
+def test_the_value_of_the_topology_key_with_nodes_apart_from_other_groups_comes_first() -> None:
+    """Zone 1 has more nodes with another group than zone 2, but also one without."""
+    nodes = [*(zoned(f"n{index}", "1") for index in range(3)), zoned("m", "2")]
+    others = OtherGroups.on_nodes(["n0", "n1", "m"], nodes)
+    found = assign_nodes([pod(gpus=1)], build_free_nodes(nodes), ZONE, others)
+    assert found == Placement(nodes=("n2",), domain="1")
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_the_only_value_of_the_topology_key_with_enough_capacity_is_found(position: int) -> None:
+    nodes = [zoned(f"{value}{index}", str(value)) for value in range(5) for index in range(2)]
+    nodes.append(zoned("more", str(position)))
+    found = assign_nodes([pod(gpus=1)] * 3, build_free_nodes(nodes), ZONE)
+    assert found is not None
+    assert found.domain == str(position)
+
+
+@pytest.mark.parametrize("topology_key", ["", ZONE])
+def test_the_order_of_the_nodes_changes_no_placement(topology_key: str) -> None:
+    """A cache lists nodes by the time at which it saw them, so a restart changes the order."""
+    nodes = [zoned(f"n{index}", str(index % 3)) for index in range(9)]
+    demands = [*[pod(gpus=1, cpu=5)] * 2, pod(cpu=5)]
+    promised = [pod(gpus=1, cpu=1)] * 2
+    found = {
+        assign_nodes(demands, build_free_nodes(listed, promised), topology_key)
+        for listed in (nodes, nodes[::-1], nodes[4:] + nodes[:4])
+    }
+    assert len(found) == 1
+    assert None not in found
+
+
 def test_promised_capacity_is_not_free() -> None:
     nodes = [node("a", gpus=1), node("b", gpus=1)]
     waiting = pod_demand(
@@ -492,7 +549,7 @@ def test_promised_pods_are_placed_like_by_first_fit(
 
 
 def test_equal_promised_pods_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [node(f"n{index}", requested={"cpu": 8.0}) for index in range(200)] + [node("free")]
+    nodes = [node(f"n{index}", requested={"cpu": 8.0}) for index in range(200)] + [node("z-free")]
     looks = 0
     has = FreeNode.has
 

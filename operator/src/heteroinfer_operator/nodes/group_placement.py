@@ -1,6 +1,6 @@
 """Finds nodes for a group, within one topology domain and apart from the resource's other groups. Pure."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
@@ -42,23 +42,23 @@ def assign_nodes(
 ) -> Placement | None:
     """Returns nodes on which all pods fit together, or None. Does not reserve capacity.
 
+    Compares the placements of all values of the topology key. Of equally good values, it takes the first in
+    the order of text.
+
     Args:
         topology_key: node label that must have one value on all nodes; "" for any nodes.
         others: groups from which this group prefers to be apart; None if the resource has one group.
     """
-    if topology_key:
-        domains = domains_of(free_nodes, topology_key)
-        for value in sorted(domains, key=lambda value: _count_shared_nodes(domains[value], others)):
-            nodes = search_nodes(demands, domains[value], others)
-            if nodes is not None:
-                return Placement(nodes=nodes, domain=value)
-        return None
-    nodes = search_nodes(demands, free_nodes, others)
-    if nodes is None:
-        return None
-    if others is not None:
-        nodes = _prefer_one_zone(demands, free_nodes, others, nodes)
-    return Placement(nodes=nodes)
+    domains = domains_of(free_nodes, topology_key) if topology_key else {"": free_nodes}
+    placements = [
+        Placement(nodes=nodes, domain=value)
+        for value, inside in domains.items()
+        if (nodes := _assign_within(demands, inside, others)) is not None
+    ]
+    if len(placements) < 2:
+        return placements[0] if placements else None
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
+    return min(placements, key=lambda found: _placement_cost(demands, found.nodes, by_name, others))
 
 
 def find_farther_placements(
@@ -109,35 +109,55 @@ def _with_larger_gpus(demand: PodDemand, labelled: Container[str], more_than_mib
     return demand
 
 
-def _count_shared_nodes(inside: Sequence[FreeNode], others: OtherGroups | None) -> int:
-    """Returns the number of nodes that also have a pod of another group."""
-    return sum(others.nearness(each.node) > 1 for each in inside) if others is not None else 0
+def _assign_within(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None
+) -> tuple[str, ...] | None:
+    """Returns nodes on which all pods fit together, or None.
 
-
-def _prefer_one_zone(
-    demands: Sequence[PodDemand],
-    free_nodes: Sequence[FreeNode],
-    others: OtherGroups,
-    anywhere: tuple[str, ...],
-) -> tuple[str, ...]:
-    """Returns nodes of one zone if they are as good as `anywhere` and not nearer to other groups.
-
-    If a group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
+    Beside other groups these are nodes of one zone, if they are as good and not nearer to other groups. If a
+    group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
     """
-    zones = domains_of(free_nodes, ZONE)
-    if len(zones) < 2:
+    anywhere = search_nodes(demands, free_nodes, others)
+    zones = domains_of(free_nodes, ZONE) if others is not None else {}
+    if anywhere is None or len(zones) < 2:
         return anywhere
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
-
-    def cost(nodes: tuple[str, ...]) -> tuple[Any, ...]:
-        pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
-        nearness = [others.nearness(each.node) for _, each in pods]
-        first = sum(
-            n for n, (demand, _) in zip(nearness, pods, strict=True) if others.outweigh_devices_of(demand)
-        )
-        return first, tuple(device_cost(demand, each) for demand, each in pods), sum(nearness)
-
-    zone_placements = [
+    in_zones = [
         found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None
     ]
-    return min([*zone_placements, anywhere], key=cost)
+    return min([*in_zones, anywhere], key=lambda nodes: _placement_cost(demands, nodes, by_name, others))
+
+
+def _placement_cost(
+    demands: Sequence[PodDemand],
+    nodes: Sequence[str],
+    by_name: Mapping[str, FreeNode],
+    others: OtherGroups | None,
+) -> tuple[Any, ...]:
+    """Returns the sort key of placements; the smallest key is the best.
+
+    The order is as in `preference`: first the GPUs for the pods that request GPUs, then the nodes of the
+    other pods, then the distance to other groups. For pods whose devices the other groups outweigh, the
+    distance comes first.
+    """
+    pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
+    nearness = [0 if others is None else others.nearness(each.node) for _, each in pods]
+    outweighing = [
+        near
+        for near, (demand, _) in zip(nearness, pods, strict=True)
+        if others is not None and others.outweigh_devices_of(demand)
+    ]
+    with_devices = [device_cost(demand, each) for demand, each in pods if demand.has_devices]
+    without_devices = [device_cost(demand, each) for demand, each in pods if not demand.has_devices]
+    # The plan counts the smallest GPU of a role, so the largest cost is compared first.
+    return (
+        *(_worst_and_sum(outweighing)),
+        *(_worst_and_sum(with_devices)),
+        sum(without_devices),
+        *(_worst_and_sum(nearness)),
+    )
+
+
+def _worst_and_sum(costs: Sequence[float]) -> tuple[float, float]:
+    """Returns the largest cost and the sum, as a sort key."""
+    return max(costs, default=0.0), sum(costs)

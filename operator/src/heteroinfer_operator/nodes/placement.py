@@ -89,21 +89,22 @@ class FreeNode:
 def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
     """Returns the free resources of each node after placing pods that have no node yet.
 
+    The nodes are in the order of their names, so that the same cluster always gives the same placements.
     Such a pod takes its preferred node if it fits there, otherwise the first node on which it fits.
 
     Args:
         promised: demands of the pods without a node.
     """
-    free_nodes = [FreeNode.from_node(node) for node in nodes]
+    free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda each: each.name)]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     searched: dict[Hashable, int] = {}
     """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
     for demand in promised:
         chosen = by_name.get(demand.node)
-        if chosen is None or not _can_place(demand, chosen):
+        if chosen is None or not can_place(demand, chosen):
             kind = _demand_key(demand)
             full = searched.get(kind, 0)
-            while full < len(free_nodes) and not _can_place(demand, free_nodes[full]):
+            while full < len(free_nodes) and not can_place(demand, free_nodes[full]):
                 full += 1
             searched[kind] = full
             if full < len(free_nodes):
@@ -118,7 +119,7 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     return free_nodes
 
 
-def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:
+def can_place(demand: PodDemand, free_node: FreeNode) -> bool:
     """Reports whether a node accepts a pod and has the free resources for it."""
     return free_node.has(demand.requests) and not find_obstacle(demand, free_node.node)
 
@@ -126,7 +127,7 @@ def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:
 def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
     """Reports whether a pod fits on a node after the preemption of all pods of lower priority."""
     priority = demand.priority
-    return priority is not None and _can_place(demand, free_node.without_lower_priority(priority))
+    return priority is not None and can_place(demand, free_node.without_lower_priority(priority))
 
 
 def _demand_key(demand: PodDemand) -> Hashable:
