@@ -126,10 +126,18 @@ def test_an_integer_is_a_quantity() -> None:
         ),
         (
             spec(roles=[cpu(layer=[1])]),
+            "spec.roles[0].layer: unknown field. Remove the field, or write layers",
+        ),
+        (
+            spec(gpu=1),
             (
-                "spec.roles[0].layer: unknown field. Remove the field, or correct its name (see "
+                "spec.gpu: unknown field. Remove the field, or correct its name (see "
                 "`kubectl explain hinf.spec`)"
             ),
+        ),
+        (
+            spec(parallelism={"mode": "pipeline"}),
+            "spec.parallelism.mode: must be 'Auto', 'Pipeline', 'Tensor' or 'FeedForward' (got 'pipeline')",
         ),
         (
             spec(roles=[cpu(pods=0)]),

@@ -99,7 +99,7 @@ def test_a_resource_that_serves_has_no_conditions_to_attend_to() -> None:
         ({"Failed": "True", "Stalled": "True"}, "heteroinfer logs llama -n ml --previous"),
         ({"Stalled": "True"}, "heteroinfer plan -f FILE"),
         ({"CapacityAvailable": "False"}, "heteroinfer check"),
-        ({"ModelReady": "False"}, "correct the model's source"),
+        ({"ModelReady": "False"}, "the condition ModelReady"),
         ({"Progressing": "True", "Ready": "False"}, "heteroinfer top llama -n ml"),
     ],
 )

@@ -144,6 +144,7 @@ def test_reports_an_unavailable_image_once(world: World) -> None:
         world.pods[name] = replace(world.pods[name], waiting=waits(waiting), node="node")
         world.settle()
     assert world.events.count("ImagePullBackOff") == 1
+    assert "its image cannot be pulled (example.test/worker-cpu:1)" in message(world, "ModelReady")
 
 
 def test_a_failed_fetch_is_reported_and_retried_with_backoff(world: World) -> None:

@@ -1,5 +1,6 @@
 """Converts a whole HeteroInference from JSON values to models, or to errors with the field's path. Pure."""
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -288,7 +289,7 @@ def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: st
         return cls.model_validate_json(_to_json(raw, cls), context=context)
     except ValidationError as error:
         causes = _find_causes(error)
-        raise SpecError(text for cause in causes for text in _describe_problem(where, cause)) from None
+        raise SpecError(text for cause in causes for text in _describe_problem(cls, where, cause)) from None
 
 
 def _to_json(raw: Mapping[str, Any], cls: type[Model]) -> str:
@@ -346,7 +347,7 @@ def _find_causes(error: ValidationError) -> list[Any]:
     ]
 
 
-def _describe_problem(where: str, error: Mapping[str, Any]) -> Iterator[str]:
+def _describe_problem(cls: type[Model], where: str, error: Mapping[str, Any]) -> Iterator[str]:
     """Yields the messages of one problem, each with the path of its field."""
     path = where
     for part in error["loc"]:
@@ -355,13 +356,24 @@ def _describe_problem(where: str, error: Mapping[str, Any]) -> Iterator[str]:
         for field, text in error["ctx"][PROBLEMS]:
             yield f"{'.'.join(filter(None, (path, field))) or 'resource'}: {text}"
     elif error["type"] == "extra_forbidden":
-        fix = "Remove the field, or correct its name (see `kubectl explain hinf.spec`)"
-        yield f"{path}: unknown field. {fix}"
+        similar = _find_similar_field(cls, error["loc"])
+        fix = f"write {similar}" if similar else "correct its name (see `kubectl explain hinf.spec`)"
+        yield f"{path}: unknown field. Remove the field, or {fix}"
     elif error["type"] == "missing":
         yield f"{path}: required field is missing. Set it"
     else:
         got = "" if isinstance(error["input"], dict | list) else f" (got {error['input']!r})"
         yield f"{path or 'resource'}: {_translate_message(error)}{got}"
+
+
+def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str | None:
+    """Returns the field of a model whose name is most similar to that of an unknown field, or None."""
+    model: type[Model] | None = cls
+    for part in location[:-1]:
+        if model is not None and isinstance(part, str):
+            model = _models_by_field(model).get(part)
+    fields = () if model is None else _models_by_field(model)
+    return next(iter(difflib.get_close_matches(str(location[-1]), fields, n=1)), None)
 
 
 def _translate_message(error: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, Mode
@@ -49,7 +50,10 @@ AUTO_MODE: Final = "Auto"
 
 
 def _auto_to_none(value: object) -> object:
-    """Returns None for the value Auto; any other value stays the same."""
+    """Returns None for the value Auto; any other mode stays the same. Errors for other texts name Auto."""
+    if isinstance(value, str) and value not in (AUTO_MODE, *Mode):
+        *others, last = (repr(mode) for mode in (AUTO_MODE, *(mode.value for mode in Mode)))
+        raise PydanticCustomError("enum", "must be {modes}", {"modes": f"{', '.join(others)} or {last}"})
     return None if value == AUTO_MODE else value
 
 

@@ -201,7 +201,7 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
     elif _has_condition(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
         yield "add the capacity that the condition CapacityAvailable names. Count the GPUs: heteroinfer check"
     elif _has_condition(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
-        yield "correct the model's source as the condition ModelReady describes"
+        yield "solve the problem that the condition ModelReady describes"
     elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):
         yield f"wake the sleeping groups: heteroinfer wake {name}"
     elif any(group.failures and group.phase is not GroupPhase.READY for group in status.groups):

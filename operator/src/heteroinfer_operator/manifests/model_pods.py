@@ -47,7 +47,7 @@ def build_model_pod(
     the headers of the weight files, or a Failure.
     """
     template = model_template(spec)
-    image = spec.engine.image or images.cpu
+    image = images.image_for(spec, Device.CPU)
     component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
     amounts = resources.of_model_pod(spec, fetches=source.fetch is not None)
     if source.fetch is None:

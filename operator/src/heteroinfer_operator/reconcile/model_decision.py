@@ -11,6 +11,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchProgress, is_commit
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import (
     MAX_PROFILE_LENGTH,
@@ -285,7 +286,11 @@ def _decide_blocked(
     reason, message = waiting
     if reason in _IMAGE_REASONS:
         # The kubelet alternates between two reasons. A single reason avoids repeated writes of the status.
-        reason, message = "ImagePullBackOff", "its image cannot be pulled. See the events of the pod"
+        image = context.images.image_for(context.spec, Device.CPU)
+        reason, message = (
+            "ImagePullBackOff",
+            f"its image cannot be pulled ({image}). See the events of the pod",
+        )
     elif not is_reason(reason):
         reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
