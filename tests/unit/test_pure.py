@@ -16,9 +16,9 @@ from tests.unit.product import SOURCES, above, modules_below
 _SAYS_PURE = re.compile(r'\A"""(?:(?!""").)*\bpure[.:;]', re.S | re.I)
 VALUES = frozenset(
     {
-        "base64", "bisect", "collections", "collections.abc", "dataclasses", "decimal", "difflib", "enum", "fractions",
-        "functools", "hashlib", "hmac", "ipaddress", "itertools", "json", "math", "re", "statistics",
-        "struct", "types", "typing", "urllib.parse", "zlib",
+        "base64", "bisect", "collections", "collections.abc", "dataclasses", "decimal", "difflib", "enum",
+        "fractions", "functools", "hashlib", "hmac", "ipaddress", "itertools", "json", "math", "re",
+        "statistics", "struct", "types", "typing", "urllib.parse", "zlib",
         "datetime.UTC", "datetime.datetime", "datetime.timedelta", "pathlib.PurePosixPath", "signal.Signals",
     }
 )  # fmt: skip
