@@ -103,6 +103,8 @@ class PodView:
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
         unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
         defaulted: requests and limits that a LimitRange set for the worker container, or "".
+        commits_in_use: commits that a fetch pod must not remove from its cache; None for a pod that removes
+            no commit.
     """
 
     name: str
@@ -130,6 +132,7 @@ class PodView:
     lost_owner: bool = False
     unknown: str = ""
     defaulted: str = ""
+    commits_in_use: tuple[str, ...] | None = None
 
     @property
     def ended(self) -> bool:
@@ -143,6 +146,18 @@ class Neighbour:
 
     resource: ResourceView
     objects: tuple[Manifest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanupPod:
+    """A fetch pod that may remove commits from a cache now.
+
+    Attributes:
+        claims: names of the PersistentVolumeClaims that the pod mounts.
+    """
+
+    pod: PodView
+    claims: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +190,7 @@ class ResourceObservation:
             that the operator did not create; None while unknown.
         neighbours: other resources that use the claim of the model's cache; None if they are unknown or not
             needed now.
+        cleanup_pods: pods that may now remove commits from claims that the resource mounts without a fetch.
     """
 
     resource: ResourceView
@@ -199,6 +215,7 @@ class ResourceObservation:
     never_placed: frozenset[str] = frozenset()
     restricted_selectors: tuple[Manifest, ...] | None = ()
     neighbours: tuple[Neighbour, ...] | None = None
+    cleanup_pods: tuple[CleanupPod, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import aiohttp
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import GroupReport
-from heteroinfer_contract.model_fetch import FetchProgress
-from heteroinfer_contract.report_access import ReportReader
+from heteroinfer_contract.model_fetch import QUESTION_HEADER, FetchProgress
+from heteroinfer_contract.report_access import CREDENTIALS_HEADER, ReportReader
 
 MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
@@ -56,10 +56,18 @@ class ReportClient:
                     break
         return parse_report(text)
 
-    async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> FetchProgress:
-        """Returns a pod's progress of fetching a model; raises one of NO_ANSWER."""
-        text, _ = await self._get(host, port, names.PATH_FETCH, timeout_s)
-        return FetchProgress.from_json(text)
+    async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> tuple[FetchProgress, str]:
+        """Returns a pod's progress of fetching a model, and its open question (QUESTION_HEADER) or "".
+
+        Raises:
+            NO_ANSWER: the request failed (any class of this tuple).
+        """
+        text, headers = await self._get(host, port, names.PATH_FETCH, timeout_s)
+        return FetchProgress.from_json(text), headers.get(QUESTION_HEADER, "")
+
+    async def confirm_question(self, host: str, port: int, question: str, *, timeout_s: float) -> None:
+        """Confirms a pod's question about commits in use; raises one of NO_ANSWER."""
+        await self._get(host, port, names.PATH_FETCH, timeout_s, {CREDENTIALS_HEADER: question})
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:
         """Returns whether a readiness probe of this path succeeds."""

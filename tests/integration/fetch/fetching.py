@@ -1,5 +1,6 @@
 """`heteroinfer-worker fetch` as a process of its own, as in its pod, against a hub on loopback."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_operator.report_client import NO_ANSWER, ReportClient
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer
 from tests.ports import free_port
@@ -58,6 +60,27 @@ class Fetch:
                 return FetchProgress.from_json(answer.read().decode())
         except OSError:
             return None
+
+    def confirm_removal(self) -> None:
+        """Confirms that its list of commits in use is complete, as the operator does, once it asks."""
+
+        async def confirm() -> bool:
+            client = ReportClient()
+            try:
+                with contextlib.suppress(*NO_ANSWER):
+                    _, question = await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0)
+                    if question:
+                        await client.confirm_question("127.0.0.1", self._port, question, timeout_s=5.0)
+                    return bool(question)
+                return False
+            finally:
+                await client.close()
+
+        deadline = time.monotonic() + DEADLINE_S
+        while not asyncio.run(confirm()):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
 
     def wait_for(self, accept: Callable[[FetchProgress], bool]) -> FetchProgress:
         """Returns the first progress that `accept` takes."""

@@ -340,10 +340,12 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     marker = cache / model_folder(MODEL, first.commit) / MARKER_FILE
     assert marker.exists()
 
-    def clean(*in_use: str) -> None:
+    def clean(*in_use: str, asks: bool = False) -> None:
         cleanup = CacheCleanup(keep=1, in_use=in_use, listed_s=time.time())
         env = {names.ENV_CACHE_CLEANUP: cleanup.to_json()}
         with fetching(hub, cache, "--revision", second.commit, **env) as fetch:
+            if asks:
+                fetch.confirm_removal()
             fetch.model()
 
     clean()
@@ -352,7 +354,7 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     os.utime(marker, (hours_ago_s, hours_ago_s))
     clean(first.commit)
     assert marker.exists(), "it is in use"
-    clean()
+    clean(asks=True)
     assert not marker.parent.exists()
     check_folder(hub, cache)
 

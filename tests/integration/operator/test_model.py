@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,15 @@ from aiohttp import web
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchProgress
+from heteroinfer_contract.model_fetch import (
+    CONFIRMED_S,
+    QUESTION_HEADER,
+    CacheCleanup,
+    FetchedModel,
+    FetchProgress,
+)
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.report_access import CREDENTIALS_HEADER
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.integration.operator.life import Install, bind, condition, serve_epoch, status_of, stored
@@ -71,12 +80,33 @@ def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
     return CacheCleanup.from_json(found[0]) if found else None
 
 
+@dataclass
+class Asking:
+    """The answers of a fetch pod.
+
+    Attributes:
+        question: its open question, or "".
+        confirmed: time of the first confirmation of each question, by the monotonic clock.
+    """
+
+    progress: FetchProgress
+    question: str = ""
+    confirmed: dict[str, float] = field(default_factory=dict)
+
+    def answer(self, request: web.Request) -> web.Response:
+        if confirmed := request.headers.get(CREDENTIALS_HEADER, ""):
+            self.confirmed.setdefault(confirmed, time.monotonic())
+        is_open = bool(self.question) and self.question not in self.confirmed
+        headers = {QUESTION_HEADER: self.question} if is_open else {}
+        return web.Response(text=self.progress.to_json(), headers=headers)
+
+
 @contextlib.asynccontextmanager
-async def telling(progress: FetchProgress) -> AsyncIterator[None]:
+async def telling(asking: Asking) -> AsyncIterator[None]:
     """Answers in place of the pod, which no kubelet runs here."""
 
     async def fetch(request: web.Request) -> web.Response:
-        return web.Response(text=progress.to_json())
+        return asking.answer(request)
 
     app = web.Application()
     app.add_routes([web.get(names.PATH_FETCH, fetch)])
@@ -255,7 +285,7 @@ async def test_a_model_of_a_hub_becomes_ready(
 
         name = await until("a fetch with the token", another)
         gibi = 2**30
-        async with telling(FetchProgress(commit=COMMIT, done_bytes=gibi, total_bytes=4 * gibi)):
+        async with telling(Asking(FetchProgress(commit=COMMIT, done_bytes=gibi, total_bytes=4 * gibi))):
             await run_pod(server, namespace, name)
             address = {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
             await server.merge(POD.path(namespace, name, "status"), {"status": address})
@@ -330,3 +360,52 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
         cleanup = cleanup_of(await the_fetch(server, namespace))
         assert cleanup is not None
         assert (cleanup.keep, COMMIT in cleanup.in_use) == (1, True)
+
+
+async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    """The operator confirms the fetch's list. Then resource `late` names a commit, and the fetch asks."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "shared"},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    await server.create(CLAIM.path(namespace), claim)
+    asking = Asking(FetchProgress(commit="a" * 40, done_bytes=1, total_bytes=2), "first")
+    async with operator(install().kubeconfig, tmp_path / "log") as process, telling(asking):
+        await process.working()
+        await apply(server, namespace, hub_spec(cache={"claimName": "shared", "keep": 1}))
+        fetch = await the_fetch(server, namespace)
+        cleanup = cleanup_of(fetch)
+        assert cleanup is not None
+        assert COMMIT not in cleanup.in_use
+        name = fetch["metadata"]["name"]
+        await run_pod(server, namespace, name)
+        address = {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
+        await server.merge(POD.path(namespace, name, "status"), {"status": address})
+
+        async def is_confirmed() -> bool:
+            return "first" in asking.confirmed
+
+        await until("the confirmation", is_confirmed, timeout_s=30, said=lambda: process.said)
+        asking.question = "second"
+        model = {"uri": f"pvc://shared/acme--tiny/{COMMIT}"}
+        await apply(server, namespace, {**SPEC, "model": model}, "late")
+
+        async def waits() -> bool:
+            late = await server.get(HETERO_INFERENCE.path(namespace, "late"))
+            conditions = late.get("status", {}).get("conditions", ())
+            return any(found["reason"] == "CacheCleaning" for found in conditions)
+
+        await until("the wait of `late`", waits, timeout_s=30, said=lambda: process.said)
+
+        async def inspected() -> bool:
+            pods = await stored(server, POD, namespace)
+            return any(pod["metadata"]["labels"][names.LABEL_RESOURCE] == "late" for pod in pods)
+
+        await until("the inspect pod of `late`", inspected, timeout_s=90, said=lambda: process.said)
+        waited_s = time.monotonic() - asking.confirmed["first"]
+        assert waited_s > CONFIRMED_S - 1, "the fetch may remove the commit until then"
+        assert "second" not in asking.confirmed

@@ -2,15 +2,17 @@
 
 import fcntl
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_cache import read_marker
-from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, CacheCleanup
-from vllm_heteroinfer.fetch.cache_cleanup import RECENT_S, remove_unused
+from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, REMOVE_WITHIN_S, CacheCleanup
+from vllm_heteroinfer.fetch.cache_cleanup import RECENT_S, CleanupQuestion, clock_s, remove_unused
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.fetch_pod import read_cleanup
 from vllm_heteroinfer.fetch.locking import try_lock_file
@@ -36,12 +38,23 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def clean(cache: Path, *in_use: int, keep: int = 2, listed_s: float = NOW_S) -> list[int]:
+def confirmed() -> float:
+    """The operator confirms."""
+    return clock_s() + 60
+
+
+def clean(
+    cache: Path,
+    *in_use: int,
+    keep: int = 2,
+    listed_s: float = NOW_S,
+    ask: Callable[[], float | None] = confirmed,
+) -> list[int]:
     """Fetches commit 9; returns the numbers of the commits that stay."""
     ModelStore(cache, REPOSITORY, commit_of(9)).mark_complete([])
     cleanup = CacheCleanup(keep=keep, in_use=tuple(map(commit_of, in_use)), listed_s=listed_s)
     model = cache / "acme--tiny"
-    removed = remove_unused(model, commit_of(9), cleanup)
+    removed = remove_unused(model, commit_of(9), cleanup, ask)
     assert {path.name for path in model.iterdir()}.isdisjoint(removed)
     assert all(read_marker(path) is not None for path in model.iterdir()), "none is half removed"
     return sorted(int(path.name, 16) for path in model.iterdir())
@@ -60,8 +73,72 @@ def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
     assert clean(cache, keep=1, listed_s=time.time() + RECENT_S + 60) == [9]
 
 
-def test_an_old_list_of_users_removes_nothing(cache: Path) -> None:
-    assert clean(cache, keep=1, listed_s=NOW_S - RECENT_S - 60) == [1, 2, 3, 4, 5, 9]
+def test_nothing_is_removed_without_an_answer_of_the_operator(cache: Path) -> None:
+    questions: list[str] = []
+    assert clean(cache, keep=1, ask=lambda: questions.append("asked")) == [1, 2, 3, 4, 5, 9]
+    assert clean(cache, 1, 2, 3, 4, 5, keep=1, ask=lambda: questions.append("nothing to ask")) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        9,
+    ]
+    assert questions == ["asked"]
+
+
+def test_nothing_is_removed_after_the_time_that_the_operator_waits(cache: Path) -> None:
+    """For example, the node was paused after the answer."""
+    assert clean(cache, keep=1, ask=clock_s) == [1, 2, 3, 4, 5, 9]
+
+
+@pytest.mark.parametrize("clock_error_s", [0.0, -7200.0])
+def test_a_commit_that_a_fetch_confirms_after_the_question_stays(cache: Path, clock_error_s: float) -> None:
+    """The clock of the other node may be wrong by hours."""
+
+    def ask() -> float:
+        found_s = time.time() + clock_error_s
+        os.utime(cache / "acme--tiny" / commit_of(3) / MARKER_FILE, (found_s, found_s))
+        return confirmed()
+
+    assert clean(cache, keep=1, ask=ask) == [3, 9]
+
+
+def test_only_the_answer_to_the_open_question_counts() -> None:
+    question = CleanupQuestion()
+    answers: list[float | None] = []
+
+    def ask() -> str:
+        thread = threading.Thread(target=lambda: answers.append(question.ask()))
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not question.text and time.monotonic() < deadline:
+            time.sleep(0.001)
+        threads.append(thread)
+        return question.text
+
+    threads: list[threading.Thread] = []
+    asked_s = clock_s()
+    first = ask()
+    question.confirm("guessed")
+    assert not answers
+    question.confirm(first)
+    threads[0].join(10)
+    (until_s,) = answers
+    assert until_s is not None
+    assert asked_s + REMOVE_WITHIN_S <= until_s <= clock_s() + REMOVE_WITHIN_S
+    assert question.text == "", "it asks no more"
+    second = ask()
+    question.confirm(first)
+    assert len(answers) == 1, "an answer to an earlier question"
+    question.confirm(second)
+    threads[1].join(10)
+    assert len(answers) == 2
+
+
+def test_a_question_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_heteroinfer.fetch.cache_cleanup.REMOVE_WITHIN_S", 0.01)
+    assert CleanupQuestion().ask() is None
 
 
 def test_keeps_commits_locked_by_another_fetch(cache: Path) -> None:
@@ -80,7 +157,9 @@ def test_a_fetch_starts_over_if_its_folder_disappears(
     removed: list[str] = []
 
     def remove() -> None:
-        removed.extend(remove_unused(cache / "acme--tiny", commit_of(5), cleanup) if not removed else ())
+        removed.extend(
+            remove_unused(cache / "acme--tiny", commit_of(5), cleanup, confirmed) if not removed else ()
+        )
 
     def take(descriptor: int) -> bool | None:
         remove()
@@ -132,7 +211,8 @@ def test_nothing_else_in_the_cache_is_touched(cache: Path) -> None:
     unfinished = model / commit_of(7)
     unfinished.mkdir()
     (model / commit_of(8)).symlink_to(model / commit_of(4))
-    remove_unused(model, commit_of(5), CacheCleanup(keep=1, in_use=(commit_of(4),), listed_s=NOW_S))
+    cleanup = CacheCleanup(keep=1, in_use=(commit_of(4),), listed_s=NOW_S)
+    remove_unused(model, commit_of(5), cleanup, confirmed)
     assert sorted(path.name for path in model.iterdir()) == [commit_of(number) for number in (4, 5, 7, 8)]
     assert other.exists()
 
@@ -148,7 +228,8 @@ def test_files_that_a_kept_commit_shares_stay(cache: Path) -> None:
 def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = cache / "acme--tiny"
     (model / f".removing-{commit_of(2)}").write_text("no folder")
-    assert remove_unused(model, commit_of(9), CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)) == ()
+    cleanup = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
+    assert remove_unused(model, commit_of(9), cleanup, confirmed) == ()
     assert "cannot remove unused commits" in caplog.text
     assert len(list(model.iterdir())) == 6
 

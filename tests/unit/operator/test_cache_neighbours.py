@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import CONFIRMED_S, CacheCleanup
 from heteroinfer_operator.api.model_source import ModelCache
-from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.cluster import CleanupPod, PodView, ResourceKey
+from heteroinfer_operator.kube.confirmed_cleanups import ConfirmedCleanups
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.trim import find_commits_in_use
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
+from heteroinfer_operator.stored_fields import EARLIEST
 from tests.unit.operator.caches import Caches
 
 FETCHES = {"model": {"uri": "hf://acme/llama", "cache": {"claimName": "shared", "keep": 1}}, "roles": []}
@@ -45,6 +49,17 @@ class Namespace(Caches):
         volume = {"name": "model", "persistentVolumeClaim": {"claimName": claim}}
         spec = {"nodeName": "a", "containers": [], "volumes": [volume]}
         self.show(POD.path(), {"metadata": self._child(name), "spec": spec})
+
+    def show_fetch(self, name: str, claim: str, **status: Any) -> None:
+        volume = {"name": "model", "persistentVolumeClaim": {"claimName": claim}}
+        cleanup = CacheCleanup(keep=1, in_use=("a" * 40, "b" * 40), listed_s=1.0)
+        variable = {"name": names.ENV_CACHE_CLEANUP, "value": cleanup.to_json()}
+        container = {"name": names.CONTAINER_WORKER, "env": [variable]}
+        spec = {"nodeName": "a", "containers": [container], "volumes": [volume]}
+        self.show(POD.path(), {"metadata": self._child(name), "spec": spec, "status": status})
+
+    def cleanup_pods(self) -> list[tuple[str, ...] | None]:
+        return [each.pod.commits_in_use for each in self.state.cleanup_pods("ns", {"shared"})]
 
     def show_revision(self, name: str, spec: dict[str, Any]) -> None:
         data = {REVISION_KEY: json.dumps({"spec": spec, "commit": "b" * 40})}
@@ -91,3 +106,44 @@ def test_a_resource_for_which_the_claim_was_created_is_a_neighbour(namespace: Na
 def test_users_of_a_claim_are_unknown_while_pods_of_a_deleted_resource_mount_it(namespace: Namespace) -> None:
     namespace.show_pod("gone", "shared")
     assert namespace.neighbours() is None
+
+
+def test_pods_that_may_remove_commits_of_a_claim_are_found(namespace: Namespace) -> None:
+    namespace.show_pod("one", "shared")
+    assert namespace.cleanup_pods() == []
+    namespace.show_fetch("one", "other")
+    assert namespace.cleanup_pods() == []
+    namespace.show_fetch("one", "shared")
+    assert namespace.cleanup_pods() == [("a" * 40, "b" * 40)]
+    ended = {"name": names.CONTAINER_WORKER, "state": {"terminated": {"exitCode": 0, "message": ""}}}
+    namespace.show_fetch("one", "shared", phase="Succeeded", containerStatuses=[ended])
+    assert namespace.cleanup_pods() == []
+
+
+def test_a_pod_with_an_unreadable_list_removes_nothing() -> None:
+    for value in ("", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}'):
+        variable = {"name": names.ENV_CACHE_CLEANUP, "value": value}
+        stored = {"spec": {"containers": [{"name": names.CONTAINER_WORKER, "env": [variable]}]}}
+        assert find_commits_in_use(stored) is None
+
+
+def test_a_confirmation_is_valid_for_a_while_and_may_be_of_an_earlier_process() -> None:
+    now_s = 100.0
+    confirmed = ConfirmedCleanups(lambda: now_s)
+    pods = [
+        CleanupPod(pod=PodView(name=uid, uid=uid, labels={}, created=EARLIEST), claims=("shared",))
+        for uid in ("one", "two")
+    ]
+
+    def valid() -> list[str]:
+        return [each.pod.uid for each in confirmed.among(pods)]
+
+    assert valid() == ["one", "two"]
+    now_s += CONFIRMED_S
+    assert valid() == []
+    confirmed.add("two")
+    now_s += CONFIRMED_S - 1
+    assert valid() == ["two"]
+    confirmed.add("one")
+    now_s += 1
+    assert valid() == ["one"]

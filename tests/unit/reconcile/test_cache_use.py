@@ -9,10 +9,23 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.cluster import Neighbour, ResourceKey, ResourceObservation, ResourceView
+from heteroinfer_operator.cluster import (
+    CleanupPod,
+    Neighbour,
+    PodView,
+    ResourceKey,
+    ResourceObservation,
+    ResourceView,
+)
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
-from heteroinfer_operator.reconcile.cache_use import claim_to_clean, find_cleanup
+from heteroinfer_operator.reconcile.cache_use import (
+    claim_to_clean,
+    claims_without_fetch,
+    find_blocking_cleanup,
+    find_cleanup,
+    is_list_complete,
+)
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 URI = "hf://acme/llama"
@@ -146,3 +159,64 @@ def test_keep_changes_neither_claim_nor_revision() -> None:
     owner = identity.Owner(key=ResourceKey(namespace="team", name="one"), uid="one")
     claims = {identity.model_claim(owner, spec.model.cache) for spec in (without, given) if spec.model.cache}
     assert len(claims) == 1
+
+
+# Uses that begin while a fetch runs
+
+
+def fetch_pod(*commits: str) -> PodView:
+    return PodView(name="one-fetch", uid="p", labels={}, created=NOW, commits_in_use=commits)
+
+
+def is_complete(*neighbours: ResourceView, objects: tuple[dict[str, Any], ...] = ()) -> bool:
+    others = tuple(Neighbour(resource=each, objects=objects) for each in neighbours)
+    observation = ResourceObservation(resource=resource(**CACHE), neighbours=others)
+    return is_list_complete(observation, fetch_pod(A, B))
+
+
+def mounting(claim: str) -> ResourceView:
+    volume = {"name": "m", "persistentVolumeClaim": {"claimName": claim}}
+    roles = [{"name": "cpu", "device": "CPU", "template": {"volumes": [volume]}}]
+    return replace(resource("two"), spec={"model": {"uri": "file:///m"}, "roles": roles})
+
+
+def test_a_list_is_complete_if_it_has_all_commits_that_resources_use_now() -> None:
+    assert is_complete()
+    assert is_complete(resource("two", uri=f"pvc://models/acme--llama/{B}"))
+    assert not is_complete(resource("two", uri=f"pvc://models/acme--llama/{C}"))
+    assert is_complete(resource("two", uri=f"pvc://elsewhere/acme--llama/{C}"))
+    assert not is_complete(resource("two", uri="pvc://models/current"))
+    assert not is_complete(mounting("models"))
+    assert is_complete(mounting("elsewhere"))
+    assert not is_complete(resource("two", **CACHE)), "its commit is unknown"
+    assert is_complete(resource("two", status=serving(A), **CACHE))
+    assert not is_complete(resource("two", status=serving(C), **CACHE))
+    record = kept(**{REVISION_KEY: {"spec": {"model": {"uri": f"pvc://models/acme--llama/{C}"}}}})
+    assert not is_complete(resource("two", uri="hf://acme/other"), objects=(record,))
+
+
+def test_an_unknown_list_or_unknown_users_confirm_nothing() -> None:
+    observation = ResourceObservation(resource=resource(**CACHE), neighbours=())
+    assert not is_list_complete(observation, replace(fetch_pod(), commits_in_use=None))
+    assert not is_list_complete(replace(observation, neighbours=None), fetch_pod())
+    refused = replace(resource(**CACHE), spec={"model": 1})
+    assert not is_list_complete(replace(observation, resource=refused), fetch_pod())
+
+
+def test_a_new_use_waits_for_a_fetch_that_may_remove_its_commit() -> None:
+    def blocking(user: ResourceView) -> PodView | None:
+        cleanup_pods = (CleanupPod(pod=fetch_pod(A, B), claims=("models",)),)
+        return find_blocking_cleanup(ResourceObservation(resource=user, cleanup_pods=cleanup_pods))
+
+    user = resource("two", uri=f"pvc://models/acme--llama/{C}")
+    assert claims_without_fetch(user.spec) == claims_without_fetch(mounting("models").spec) == {"models"}
+    assert claims_without_fetch(resource(**CACHE).spec) == set()
+    assert blocking(user) == blocking(mounting("models")) == fetch_pod(A, B)
+    assert blocking(resource("two", uri=f"pvc://models/acme--llama/{B}")) is None
+    assert blocking(resource("two", **CACHE)) is None, "its fetch marks its commit in the cache"
+
+
+def test_zero_keeps_all_commits() -> None:
+    assert in_use(resource(cache={"size": "1Gi"})) is not None
+    assert in_use(resource(cache={"size": "1Gi", "keep": 0})) is None
+    assert claim_to_clean(resource(cache={"size": "1Gi", "keep": 0})) == ""

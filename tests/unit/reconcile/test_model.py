@@ -9,7 +9,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
-from heteroinfer_operator.cluster import PatchStatus
+from heteroinfer_operator.cluster import CleanupPod, PatchStatus, PodView, ResourceObservation
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair, waits
 
 COMMIT, NEXT_COMMIT = "a" * 40, "b" * 40
@@ -111,6 +111,48 @@ def test_progress_is_written_in_steps_of_one_percent(world: World) -> None:
         decision = world.step()
         assert world.writes == []
         assert decision.look_again_s == 5.0
+
+
+class Cleaned(World):
+    """A world in which a fetch pod of another resource may remove commits."""
+
+    cleanup_pods: tuple[CleanupPod, ...] = ()
+
+    def observe(self) -> ResourceObservation:
+        return replace(super().observe(), cleanup_pods=self.cleanup_pods)
+
+    def begin_cleanup(self) -> None:
+        pod = PodView(name="other-fetch", uid="p", labels={}, created=self.now, commits_in_use=())
+        self.cleanup_pods = (CleanupPod(pod=pod, claims=("models",)),)
+
+
+def test_a_resource_waits_for_a_fetch_that_may_remove_its_commit() -> None:
+    world = Cleaned(spec=cpu_pair(model={"uri": f"pvc://models/acme--llama/{NEXT_COMMIT}"}))
+    world.begin_cleanup()
+    world.settle()
+    assert not world.pods
+    assert world.condition("ModelReady") == ("Unknown", "CacheCleaning")
+    assert "because pod other-fetch may now remove old commits" in message(world, "ModelReady")
+    assert world.look_again_s == 2.0
+    world.cleanup_pods = ()
+    world.settle()
+    assert [name for name in world.pods if "-inspect-" in name]
+
+
+def test_a_group_that_runs_keeps_its_pods_while_a_fetch_may_remove_commits() -> None:
+    """A new process of the operator does not know what an earlier process confirmed."""
+    world = Cleaned(spec=cpu_pair(model={"uri": f"pvc://models/acme--llama/{NEXT_COMMIT}"}))
+    world.serve()
+    before = dict(world.pods)
+    assert world.condition("Ready")[0] == "True"
+    world.begin_cleanup()
+    world.settle()
+    assert world.pods == before
+    assert world.condition("Ready")[0] == "True"
+    world.cleanup_pods = ()
+    world.settle()
+    assert world.pods == before
+    assert world.condition("ModelReady")[0] == "True"
 
 
 def test_reports_the_cause_of_a_waiting_fetch(world: World) -> None:

@@ -17,6 +17,14 @@ MARKER_FILE: Final = ".heteroinfer-complete.json"
 PARTS_FOLDER: Final = ".parts"
 """Folder for partly fetched files; the fetch removes the folder when it writes the marker."""
 LOCK_FILE: Final = ".lock"
+REMOVE_WITHIN_S: Final = 15.0
+"""A fetch removes commits only this long after its question to the operator (QUESTION_HEADER)."""
+CONFIRMED_S: Final = 30.0
+"""After its confirmation, the operator lets no resource begin to use a commit that the fetch may remove for
+this long. The fetch asked before that, so it stops at least 15 s earlier."""
+QUESTION_HEADER: Final = "X-HeteroInfer-Question"
+"""Header of an answer on /fetch: the fetch asks whether its list of commits in use is still complete. The
+operator confirms by a request with this text as its credentials."""
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 """Matches a whole commit name of a hub; the name becomes part of a path."""

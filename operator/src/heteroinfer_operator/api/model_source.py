@@ -96,10 +96,10 @@ class ModelCache(Model):
     """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None
     """Access mode of the claim that the operator creates. Default: ReadWriteMany."""
-    keep: Annotated[int, Field(ge=1, le=1000)] | None = None
+    keep: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Number of the model's newest commits to keep in the cache, in addition to the commits in use. A
-    download removes all other commits. Default: 2 in a claim that the operator creates; all in an existing
-    claim."""
+    download removes all other commits. 0: downloads remove no commit. Default: 2 in a claim that the operator
+    creates; 0 in an existing claim."""
 
     @property
     def settings(self) -> dict[str, Any]:

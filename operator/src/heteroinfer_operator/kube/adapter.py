@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from heteroinfer_contract import names
@@ -18,6 +19,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.kube.action_run import PATIENCE_S, ActionContext, ActionRun, Callbacks
 from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.confirmed_cleanups import ConfirmedCleanups
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.kept import ResourceMemory
@@ -31,7 +33,7 @@ from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
 from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile.cache_use import claim_to_clean
+from heteroinfer_operator.reconcile.cache_use import claim_to_clean, claims_without_fetch, is_list_complete
 from heteroinfer_operator.reconcile.reading import with_implied_labels
 
 _READ_S: Final = 0.75
@@ -65,6 +67,7 @@ class KubeCluster:
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left_pods = LeftPods(server, cluster_state, wake=self._callbacks.wake)
         self._pending = PendingPods(server, wake=self._callbacks.wake)
+        self._confirmed = ConfirmedCleanups()
         self._context = ActionContext(
             server=server,
             cluster_state=cluster_state,
@@ -104,7 +107,8 @@ class KubeCluster:
             labelled_pods = _with_implied_labels(known)
             self._groups.limit_tests_to(key, labelled_pods)
             groups, fetch = await asyncio.gather(
-                self._groups.observe(labelled_pods, anew=unwatched), self._groups.observe_fetch(labelled_pods)
+                self._groups.observe(labelled_pods, anew=unwatched),
+                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, resource)),
             )
             for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
@@ -137,6 +141,9 @@ class KubeCluster:
             never_placed=self._update_never_placed(resource, status, (pod.view.name for pod in pods)),
             restricted_selectors=self._cluster_state.restricted_selectors(key.namespace),
             neighbours=self._find_other_cache_users(resource, pods),
+            cleanup_pods=self._confirmed.among(
+                self._cluster_state.cleanup_pods(key.namespace, claims_without_fetch(resource.spec))
+            ),
         )
 
     def _find_other_cache_users(
@@ -146,6 +153,25 @@ class KubeCluster:
         fetches = any(pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods)
         claim = "" if fetches else claim_to_clean(resource)
         return self._cluster_state.neighbours(resource.key, claim) if claim else None
+
+    def _confirm_cleanup(self, resource: ResourceView, pod: PodRecord) -> bool:
+        """Reports whether a fetch pod's list of commits in use is complete, and records a confirmation.
+
+        All values are from one moment. A resource that appears later sees the confirmation, and waits.
+        """
+        claim = claim_to_clean(resource)
+        if claim not in pod.claims:
+            return False
+        children = self._cluster_state.children(resource.key, resource.uid)
+        observation = ResourceObservation(
+            resource=resource,
+            objects=tuple(child.stored for child in children),
+            neighbours=self._cluster_state.neighbours(resource.key, claim),
+        )
+        is_complete = is_list_complete(observation, pod.view)
+        if is_complete:
+            self._confirmed.add(pod.view.uid)
+        return is_complete
 
     async def _read_resource(self, key: ResourceKey) -> ResourceView | None:
         """Returns the resource.

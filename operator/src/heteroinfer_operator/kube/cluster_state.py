@@ -7,11 +7,12 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Manifest, Neighbour, ResourceKey
+from heteroinfer_operator.cluster import CleanupPod, Manifest, Neighbour, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
@@ -420,6 +421,18 @@ class ClusterState:
                 neighbours.append(Neighbour(resource=record.view, objects=config_maps))
             mounting.discard(uid)
         return None if mounting else tuple(neighbours)
+
+    def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
+        """Returns the running pods that may remove commits from these claims once the operator confirms."""
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, namespace) if claims else None
+        return tuple(
+            CleanupPod(pod=pod.view, claims=pod.claims)
+            for pod in (cache.values() if cache is not None else ())
+            if pod.view.commits_in_use is not None
+            and pod.view.termination is None
+            and pod.key.namespace == namespace
+            and not claims.isdisjoint(pod.claims)
+        )
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a cached child other than a pod, or None."""

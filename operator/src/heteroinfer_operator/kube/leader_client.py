@@ -249,16 +249,28 @@ class LeaderClient:
             self._answers[pod.view.uid] = answer
         return answer.status
 
-    async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
-        """Returns the progress of the pod that fetches the model.
+    async def observe_fetch(
+        self, pods: Iterable[PodRecord], may_confirm: Callable[[PodRecord], bool]
+    ) -> FetchProgress | None:
+        """Returns the progress of the pod that fetches the model. Confirms the pod's question, if it asks.
 
         Returns None without a running pod or answer.
+
+        Args:
+            may_confirm: reports whether a pod's list of commits in use is complete now.
         """
         for pod in pods:
             fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
             if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
                 try:
-                    return await self._client.read_fetch(pod.ip, pod.health_port, timeout_s=TIMEOUT_S)
+                    progress, question = await self._client.read_fetch(
+                        pod.ip, pod.health_port, timeout_s=TIMEOUT_S
+                    )
+                    if question and may_confirm(pod):
+                        await self._client.confirm_question(
+                            pod.ip, pod.health_port, question, timeout_s=TIMEOUT_S
+                        )
+                    return progress
                 except NO_ANSWER as error:
                     logger.debug("%s: pod %s sent no progress: %r", pod.key, pod.view.name, error)
         return None

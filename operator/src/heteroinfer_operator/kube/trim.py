@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model_fetch import CacheCleanup
 from heteroinfer_operator.cluster import (
     OVER_PHASES,
     ContainerTermination,
@@ -338,6 +340,21 @@ def find_key_secret(stored: Manifest) -> str:
     return ""
 
 
+def find_commits_in_use(stored: Manifest) -> tuple[str, ...] | None:
+    """Returns the commits that a fetch pod must not remove, or None for a pod that removes no commit.
+
+    The environment of a pod never changes, so the list is the list that the pod reads.
+    """
+    for container in _containers(stored):
+        for variable in as_objects(container.get("env"), "env"):
+            if variable.get("name") == names.ENV_CACHE_CLEANUP:
+                try:
+                    return CacheCleanup.from_json(as_text(variable.get("value"), "value")).in_use
+                except ContractError:  # the pod cannot read it either
+                    return None
+    return None
+
+
 def _metadata_view(stored: Manifest) -> PodView:
     """Returns the fields of a pod that its metadata contains."""
     metadata = _metadata(stored)
@@ -382,6 +399,7 @@ def pod_view(stored: Manifest) -> PodView:
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
         still_running=_find_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
         defaulted=find_limit_range_values(stored),
+        commits_in_use=find_commits_in_use(stored),
     )
 
 

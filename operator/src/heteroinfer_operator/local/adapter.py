@@ -354,9 +354,10 @@ class LocalCluster:
                     self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s)
                 )
             if pod.fetches:
-                fetch = await _none_without_answer(
+                answer = await _none_without_answer(
                     self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s)
                 )
+                fetch = answer[0] if answer is not None else None
             if pod.termination is None:  # the pod may have ended during the probe
                 changed = (ready, _reports_ready(group)) != (pod.ready, _reports_ready(pod.group_report))
                 pod.ready, pod.group_report, pod.fetch = ready, group, fetch

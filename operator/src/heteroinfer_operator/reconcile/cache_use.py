@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup, is_commit
 from heteroinfer_operator.api import HeteroInferenceSpec, ModelPhase, parse_stored_spec
-from heteroinfer_operator.cluster import Manifest, ResourceObservation, ResourceView
+from heteroinfer_operator.cluster import Manifest, PodView, ResourceObservation, ResourceView
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
@@ -42,8 +42,54 @@ def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime
 ) -> CacheCleanup | None:
     """Returns the commits that a fetch must keep in its cache, or None if they are unknown."""
-    num_kept = _num_kept_commits(spec)
-    if num_kept is None or observation.neighbours is None:
+    num_kept, in_use = _num_kept_commits(spec), _find_all_commits(spec, observation)
+    if num_kept is None or in_use is None:
+        return None
+    return CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
+
+
+def is_list_complete(observation: ResourceObservation, pod: PodView) -> bool:
+    """Reports whether the list of a fetch pod has all commits that resources use now."""
+    try:
+        in_use = _find_all_commits(parse_stored_spec(observation.resource.spec), observation)
+    except SpecError:
+        return False
+    return in_use is not None and pod.commits_in_use is not None and in_use <= {*pod.commits_in_use}
+
+
+def find_blocking_cleanup(observation: ResourceObservation) -> PodView | None:
+    """Returns a pod that may now remove a commit that the resource begins to use without a fetch, or None.
+
+    The resource must not begin to use the commit meanwhile. A fetch marks its commit as used in the cache.
+    """
+    for cleanup_pod in observation.cleanup_pods:
+        listed = cleanup_pod.pod.commits_in_use or ()
+        for claim in cleanup_pod.claims:
+            try:
+                commit = _commit_of_claim(observation.resource.spec, claim)
+            except _UnknownUseError:
+                return cleanup_pod.pod
+            if commit is not None and commit not in listed:
+                return cleanup_pod.pod
+    return None
+
+
+def claims_without_fetch(spec: Mapping[str, Any]) -> set[str]:
+    """Returns the claims that a stored spec uses by `pvc://` or by the volumes of a template."""
+    uri = _read_path(spec, "model", "uri")
+    claims = set(_mounted_claims(spec))
+    if isinstance(uri, str) and uri.startswith(_CLAIM_SCHEME):
+        claims.add(uri.removeprefix(_CLAIM_SCHEME).partition("/")[0])
+    return claims
+
+
+class _UnknownUseError(Exception):
+    """A resource may use any commit of the claim."""
+
+
+def _find_all_commits(spec: HeteroInferenceSpec, observation: ResourceObservation) -> set[str] | None:
+    """Returns the commits in the cache of a spec that any resource uses, or None if they are unknown."""
+    if observation.neighbours is None:
         return None
     claim = _cache_claim(observation.resource, spec)
     if any(
@@ -57,11 +103,7 @@ def find_cleanup(
             in_use |= _find_commits(neighbour.resource, neighbour.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
-    return CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
-
-
-class _UnknownUseError(Exception):
-    """A resource may use any commit of the claim."""
+    return in_use
 
 
 def _cache_claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
@@ -77,7 +119,8 @@ def _num_kept_commits(spec: HeteroInferenceSpec) -> int | None:
     cache = spec.model.cache
     if cache is None or not identity.is_hub_model(spec):
         return None
-    return cache.keep or (DEFAULT_KEEP if cache.size is not None else None)
+    default = DEFAULT_KEEP if cache.size is not None else 0
+    return (default if cache.keep is None else cache.keep) or None
 
 
 def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
@@ -106,29 +149,37 @@ def _commits_in_spec(spec: object, claim: str) -> set[Any]:
     Raises:
         _UnknownUseError: the spec may use any commit of the claim.
     """
+    return {_read_path(spec, "model", "revision"), _commit_of_claim(spec, claim)}
+
+
+def _commit_of_claim(spec: object, claim: str) -> str | None:
+    """Returns the commit of a claim that a stored spec uses without a fetch, or None.
+
+    Raises:
+        _UnknownUseError: the spec may use any commit of the claim.
+    """
     # If pods mount the volume, an argument of the engine may name any path in it, so the use is unknown.
-    if _mounts_claim(spec, claim):
+    if claim in _mounted_claims(spec):
         raise _UnknownUseError
-    commits: set[Any] = {_read_path(spec, "model", "revision")}
     uri = _read_path(spec, "model", "uri")
-    if isinstance(uri, str) and uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
-        match = _COMMIT_OF_CLAIM.fullmatch(uri)
-        if match is None:  # the path may be a link to any commit
-            raise _UnknownUseError
-        commits.add(match[1])
-    return commits
+    if not isinstance(uri, str) or not uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
+        return None
+    match = _COMMIT_OF_CLAIM.fullmatch(uri)
+    if match is None:  # the path may be a link to any commit
+        raise _UnknownUseError
+    return match[1]
 
 
-def _mounts_claim(spec: object, claim: str) -> bool:
-    """Reports whether a role's template mounts the claim."""
+def _mounted_claims(spec: object) -> Iterator[str]:
+    """Yields the claims that templates of roles mount."""
     roles = spec.get("roles") if isinstance(spec, Mapping) else None
     for role in roles if isinstance(roles, list) else ():
         template = role.get("template") if isinstance(role, Mapping) else None
         volumes = template.get("volumes") if isinstance(template, Mapping) else None
         for volume in volumes if isinstance(volumes, list) else ():
-            if _read_path(volume, "persistentVolumeClaim", "claimName") == claim:
-                return True
-    return False
+            claim = _read_path(volume, "persistentVolumeClaim", "claimName")
+            if isinstance(claim, str):
+                yield claim
 
 
 def _may_use_unnamed_commit(resource: ResourceView, uri: str, claim: str) -> bool:

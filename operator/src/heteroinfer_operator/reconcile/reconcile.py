@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import CONFIRMED_S
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import (
     ConditionStatus,
@@ -37,7 +38,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import forgotten_pods, restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import check_against_pods
-from heteroinfer_operator.reconcile.cache_use import find_cleanup
+from heteroinfer_operator.reconcile.cache_use import find_blocking_cleanup, find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.image_models import find_nodes_without_images, with_image_volume_advice
@@ -86,6 +87,8 @@ from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _CHECK_SHORTAGE_EVERY_S = 60.0
 """Seconds between checks of a group without capacity, if no event reports free capacity."""
+_CHECK_CLEANUP_EVERY_S = 2.0
+"""Seconds between checks whether a fetch pod may still remove commits."""
 _CHECK_STEP_TIMES_EVERY_S = 60.0
 """Seconds between checks of a serving group's step times."""
 
@@ -216,6 +219,15 @@ def _decide_model(
     """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
+    if (cleanup_pod := find_blocking_cleanup(observation)) is not None:
+        return ModelDecision(
+            status=status.model or ModelStatus(),
+            holds=None,
+            reason="CacheCleaning",
+            message=f"waiting at most {CONFIRMED_S:.0f} s, because pod {cleanup_pod.name} may now remove old "
+            "commits from a claim that this resource mounts",
+            look_again_s=_CHECK_CLEANUP_EVERY_S,
+        )
     nodes_without_images, no_node = find_nodes_without_images(target.spec, observation.nodes)
     context = ModelContext(
         spec=target.spec,

@@ -1,52 +1,109 @@
-"""Removes a model's unused commits from a cache, if the operator allows it.
+"""Removes a model's unused commits from a cache, if the operator confirms it.
 
 The operator's list may be outdated when it is read: another resource may have begun to use a commit. So a
-commit stays if a fetch confirmed it less than an hour before the list was made, or later. The folder of a
-commit is renamed in one step, under its lock, before its files are removed.
+fetch asks the operator before it removes anything, and removes nothing without an answer. A resource that
+begins to use a commit after the answer either waits (`pvc://`), or its own fetch touches the marker of the
+commit. The folder of a commit is renamed in one step, under its lock, before its files are removed.
 """
 
 import logging
 import os
+import secrets
 import shutil
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract.model_cache import read_marker
-from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, CacheCleanup, is_commit
+from heteroinfer_contract.model_fetch import (
+    LOCK_FILE,
+    MARKER_FILE,
+    REMOVE_WITHIN_S,
+    CacheCleanup,
+    is_commit,
+)
 from vllm_heteroinfer.fetch.locking import try_lock_file
 
 logger = logging.getLogger(__name__)
 
 RECENT_S: Final = 3600.0
-"""A commit stays for this time after its last use: longer than the clocks of nodes differ, and longer than
-the operator takes to learn of a new use."""
+"""A commit stays for this time after a fetch last found it complete, so that it is there for a group that
+another resource starts now."""
 _REMOVING: Final = ".removing-"
 """Prefix for the name of a folder to remove; no commit begins like this."""
 
 
-def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
+class CleanupQuestion:
+    """The question to the operator whether a fetch may remove commits now. Thread-safe.
+
+    Attributes:
+        text: random text of the open question; "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._confirmed = ""
+        self.text = ""
+
+    def confirm(self, text: str) -> None:
+        """Records that the operator confirmed a question. Any text but the open question's is ignored."""
+        with self._changed:
+            if text == self.text:
+                self._confirmed = text
+                self._changed.notify_all()
+
+    def ask(self) -> float | None:
+        """Asks the operator. Returns the time until which commits may be removed; None without an answer.
+
+        The time is a time of `clock_s`. It counts from the question, so a late answer prolongs nothing.
+        """
+        text, until_s = secrets.token_hex(16), clock_s() + REMOVE_WITHIN_S
+        with self._changed:
+            self.text = text
+            is_confirmed = self._changed.wait_for(lambda: self._confirmed == text, REMOVE_WITHIN_S)
+            self.text = ""
+        return until_s if is_confirmed else None
+
+
+def clock_s() -> float:
+    """Returns the time since boot in seconds, including the time in which the machine slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def remove_unused(
+    model_folder: Path, commit: str, cleanup: CacheCleanup, ask: Callable[[], float | None]
+) -> tuple[str, ...]:
     """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
     A commit stays if a fetch confirmed it less than RECENT_S before the operator listed the used commits, or
     later. The function first renames folders, then deletes them, so that no reader finds an incomplete
     commit. It also deletes folders that an earlier call only renamed. If it cannot remove a folder, it logs
-    this and stops.
+    this and stops. It asks the operator only if there are commits to remove.
 
     Args:
         model_folder: folder of all commits.
         commit: the commit to keep, because the calling fetch needs it.
         cleanup: lists the commits in use, and how many other commits to keep.
+        ask: asks the operator, like `CleanupQuestion.ask`.
     """
     removed: list[str] = []
-    if time.time() - cleanup.listed_s > RECENT_S:
-        logger.info("the list of commits in use is over an hour old: no commit is removed")
-        return ()
     try:
         _delete_renamed(model_folder)
-        for folder in _other_complete_commits(model_folder, commit, cleanup.keep):
-            if folder.name not in cleanup.in_use and _rename_for_removal(folder, cleanup.listed_s - RECENT_S):
-                removed.append(folder.name)  # noqa: PERF401 - keeps the commits that were removed before an error
+        unused = [
+            (confirmed_s, folder)
+            for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
+            if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
+        ]
+        until_s = ask() if unused else None
+        if until_s is None:
+            if unused:
+                logger.info("the operator did not confirm the list of commits in use: no commit is removed")
+            return ()
+        for confirmed_s, folder in unused:
+            if _rename_for_removal(folder, confirmed_s, until_s):
+                removed.append(folder.name)
         _delete_renamed(model_folder)
     except OSError as error:
         logger.warning("cannot remove unused commits from %s: %s. The commits stay", model_folder, error)
@@ -61,8 +118,11 @@ def _delete_renamed(model_folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
-    """Returns the complete commits except `commit` and the newest `keep - 1` other commits."""
+def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[tuple[float, Path]]:
+    """Returns the complete commits except `commit` and the newest `keep - 1` other commits.
+
+    With each commit comes the Unix time at which a fetch last found it complete.
+    """
     others = [
         (confirmed_s, folder)
         for folder in model_folder.iterdir()
@@ -70,21 +130,25 @@ def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[
         if read_marker(folder) is not None and (confirmed_s := _confirmed_s(folder)) is not None
     ]
     newest_first = sorted(others, key=lambda each: (each[0], each[1].name), reverse=True)
-    return [folder for _, folder in newest_first[keep - 1 :]]
+    return newest_first[keep - 1 :]
 
 
-def _rename_for_removal(folder: Path, before_s: float) -> bool:
-    """Renames the folder of a commit for removal, unless the commit is locked or was confirmed recently.
+def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> bool:
+    """Renames the folder of a commit for removal, unless the commit is locked or a fetch found it complete.
 
-    Returns whether the folder was renamed.
+    Args:
+        confirmed_s: time at which a fetch found the commit complete, before the operator was asked.
+        until_s: time of `clock_s` after which the folder stays.
+
+    Returns:
+        Whether the folder was renamed.
     """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
         return False
     try:
-        confirmed_s = _confirmed_s(folder)
-        if try_lock_file(descriptor) is False or confirmed_s is None or confirmed_s >= before_s:
+        if try_lock_file(descriptor) is False or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
             return False
         # Renaming is one step, so no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))

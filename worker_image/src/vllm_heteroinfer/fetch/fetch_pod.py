@@ -13,13 +13,13 @@ from typing import Final, NoReturn
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup
+from heteroinfer_contract.model_fetch import HUB_SCHEME, QUESTION_HEADER, CacheCleanup
 from heteroinfer_contract.printable import printable
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
 from vllm_heteroinfer.pod import termination_message
-from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthServer
+from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 from vllm_heteroinfer.pod.threads import call_aside
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
@@ -112,7 +112,7 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(names.exit_code_of_signal(signal.SIGTERM))
     )
-    server = HealthServer(lambda request: _answer_request(job, request.path))
+    server = HealthServer(lambda request: _answer_request(job, request))
     await server.start(options.health_host, options.health_port)
     try:
         async with asyncio.TaskGroup() as group:  # the first of the three that raises ends the others
@@ -140,13 +140,19 @@ async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
         await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def _answer_request(job: FetchJob, path: str) -> HealthAnswer:
-    """Answers a request to the health port."""
-    if path == names.PATH_HEALTHZ:
+def _answer_request(job: FetchJob, request: HealthRequest) -> HealthAnswer:
+    """Answers a request to the health port. The credentials of a request for progress confirm a question."""
+    if request.path == names.PATH_HEALTHZ:
         return HealthAnswer(status=HTTPStatus.OK, body="ok")
-    if path == names.PATH_FETCH:
+    if request.path == names.PATH_FETCH:
+        if request.credentials:
+            job.question.confirm(request.credentials)
+        question = job.question.text
         return HealthAnswer(
-            status=HTTPStatus.OK, body=job.progress().to_json(), content_type="application/json"
+            status=HTTPStatus.OK,
+            body=job.progress().to_json(),
+            content_type="application/json",
+            headers={QUESTION_HEADER: question} if question else {},
         )
     return HealthAnswer(status=HTTPStatus.NOT_FOUND, body=f"{names.PATH_HEALTHZ} or {names.PATH_FETCH}")
 

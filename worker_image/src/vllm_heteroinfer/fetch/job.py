@@ -21,7 +21,7 @@ from heteroinfer_contract.model_fetch import (
     FetchProgress,
 )
 from heteroinfer_contract.model_files import read_profile
-from vllm_heteroinfer.fetch.cache_cleanup import remove_unused
+from vllm_heteroinfer.fetch.cache_cleanup import CleanupQuestion, remove_unused
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
@@ -63,6 +63,9 @@ class FetchJob:
 
     Args:
         now_s: a clock in seconds. If possible, it stops while this process does not run.
+
+    Attributes:
+        question: the question to the operator before commits are removed.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class FetchJob:
         self._wanted: tuple[FetchedFile, ...] = ()
         self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
+        self.question = CleanupQuestion()
 
     def find_stall(self) -> FetchError | None:
         """Returns an error if the hub has sent nothing for longer than `patience_s`, otherwise None.
@@ -219,7 +223,14 @@ class FetchJob:
     def _clean_up(self, store: ModelStore) -> None:
         """Removes commits that no resource uses. Call it after linking files from them."""
         if self._options.cleanup is not None:
-            remove_unused(store.folder.parent, self._commit, self._options.cleanup)
+            remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask)
+
+    def _ask(self) -> float | None:
+        """Asks the operator whether commits may be removed."""
+        before, self._message = self._message, "asking the operator whether old commits may be removed"
+        until_s = self.question.ask()
+        self._message = before
+        return until_s
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
         """Downloads the files that the folder lacks, several at a time."""
