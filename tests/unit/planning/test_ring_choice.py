@@ -27,6 +27,7 @@ from heteroinfer_operator.planning.prediction import StepLoad, captured_rows, fo
 from heteroinfer_operator.planning.rates import LINK_BYTES_PER_S, gpu_rates
 from heteroinfer_operator.planning.ring_choice import (
     RingChooser,
+    describe_long_prompts,
     least_rows,
     predict_wait,
 )
@@ -396,6 +397,18 @@ def test_plan_and_status_show_the_rule_of_long_prompts(monkeypatch: pytest.Monke
     assert "long prompts" not in describe_plan(before, "moe", ShownParts(explain=True))
     again = predict_again(before.plan, parsed, qwen(), H200)
     assert build_plan_status(before.plan, again).long_prompts is None
+
+
+def test_the_plan_states_that_it_does_not_read_options_of_cuda_graphs() -> None:
+    def shown(*args: str) -> str:
+        parsed = asked("80Gi", layers=24)
+        parsed = parsed.model_copy(update={"engine": parsed.engine.model_copy(update={"args": args})})
+        planned = plan(parsed, qwen(), H200)
+        return describe_long_prompts(planned.remote, planned.plan.engine, planned.rates)
+
+    assert "CUDA graphs, which may move this limit" in shown("--max-cudagraph-capture-size", "256")
+    assert "CUDA graphs, which may move this limit" in shown("-cc.cudagraph_mode=NONE")
+    assert "may move this limit" not in shown("--enable-prefix-caching")
 
 
 def test_the_user_may_set_the_tokens_of_a_step() -> None:
