@@ -519,7 +519,7 @@ def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     blocks = planned.plan.ranks[0].kv_cache_bytes // kv.block_bytes(0, 24)
     assert blocks > kv.sequence_blocks
     found = dict(describe_kv_cache(planned, Figures.of(planned)))
-    assert found["size"].startswith(f"{blocks} blocks of {kv.block_tokens} tokens on every rank")
+    assert found["size"].startswith(f"{blocks:,} blocks of {kv.block_tokens} tokens on every rank")
     one = format_bytes(kv.block_bytes(0, 24) * kv.sequence_blocks)
     assert found["requests"].endswith(f" tokens takes {one} over all ranks")
     assert any(line.startswith("save memory: ") for line in describe_choices(planned))
