@@ -107,11 +107,17 @@ def wait_until(condition: Callable[[], bool], group: Group) -> None:
 
 def check_lanes(group: Group, layers: int = tiny_models.LAYERS) -> None:
     """Each feed-forward rank has computed every row of its layers, and read as many bytes as experts."""
-    first = scrape(group, 0)
-    rows = first.total(names.TOKENS_TOTAL)
+    rows = scrape(group, 0).total(names.TOKENS_TOTAL)
+    assert rows > 0
+
+    def counted() -> dict[int, float]:
+        ranks = (each.rank for each in group.plan.ranks[1:])
+        return {rank: scrape(group, rank).total(names.FEED_FORWARD_ROWS_TOTAL) for rank in ranks}
+
+    wait_until(lambda: min(counted().values()) >= layers * rows, group)  # ranks publish four times a second
+    assert set(counted().values()) == {layers * rows}
     lanes = {rank.rank: scrape(group, rank.rank).total for rank in group.plan.ranks[1:]}
     for rank, total in lanes.items():
-        assert total(names.FEED_FORWARD_ROWS_TOTAL) >= layers * rows > 0
         assert total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL) > 0
         experts = total(names.FEED_FORWARD_EXPERTS_TOTAL)
         assert experts > 0
