@@ -93,7 +93,6 @@ class PodView:
         finalizers: finalizers that block the pod's deletion. The operator sets none.
         disrupted: why the pod is removed through no fault of its own (eviction, drain, preemption, a lost
             node, Kueue), or "".
-        nominated_node: node on which the scheduler preempts other pods for this pod, or "".
         unschedulable: why the pod has no node, or "".
         termination: the end of the worker container, or None.
         key_secret: name of the Secret with the group's key; "" for a pod without a key.
@@ -121,7 +120,6 @@ class PodView:
     ready: bool = False
     disrupted: str = ""
     node: str = ""
-    nominated_node: str = ""
     unschedulable: str = ""
     waiting: Waiting | None = None
     termination: ContainerTermination | None = None
@@ -180,8 +178,6 @@ class ResourceObservation:
         admitted: revisions whose objects passed a dry run; None if no API server checks objects.
         connecting_s: seconds for which this process has observed a group's ranks connect, by group index and
             epoch.
-        overlooked_s: seconds for which this process has observed that a pod fits on its nominated node but
-            has no node, by uid.
         never_created: names of pods that the operator decided to create and that never existed. No create
             request was sent yet, or it has no answer.
         never_requested: names in `never_created` for which no create request was sent.
@@ -209,7 +205,6 @@ class ResourceObservation:
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
     connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    overlooked_s: Mapping[str, float] = field(default_factory=dict)
     never_created: frozenset[str] = frozenset()
     never_requested: frozenset[str] = frozenset()
     never_placed: frozenset[str] = frozenset()
@@ -355,13 +350,11 @@ class Decision:
         actions: actions in order. `refusals.ActionPermits` decides which actions a failed action blocks.
         look_again_s: seconds until the next reconcile without a change; None to wait for a change.
         connecting: group index and epoch of groups whose ranks are connecting.
-        overlooked: uids of the pods that fit on their nominated node but have no node.
     """
 
     actions: tuple[Action, ...] = ()
     look_again_s: float | None = None
     connecting: frozenset[tuple[int, int]] = frozenset()
-    overlooked: frozenset[str] = frozenset()
 
 
 class ConflictError(Exception):

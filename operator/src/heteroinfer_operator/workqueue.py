@@ -75,7 +75,6 @@ def build_process(
     """
     logged: set[tuple[ResourceKey, str]] = set()
     connecting: dict[ResourceKey, SeenTime[tuple[int, int]]] = {}
-    overlooked: dict[ResourceKey, SeenTime[str]] = {}
 
     def log_defect(key: ResourceKey, defect: str) -> None:
         """Logs the fields of a status that the schema would have refused, once for each resource."""
@@ -93,17 +92,11 @@ def build_process(
         observation = await cluster.observe(key)
         if observation is None:
             connecting.pop(key, None)
-            overlooked.pop(key, None)
             return None
-        connecting_time = connecting.setdefault(key, SeenTime())
-        overlooked_time = overlooked.setdefault(key, SeenTime())
-        now_s = passed_s()
-        observation = replace(
-            observation, connecting_s=connecting_time.look(now_s), overlooked_s=overlooked_time.look(now_s)
-        )
-        decision = decide(observation, datetime.now(UTC))
-        connecting_time.keep(decision.connecting)
-        overlooked_time.keep(decision.overlooked)
+        seen = connecting.setdefault(key, SeenTime())
+        connecting_s = seen.look(passed_s())
+        decision = decide(replace(observation, connecting_s=connecting_s), datetime.now(UTC))
+        seen.keep(decision.connecting)
         for action in decision.actions:
             if isinstance(action, PatchStatus) and action.defect:
                 log_defect(key, action.defect)

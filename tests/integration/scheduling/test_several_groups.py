@@ -17,7 +17,6 @@ from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
 from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
-from heteroinfer_operator.reconcile.forgotten_pods import FORGOTTEN_AFTER_S
 from tests.cluster.errors import ClusterError
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import operator, until
@@ -292,7 +291,6 @@ async def test_each_group_has_its_own_zone(
     assert sorted(map(sorted, found.values())) == [["a"], ["b"]]
 
 
-@pytest.mark.timeout(180)
 async def test_placeholder_pods_of_lower_priority_make_room(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
@@ -337,33 +335,3 @@ async def test_placeholder_pods_of_lower_priority_make_room(
         await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, said=said)
     listed = await server.get(POD.path(namespace))
     assert not [pod for pod in listed["items"] if pod["metadata"]["name"].startswith("placeholder")]
-
-
-@pytest.mark.timeout(180)
-async def test_a_pod_that_the_scheduler_forgets_is_replaced(
-    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
-) -> None:
-    """No scheduler has this name, so the pods are as kube-scheduler leaves a pod that it forgets."""
-    await add_node(server, "forgotten", labels={"pool": "forgotten"})
-    pool = {"template": {"nodeSelector": {"pool": "forgotten"}}, "resources": {"requests": {"cpu": "4"}}}
-    roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
-
-    async def uids() -> dict[str, str]:
-        pods = await pods_of(server, namespace, "patient")
-        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods} if len(pods) == 2 else {}
-
-    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
-        await process.working()
-        await apply(server, namespace, "patient", roles=roles, scheduling={"schedulerName": "nobody"})
-        before = await until("both pods", uids, STEP_S, lambda: process.said)
-        first, second = sorted(before)
-        nominated = {"status": {"nominatedNodeName": "forgotten"}}
-        await server.merge(POD.path(namespace, second, "status"), nominated)
-
-        async def replaced() -> bool:
-            now = await uids()
-            return bool(now) and now[first] == before[first] and now[second] != before[second]
-
-        await until("the pod is replaced", replaced, FORGOTTEN_AFTER_S + STEP_S, lambda: process.said)
-    events = plane.kubectl("get", "events", "-n", namespace, "-o", "wide")
-    assert f"pod {second} has fitted on node forgotten for 30 s" in events

@@ -150,7 +150,6 @@ class World:
         restricted_selectors: pod selectors of other egress policies in the namespace; None while unknown.
         passed_s: elapsed time by a clock that is never set; `now` may be set.
         connecting: time for which the operator has seen ranks of groups connect.
-        overlooked: time for which the operator has seen pods fit on their nominated nodes, by uid.
     """
 
     spec: dict[str, Any]
@@ -212,7 +211,6 @@ class World:
     look_again_s: float | None = None
     passed_s: float = 0.0
     connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
-    overlooked: SeenTime[str] = field(default_factory=SeenTime)
 
     def observe(self) -> ResourceObservation:
         """Builds the current observation."""
@@ -245,7 +243,6 @@ class World:
             admitted=self.admitted,
             gangs=self.gangs,
             connecting_s=self.connecting.look(self.passed_s),
-            overlooked_s=self.overlooked.look(self.passed_s),
             never_created=frozenset(self.never_created),
             never_requested=frozenset(self.never_created - self.asked),
             never_placed=frozenset(self.never_placed),
@@ -270,7 +267,6 @@ class World:
         observation = self.observe()
         decision = reconcile(observation, self.now, self.options)
         self.connecting.keep(decision.connecting)
-        self.overlooked.keep(decision.overlooked)
         self.writes = []
         self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
@@ -544,7 +540,7 @@ class World:
         """Clears the operator's memory."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, RepeatedWrites())
         self.budget, self.caused = Budget(), {}
-        self.connecting, self.overlooked = SeenTime(), SeenTime()
+        self.connecting = SeenTime()
         self.never_created, self.never_placed = set(), set()
 
     def condition(self, kind: str) -> tuple[str, str]:
@@ -576,7 +572,6 @@ class World:
                 self.graces[name] = grace_s
                 if name in self.pods and self.pods[name].uid == uid:
                     if grace_s == 0 and not self.pods[name].finalizers:
-                        self.never_placed |= set() if self.pods[name].node else {name}
                         del self.pods[name]
                     else:
                         self.delete_pod(name)

@@ -391,7 +391,6 @@ def pod_view(stored: Manifest) -> PodView:
             (as_text(c.get("reason"), "reason") for c in disruptions if c.get("status") == "True"), ""
         ),
         node=as_text(_spec(stored).get("nodeName"), "nodeName"),
-        nominated_node=as_text(status.get("nominatedNodeName"), "nominatedNodeName"),
         unschedulable=_find_unschedulable_reason(stored, scheduled),
         waiting=_find_waiting(containers),
         termination=_find_termination(containers, _restarting_sidecars(stored)),

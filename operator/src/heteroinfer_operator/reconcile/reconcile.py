@@ -35,7 +35,7 @@ from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
-from heteroinfer_operator.reconcile import forgotten_pods, restarts, startup
+from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import check_against_pods
 from heteroinfer_operator.reconcile.cache_use import find_blocking_cleanup, find_cleanup
@@ -342,24 +342,15 @@ def _decide_groups(
     actions += condition_events(status, next_status)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += context.node_loss.build_deletes(strangers, grace_s=None, after_status=True)
-    overlooked = forgotten_pods.find_overlooked(observation)
-    forgotten = forgotten_pods.find_forgotten(overlooked, observation.overlooked_s)
-    actions += [forgotten_pods.build_event(pod) for pod in forgotten]
-    actions += context.node_loss.build_deletes(forgotten, grace_s=0, after_status=True)
     actions += [*model.events, *model.deletes]
     actions += before_pods
     actions += [replace(create, scopes=frozenset({MODEL_SCOPE})) for create in model.creates]
     actions += [*key_creates, *creates]
     actions += after_pods
     actions += [context.admission.dry_run] if context.admission.dry_run is not None else []
-    waits = (
-        _next_check_s(decisions, model, context, next_status),
-        forgotten_pods.next_check_s(overlooked, observation.overlooked_s),
-    )
     return Decision(
         actions=tuple(actions),
-        look_again_s=min((wait for wait in waits if wait is not None), default=None),
-        overlooked=frozenset(pod.uid for pod in overlooked),
+        look_again_s=_next_check_s(decisions, model, context, next_status),
         connecting=frozenset(
             (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
         ),

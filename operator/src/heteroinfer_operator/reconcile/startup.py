@@ -16,8 +16,6 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.reading import index_of
 
-POD_REPLACED_REASON = "PodReplaced"
-"""Reason of the event that reports the replacement of a pod in its epoch."""
 CHECK_EVERY_S = 15.0
 """Seconds between checks while ranks connect, load and warm up: no event reports their progress."""
 _WRITE_EVERY = timedelta(seconds=60)

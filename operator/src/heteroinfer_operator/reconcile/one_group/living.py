@@ -113,7 +113,7 @@ def _events(
         return (RecordEvent(reason="GroupReady", message=f"{epoch_name} serves"),)
     reported = [
         RecordEvent(
-            reason=startup.POD_REPLACED_REASON,
+            reason="PodReplaced",
             message=f"{epoch_name}: {startup.describe_end(pod)}; the operator replaces it"[:1000],
             warning=True,
         )
