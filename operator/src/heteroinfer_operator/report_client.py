@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import re
 import socket
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -24,6 +25,8 @@ _CONNECT_SHARE: Final = 0.8
 connection means more than a missing answer."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Connection errors caused by this machine, which prove nothing about the pod."""
+_QUESTION: Final = re.compile(r"[0-9A-Za-z]{0,64}", re.ASCII)
+"""The text of a question. The operator returns it in a header, which cannot contain every character."""
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -63,7 +66,10 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple).
         """
         text, headers = await self._get(host, port, names.PATH_FETCH, timeout_s)
-        return FetchProgress.from_json(text), headers.get(QUESTION_HEADER, "")
+        question = headers.get(QUESTION_HEADER, "")
+        if not _QUESTION.fullmatch(question):
+            raise ContractError(f"{QUESTION_HEADER} must be up to 64 letters and digits (got {question!r})")
+        return FetchProgress.from_json(text), question
 
     async def confirm_question(self, host: str, port: int, question: str, *, timeout_s: float) -> None:
         """Confirms a pod's question about commits in use; raises one of NO_ANSWER."""

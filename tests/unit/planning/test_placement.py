@@ -472,6 +472,15 @@ def test_pods_without_gpus_use_the_value_of_the_topology_key_without_gpus() -> N
     assert found.domain == "2"
 
 
+def test_values_of_the_topology_key_share_the_attempts_and_a_large_group_still_fits() -> None:
+    """Each of 40 values gets few attempts, but enough for each of the group's pods."""
+    nodes = [zoned(f"{value:02}-{index:03}", f"{value:02}") for value in range(40) for index in range(3)]
+    nodes += [zoned(f"large-{index:03}", "large") for index in range(150)]
+    found = assign_nodes([pod(cpu=8)] * 150, build_free_nodes(nodes), ZONE)
+    assert found is not None
+    assert found.domain == "large"
+
+
 def test_the_value_of_the_topology_key_with_nodes_apart_from_other_groups_comes_first() -> None:
     """Zone 1 has more nodes with another group than zone 2, but also one without."""
     nodes = [*(zoned(f"n{index}", "1") for index in range(3)), zoned("m", "2")]

@@ -53,7 +53,7 @@ def assign_nodes(
     placements = [
         Placement(nodes=nodes, domain=value)
         for value, inside in domains.items()
-        if (nodes := _assign_within(demands, inside, others)) is not None
+        if (nodes := _assign_within(demands, inside, others, searches=len(domains))) is not None
     ]
     if len(placements) < 2:
         return placements[0] if placements else None
@@ -110,20 +110,25 @@ def _with_larger_gpus(demand: PodDemand, labelled: Container[str], more_than_mib
 
 
 def _assign_within(
-    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None, *, searches: int
 ) -> tuple[str, ...] | None:
     """Returns nodes on which all pods fit together, or None.
 
     Beside other groups these are nodes of one zone, if they are as good and not nearer to other groups. If a
     group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
+
+    Args:
+        searches: number of calls that share the limit of attempts.
     """
-    anywhere = search_nodes(demands, free_nodes, others)
+    anywhere = search_nodes(demands, free_nodes, others, searches=searches)
     zones = domains_of(free_nodes, ZONE) if others is not None else {}
     if anywhere is None or len(zones) < 2:
         return anywhere
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     in_zones = [
-        found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None
+        found
+        for zone in zones.values()
+        if (found := search_nodes(demands, zone, others, searches=searches * len(zones))) is not None
     ]
     return min([*in_zones, anywhere], key=lambda nodes: _placement_cost(demands, nodes, by_name, others))
 

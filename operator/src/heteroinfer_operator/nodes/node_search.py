@@ -22,7 +22,8 @@ unequal nodes, both orders together took at most 0.6 s of one core (2026-11-28).
 _MAX_CHOICES: Final = 1000
 """At most this many combinations of topology values are tried for pods that must be together."""
 _MIN_TRIES: Final = 100
-"""At least this many placements are tried for each combination of topology values."""
+"""At least this many placements are tried in each search and for each combination of topology values, or four
+for each pod if that is more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,9 +54,16 @@ def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
 
 
 def search_nodes(
-    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None = None
+    demands: Sequence[PodDemand],
+    free_nodes: Sequence[FreeNode],
+    others: OtherGroups | None = None,
+    *,
+    searches: int = 1,
 ) -> tuple[str, ...] | None:
     """Returns nodes on which all pods fit together.
+
+    Args:
+        searches: number of searches that share the limit of attempts.
 
     Returns:
         Node names in the order of the demands, or None.
@@ -70,7 +78,7 @@ def search_nodes(
             return None
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
     choices = [find_topology_values(series, kinds) for series in terms.series]
-    tries = max(_MAX_TRIES // max(prod(map(len, choices)), 1), _MIN_TRIES)
+    tries = max(_MAX_TRIES // max(searches * prod(map(len, choices)), 1), _MIN_TRIES, 4 * len(demands))
     for chosen in islice(product(*choices), _MAX_CHOICES):
         found = _search_with_values(demands, kinds, terms, chosen, tries)
         if found is not None:
