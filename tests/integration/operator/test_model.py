@@ -318,17 +318,22 @@ async def test_a_model_of_a_hub_becomes_ready(
     assert "Traceback" not in said
 
 
+async def create_claim(server: ApiServer, namespace: str, name: str) -> None:
+    """Creates a claim of the user."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    await server.create(CLAIM.path(namespace), claim)
+
+
 async def test_a_fetch_may_not_remove_commits_of_other_resources(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """Three resources download into one claim of the user: `other` first, `early` meanwhile, `tiny` later."""
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "shared"},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
-    }
-    await server.create(CLAIM.path(namespace), claim)
+    await create_claim(server, namespace, "shared")
     async with operator(install().kubeconfig, tmp_path / "log") as process:
         await process.working()
         await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
@@ -366,13 +371,7 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """The operator confirms the fetch's list. Then resource `late` names a commit, and the fetch asks."""
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "shared"},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
-    }
-    await server.create(CLAIM.path(namespace), claim)
+    await create_claim(server, namespace, "shared")
     asking = Asking(FetchProgress(commit="a" * 40, done_bytes=1, total_bytes=2), "first")
     async with operator(install().kubeconfig, tmp_path / "log") as process, telling(asking):
         await process.working()

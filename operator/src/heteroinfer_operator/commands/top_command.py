@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows the table until Ctrl-C, or once; returns 0.
 
     Raises:
-        HeteroInferError: the API server does not answer, or there is no such resource.
+        HeteroInferError: the API server does not answer, or the resource does not exist.
     """
     for option in ("all_namespaces", "selector"):
         if arguments.name and getattr(arguments, option):

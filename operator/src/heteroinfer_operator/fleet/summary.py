@@ -254,14 +254,7 @@ def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[
     yield ("GROUP", "RANK", "ROLE", "PHASE", "STEP", "NODE", *more)
     for group in groups:
         for rank in group.ranks:
-            detail = (
-                _ms(rank.compute_ms),
-                _ms(rank.wait_ms),
-                _ms(rank.predicted_ms),
-                _locked_memory(rank),
-                ",".join(rank.transports or ()),
-                rank.pod,
-            )
+            detail = _rank_details(rank) if verbose else ()
             yield (
                 str(group.index),
                 str(rank.rank),
@@ -269,8 +262,20 @@ def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[
                 rank.phase,
                 _ms(rank.step_ms),
                 rank.node,
-                *(detail if verbose else ()),
+                *detail,
             )
+
+
+def _rank_details(rank: RankLine) -> tuple[str, ...]:
+    """Returns the cells of a rank that only the long form of the table has."""
+    return (
+        _ms(rank.compute_ms),
+        _ms(rank.wait_ms),
+        _ms(rank.predicted_ms),
+        _locked_memory(rank),
+        ",".join(rank.transports or ()),
+        rank.pod,
+    )
 
 
 def _locked_memory(rank: RankLine) -> str:

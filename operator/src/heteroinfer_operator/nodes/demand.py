@@ -80,9 +80,9 @@ class PodDemand:
     mounts_images: bool = False
 
     @property
-    def has_devices(self) -> bool:
-        """Whether the pod requests devices, such as GPUs."""
-        return any("/" in name for name in self.requests)
+    def devices(self) -> tuple[str, ...]:
+        """Names of the requested devices, such as `nvidia.com/gpu`."""
+        return tuple(name for name in self.requests if "/" in name)
 
 
 def pod_demand(

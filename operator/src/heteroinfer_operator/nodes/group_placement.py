@@ -80,7 +80,7 @@ def find_farther_placements(
         each = [others.nearness(by_name[name]) for name in found.nodes]
         return max(each), sum(each)
 
-    devices = {name for demand in demands for name in demand.requests if "/" in name}
+    devices = {name for demand in demands for name in demand.devices}
     far = replace(others, outweigh_devices=True, spare_devices=bool(devices))
     sizes: dict[str, set[int]] = {}
     for node, name in product(by_name.values(), devices):
@@ -152,14 +152,14 @@ def _placement_cost(
         for near, (demand, _) in zip(nearness, pods, strict=True)
         if others is not None and others.outweigh_devices_of(demand)
     ]
-    with_devices = [device_cost(demand, each) for demand, each in pods if demand.has_devices]
-    without_devices = [device_cost(demand, each) for demand, each in pods if not demand.has_devices]
+    with_devices = [device_cost(demand, each) for demand, each in pods if demand.devices]
+    without_devices = [device_cost(demand, each) for demand, each in pods if not demand.devices]
     # The plan counts the smallest GPU of a role, so the largest cost is compared first.
     return (
-        *(_worst_and_sum(outweighing)),
-        *(_worst_and_sum(with_devices)),
+        *_worst_and_sum(outweighing),
+        *_worst_and_sum(with_devices),
         sum(without_devices),
-        *(_worst_and_sum(nearness)),
+        *_worst_and_sum(nearness),
     )
 
 

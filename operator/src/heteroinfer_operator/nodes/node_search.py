@@ -158,8 +158,8 @@ def preference(
     nearness = 0 if others is None else others.nearness(free_node.node)
     outweigh = others is not None and others.outweigh_devices_of(demand)
     first = (nearness, cost) if outweigh else (cost, nearness)
-    devices = [name for name in demand.requests if "/" in name]
-    fullness = (sum(free_node.free_amount(name) for name in devices), free_node.free_amount("memory"))
+    free_devices = sum(free_node.free_amount(name) for name in demand.devices)
+    fullness = (free_devices, free_node.free_amount("memory"))
     return (*first, *fullness)
 
 
@@ -174,7 +174,7 @@ def _sort_key_of_hard_kinds(kind: EqualPods) -> tuple[float, ...]:
         for name in requests
     }
     shares = [asked / largest[name] for name, asked in requests.items() if largest[name] > 0]
-    return (float(any("/" in name for name in requests)), max(shares, default=0.0))
+    return (float(bool(kind.demand.devices)), max(shares, default=0.0))
 
 
 def _spare_room(kind: EqualPods) -> int:

@@ -45,7 +45,7 @@ class OtherGroups:
 
     def outweigh_devices_of(self, demand: PodDemand) -> bool:
         """Returns whether the distance to these groups matters more for a pod than a node's devices."""
-        return self.outweigh_devices and (demand.has_devices or not self.spare_devices)
+        return self.outweigh_devices and (bool(demand.devices) or not self.spare_devices)
 
     def nearness(self, node: NodeView) -> int:
         """Returns 2 for a node with another group, 1 for a node in such a group's zone, otherwise 0."""

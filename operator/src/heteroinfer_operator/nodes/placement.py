@@ -101,10 +101,10 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
     for demand in promised:
         chosen = by_name.get(demand.node)
-        if chosen is None or not can_place(demand, chosen):
+        if chosen is None or not _can_place(demand, chosen):
             kind = _demand_key(demand)
             full = searched.get(kind, 0)
-            while full < len(free_nodes) and not can_place(demand, free_nodes[full]):
+            while full < len(free_nodes) and not _can_place(demand, free_nodes[full]):
                 full += 1
             searched[kind] = full
             if full < len(free_nodes):
@@ -119,7 +119,7 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     return free_nodes
 
 
-def can_place(demand: PodDemand, free_node: FreeNode) -> bool:
+def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:
     """Reports whether a node accepts a pod and has the free resources for it."""
     return free_node.has(demand.requests) and not find_obstacle(demand, free_node.node)
 
@@ -127,7 +127,7 @@ def can_place(demand: PodDemand, free_node: FreeNode) -> bool:
 def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
     """Reports whether a pod fits on a node after the preemption of all pods of lower priority."""
     priority = demand.priority
-    return priority is not None and can_place(demand, free_node.without_lower_priority(priority))
+    return priority is not None and _can_place(demand, free_node.without_lower_priority(priority))
 
 
 def _demand_key(demand: PodDemand) -> Hashable:
@@ -198,9 +198,8 @@ def device_cost(demand: PodDemand, free_node: FreeNode) -> float:
 
     Large GPUs suit pods with devices. Nodes without free devices suit other pods.
     """
-    devices = [name for name in demand.requests if "/" in name]
-    if devices:
-        return -sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
+    if demand.devices:
+        return -sum(device_memory_mib(free_node.node, name) or 0 for name in demand.devices)
     return float(any(left > 0 for name, left in free_node.free.items() if "/" in name))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Final
@@ -130,7 +130,8 @@ def choose_feed_forward_part(
     sets = rank_sets(role, roles, inventory)
     set_by_user = None if role.feed_forward is None else role.feed_forward.layers
     groups = group_by_cost(profile)
-    movable = sum(map(len, groups))
+    all_layers = choose_layers(groups)
+    movable = len(all_layers)
     if set_by_user is not None and set_by_user > movable:
         raise PlanError(
             f"role {role.name}: feedForward.layers must be at most {movable}, the number of layers with "
@@ -138,15 +139,9 @@ def choose_feed_forward_part(
             reason=PlanReason.LAYERS_MISMATCH,
         )
     _check_lanes(sets)
-    build = partial(
-        build_feed_forward_part,
-        sets,
-        profile,
-        by_experts=_is_by_experts(
-            sum(each.count for each in sets), profile, list(chain.from_iterable(groups))
-        ),
-    )
-    largest = build(choose_layers(groups, set_by_user or movable))
+    by_experts = _is_by_experts(sum(each.count for each in sets), profile, all_layers)
+    build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts)
+    largest = build(choose_layers(groups, set_by_user))
     check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
     try:
         check_stage()
@@ -291,7 +286,7 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
 def largest_feed_forward_part(profile: ModelProfile) -> FeedForwardPart:
     """Returns the part of the model of one feed-forward rank that has the experts or MLPs of all layers."""
     one = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
-    return build_feed_forward_part((one,), profile, list(chain.from_iterable(group_by_cost(profile))))
+    return build_feed_forward_part((one,), profile, choose_layers(group_by_cost(profile)))
 
 
 def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
@@ -406,7 +401,7 @@ def with_one_more_layer(
     """Returns the part with one more layer; None if the user set the layers, or if the rank has no more."""
     setting = topology.stages[0][0].placed.role.feed_forward
     groups, count = group_by_cost(profile), len(remote.layers) + 1
-    if (setting is not None and setting.layers is not None) or count > sum(map(len, groups)):
+    if (setting is not None and setting.layers is not None) or count > len(choose_layers(groups)):
         return None
     layers = choose_layers(groups, count)
     return build_feed_forward_part(remote.sets, profile, layers, by_experts=remote.by_experts)

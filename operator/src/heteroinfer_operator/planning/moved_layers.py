@@ -1,7 +1,7 @@
-"""Mode FeedForward: the order in which layers give their experts or MLPs to CPU ranks. Pure."""
+"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks. Pure."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 from heteroinfer_contract.model_profile import ModelProfile
 
@@ -24,7 +24,7 @@ def group_by_cost(profile: ModelProfile) -> list[list[int]]:
     return [list(group) for _, group in groupby(sorted(with_experts or indices, key=cost), key=cost)]
 
 
-def choose_layers(groups: Sequence[Sequence[int]], count: int) -> list[int]:
+def choose_layers(groups: Sequence[Sequence[int]], count: int | None = None) -> list[int]:
     """Returns `count` layers of the cheapest groups; those of the last group are spread over it.
 
     In long prompts the GPU copies experts of these layers, and it can copy while it computes the layers in
@@ -34,8 +34,10 @@ def choose_layers(groups: Sequence[Sequence[int]], count: int) -> list[int]:
 
     Args:
         groups: the result of `group_by_cost`.
-        count: at most the number of layers in all groups.
+        count: at most the number of layers in all groups; None for all layers.
     """
+    if count is None:
+        return list(chain.from_iterable(groups))
     chosen: list[int] = []
     for group in groups:
         chosen += spread_evenly(group, min(count - len(chosen), len(group)))

@@ -51,18 +51,16 @@ _LARGE_PART, _SMALL_PART, _SMALL_RING_BYTES = 1 / 8, 1 / 2, 2**30
 cache of further requests takes the rest."""
 
 
-def find_obstacle(topology: Topology, remote: FeedForwardPart) -> str | None:
-    """Returns the reason why the GPU cannot compute these experts; None if there is no reason."""
+def _can_gpu_take_experts(topology: Topology, remote: FeedForwardPart) -> bool:
+    """Reports whether the GPU can compute experts of these feed-forward ranks with copied weights."""
     kinds = [remote.profile.layer(index) for index in remote.layers]
-    if topology.stages[0][0].placed.device is not Device.GPU:
-        return "the rank with attention has no GPU"
-    if any(each.pods for each in remote.sets):
-        return "some feed-forward ranks are in other pods"
-    if any(kind.experts < 2 or not kind.experts_per_token for kind in kinds):
-        return "MLPs of dense layers are not copied"
-    if name_activation(remote.profile) not in ACTIVATIONS or remote.profile.limited_experts:
-        return "the GPU's kernel lacks the activation of the experts"
-    return None
+    return (
+        topology.stages[0][0].placed.device is Device.GPU
+        and not any(each.pods for each in remote.sets)
+        and all(kind.experts >= 2 and kind.experts_per_token for kind in kinds)
+        and name_activation(remote.profile) in ACTIVATIONS
+        and not remote.profile.limited_experts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +168,7 @@ class RingChooser:
         A ring takes memory of the KV cache, or one more layer moves to the CPUs. The plan with which the load
         takes the least time is chosen.
         """
-        if find_obstacle(self.topology, remote) is not None:
+        if not _can_gpu_take_experts(self.topology, remote):
             return remote, self.engine
         kept_bytes = self._kept_bytes(remote)
         options = [(remote, self.engine), self._best_choice(remote, kept_bytes)]

@@ -52,9 +52,8 @@ def with_rank_entries(
         if pod is None:
             continue
         entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
-        measured = times.get(rank.rank) if is_due else None
         old_entry, status = old_entries.get(rank.rank), times.get(rank.rank)
-        entry = _with_new_times(entry, measured) if measured else _with_old_times(entry, old_entry)
+        entry = _with_new_times(entry, status) if status and is_due else _with_old_times(entry, old_entry)
         entries.append(_with_resources(entry, old_entry, status, is_due=is_due))
     return transitions.with_ranks(
         group,
