@@ -47,7 +47,11 @@ GROUP: Final = Board(
                     width=3,
                     height=4,
                 ),
-                stat("Epoch", f"max({m.GROUP_EPOCH}{{{OF_GROUP}}})", text="Counts every start of the group."),
+                stat(
+                    "Epoch",
+                    f"max({m.GROUP_EPOCH}{{{OF_GROUP}}})",
+                    text="Grows with each start of the group. The number itself is not the number of starts.",
+                ),
                 stat(
                     "Ranks seen of those planned",
                     f"count(count by (rank) ({m.HEARTBEAT_AGE_SECONDS}{{{OF_GROUP}}}))"

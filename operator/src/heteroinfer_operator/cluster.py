@@ -139,8 +139,8 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
-    """Another resource, with the ConfigMaps of its plans and revisions."""
+class CacheUser:
+    """Another resource that uses the claim of a model's cache, with the ConfigMaps of its plans and revisions."""
 
     resource: ResourceView
     objects: tuple[Manifest, ...]
@@ -166,7 +166,7 @@ class ResourceObservation:
         pods: all pods of the resource: of every group and epoch, and pods that fetch or inspect the model.
         objects: other children as stored (Service, NetworkPolicy, ConfigMap).
         nodes: nodes of the cluster; None if the operator may not read nodes.
-        promised: demands of the operator's pods without a node, of all resources.
+        reserved: demands of the operator's pods without a node, of all resources.
         priority_classes: classes of the cluster; None if the operator may not read them.
         unknown_gangs: served API versions of gang schedulers that the operator does not support.
         groups: report of each running leader, by group index.
@@ -184,7 +184,7 @@ class ResourceObservation:
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and
             that the operator did not create; None while unknown.
-        neighbours: other resources that use the claim of the model's cache; None if they are unknown or not
+        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown or not
             needed now.
         cleanup_pods: pods that may now remove commits from claims that the resource mounts without a fetch.
     """
@@ -193,7 +193,7 @@ class ResourceObservation:
     pods: tuple[PodView, ...] = ()
     objects: tuple[Manifest, ...] = ()
     nodes: tuple[NodeView, ...] | None = None
-    promised: tuple[PodDemand, ...] = ()
+    reserved: tuple[PodDemand, ...] = ()
     priority_classes: tuple[PriorityClassView, ...] | None = None
     gangs: frozenset[Gang] = frozenset()
     unknown_gangs: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ class ResourceObservation:
     never_requested: frozenset[str] = frozenset()
     never_placed: frozenset[str] = frozenset()
     restricted_selectors: tuple[Manifest, ...] | None = ()
-    neighbours: tuple[Neighbour, ...] | None = None
+    other_cache_users: tuple[CacheUser, ...] | None = None
     cleanup_pods: tuple[CleanupPod, ...] = ()
 
 

@@ -141,12 +141,14 @@ class Operator:
             group.create_task(queue.run(), name="workers")
             group.create_task(groups.test_connections(queue.add), name="leaders")
 
-            def announce(key: ResourceKey, version: int) -> None:
-                # If the cache already has this version, it has added the resource to the queue.
-                if cluster_state.resources.announce(key, version):
+            def queue_new_version(key: ResourceKey, version: int) -> None:
+                # Otherwise the cache itself has added the resource to the queue.
+                if cluster_state.resources.record_if_missing(key, version):
                     queue.add(key)
 
-            kopf = handlers.announce_changes(configuration, self._settings.watch_namespaces, announce)
+            kopf = handlers.announce_changes(
+                configuration, self._settings.watch_namespaces, queue_new_version
+            )
             group.create_task(kopf, name="kopf")
             self._health.waits_for = ""
             await self._resync_all(server, queue, cluster_state)
@@ -281,7 +283,10 @@ class Operator:
             self._without_capacity.discard(key)
 
     def _reconcile_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
-        """Reconciles resources after NODES_SETTLE_S. Further changes with the same cause add no reconcile."""
+        """Reconciles, after NODES_SETTLE_S, the resources that `keys` contains then.
+
+        Until then, further calls with the same cause do nothing.
+        """
 
         def look_again() -> None:
             self._scheduled_causes.remove(cause)
@@ -323,7 +328,7 @@ class Operator:
             if error.status in (FORBIDDEN, NOT_FOUND):
                 cluster_state.relist(scope)
         for key, version in listed.resources.items():
-            resources.announce(key, version)
+            resources.record_if_missing(key, version)
         cached = resources.keys()
         known = {key for key in cached if key.namespace not in listed.unread}
         for key in known - listed.resources.keys():

@@ -290,10 +290,10 @@ async def test_users_of_a_claim_are_known_unless_another_operator_may_use_it(
     owner = await create_resource(server, namespace)
     await create_resource(server, namespace, "other", model={"uri": "pvc://shared/small"})
     async with watching(server, namespace) as watched:
-        found = watched.cluster_state.neighbours(owner.key, "shared")
+        found = watched.cluster_state.other_cache_users(owner.key, "shared")
         assert found is not None
         assert [each.resource.key.name for each in found] == ["other"]
         await create_resource(server, namespace, "foreign", operatorClass="beta")
         await until(
-            "the other operator's", lambda: watched.cluster_state.neighbours(owner.key, "shared") is None
+            "the other operator's", lambda: watched.cluster_state.other_cache_users(owner.key, "shared") is None
         )

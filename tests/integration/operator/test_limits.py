@@ -232,7 +232,7 @@ async def test_foreign_objects_with_our_labels_reserve_no_capacity(server: ApiSe
             del manifest["metadata"]["ownerReferences"]
         await server.create(POD.path(namespace), manifest)
     async with watching(server) as watched:
-        promised = [demand.name for demand in watched.cluster_state.reserved_demands()]
-        assert f"{namespace}/tiny-0-1-0" in promised
-        assert f"{namespace}/tiny-0-1-1" not in promised, "no resource owns it"
-        assert f"{namespace}/stranger" not in promised, "the operator creates no pod of that name"
+        reserved = [demand.name for demand in watched.cluster_state.reserved_demands()]
+        assert f"{namespace}/tiny-0-1-0" in reserved
+        assert f"{namespace}/tiny-0-1-1" not in reserved, "no resource owns it"
+        assert f"{namespace}/stranger" not in reserved, "the operator creates no pod of that name"

@@ -142,13 +142,13 @@ async def test_an_announced_resource_is_read_if_the_watch_is_behind(
     async with frozen(server, namespace) as watched:
         resources = watched.cluster_state.resources
         version = int((await observe(watched, owner)).resource.resource_version)
-        assert not resources.announce(owner.key, version), "it is here already"
+        assert not resources.record_if_missing(owner.key, version), "it is here already"
         version = await scale(server, owner, 2)
         assert (await list_resources(server, [namespace])).resources == {owner.key: version}
-        assert resources.announce(owner.key, version)
+        assert resources.record_if_missing(owner.key, version)
         assert (await observe(watched, owner)).resource.spec["replicas"] == 2
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        assert resources.announce(owner.key, version + 1)
+        assert resources.record_if_missing(owner.key, version + 1)
         assert await watched.cluster.observe(owner.key) is None
         assert await watched.cluster.observe(owner.key) is None
         assert resources.keys() == set()
@@ -166,11 +166,11 @@ async def test_a_resource_announced_during_its_read_is_read_again(
 
     async with frozen(server, namespace) as watched, counting(control_plane, hold) as (held, _):
         resources = watched.cluster_state.resources
-        resources.announce(owner.key, await scale(server, owner, 2))
+        resources.record_if_missing(owner.key, await scale(server, owner, 2))
         resources._server = held
         reading = asyncio.ensure_future(observe(watched, owner))
         await answered.wait()
-        assert resources.announce(owner.key, await scale(server, owner, 3))
+        assert resources.record_if_missing(owner.key, await scale(server, owner, 3))
         go_on.set()
         assert (await reading).resource.spec["replicas"] == 2
         assert (await observe(watched, owner)).resource.spec["replicas"] == 3

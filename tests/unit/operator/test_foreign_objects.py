@@ -221,14 +221,14 @@ def test_any_pod_is_read_or_left_out(stored: Manifest) -> None:
         if isinstance(waiting.get("spec"), dict):
             waiting["spec"] |= unbound
         waiting["metadata"].pop("deletionTimestamp", None)
-        use_promise(read(trim.pod_requests, waiting))
+        use_reservation(read(trim.pod_requests, waiting))
 
 
-def use_promise(requests: trim.PodRequests | None) -> None:
+def use_reservation(requests: trim.PodRequests | None) -> None:
     """Uses the demand of a pod without a node like planning does."""
-    if requests is None or requests.promise is None:
+    if requests is None or requests.reservation is None:
         return
-    demand = requests.promise.demand
+    demand = requests.reservation.demand
     check_types(demand)
     node = NodeView(name="n1", allocatable={"cpu": 1e9}, labels={"zone": "a"}, taints=(Taint(key="gpu"),))
     assert isinstance(selects_node(demand, "n1", {"zone": "a"}), bool)
@@ -386,5 +386,5 @@ def test_the_unchanged_pod_is_read_by_every_function(caplog: pytest.LogCaptureFi
     ungated = {**ungated, "metadata": {k: v for k, v in METADATA.items() if k != "deletionTimestamp"}}
     requests = trim.pod_requests(ungated)
     assert requests is not None
-    assert requests.promise is not None
-    assert requests.promise.demand.node == "n1"
+    assert requests.reservation is not None
+    assert requests.reservation.demand.node == "n1"

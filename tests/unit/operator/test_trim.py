@@ -237,11 +237,11 @@ def test_reads_requests_of_placed_pods_and_reservations_of_ours() -> None:
     del pod["spec"]["nodeName"]
     waiting = trim.pod_requests(pod)
     assert waiting is not None
-    assert waiting.promise is not None
-    assert (waiting.node, waiting.promise.demand.name) == ("", "ns/llama-0-1-0")
-    assert waiting.promise.demand.priority == -10
-    assert waiting.promise.demand.requests == {"nvidia.com/gpu": 1, "pods": 1}
-    assert (waiting.promise.uid, waiting.promise.owner.uid) == ("u", "owner")
+    assert waiting.reservation is not None
+    assert (waiting.node, waiting.reservation.demand.name) == ("", "ns/llama-0-1-0")
+    assert waiting.reservation.demand.priority == -10
+    assert waiting.reservation.demand.requests == {"nvidia.com/gpu": 1, "pods": 1}
+    assert (waiting.reservation.uid, waiting.reservation.owner.uid) == ("u", "owner")
     pod["spec"]["schedulingGates"] = [{"name": "example.com/never"}]
     assert trim.pod_requests(pod) is None, "the scheduler does not place a gated pod"
     del pod["spec"]["schedulingGates"]

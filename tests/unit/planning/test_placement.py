@@ -503,16 +503,16 @@ def test_the_order_of_the_nodes_changes_no_placement(topology_key: str) -> None:
     """A cache lists nodes by the time at which it saw them, so a restart changes the order."""
     nodes = [zoned(f"n{index}", str(index % 3)) for index in range(9)]
     demands = [*[pod(gpus=1, cpu=5)] * 2, pod(cpu=5)]
-    promised = [pod(gpus=1, cpu=1)] * 2
+    reserved = [pod(gpus=1, cpu=1)] * 2
     found = {
-        assign_nodes(demands, build_free_nodes(listed, promised), topology_key)
+        assign_nodes(demands, build_free_nodes(listed, reserved), topology_key)
         for listed in (nodes, nodes[::-1], nodes[4:] + nodes[:4])
     }
     assert len(found) == 1
     assert None not in found
 
 
-def test_promised_capacity_is_not_free() -> None:
+def test_reserved_capacity_is_not_free() -> None:
     nodes = [node("a", gpus=1), node("b", gpus=1)]
     waiting = pod_demand(
         "ns/other-0-1-0",
@@ -549,7 +549,7 @@ def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str,
 @given(
     st.lists(groups(), max_size=4), clusters(), st.lists(st.sampled_from(["", "n0", "n1", "n9"]), min_size=16)
 )
-def test_promised_pods_are_placed_like_by_first_fit(
+def test_reserved_pods_are_placed_like_by_first_fit(
     waiting: list[list[PodDemand]], nodes: list[NodeView], hints: list[str]
 ) -> None:
     demands = [demand for group in waiting for demand in group]
@@ -557,7 +557,7 @@ def test_promised_pods_are_placed_like_by_first_fit(
     assert [each.free for each in build_free_nodes(nodes, hinted)] == first_fit(nodes, hinted)
 
 
-def test_equal_promised_pods_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_reserved_pods_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node(f"n{index}", requested={"cpu": 8.0}) for index in range(200)] + [node("z-free")]
     looks = 0
     has = FreeNode.has

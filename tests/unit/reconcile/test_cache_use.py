@@ -11,7 +11,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import (
     CleanupPod,
-    Neighbour,
+    CacheUser,
     PodView,
     ResourceKey,
     ResourceObservation,
@@ -56,10 +56,10 @@ def kept(**data: Any) -> dict[str, Any]:
 
 
 def in_use(
-    own: ResourceView, *neighbours: ResourceView, objects: tuple[dict[str, Any], ...] = ()
+    own: ResourceView, *other_cache_users: ResourceView, objects: tuple[dict[str, Any], ...] = ()
 ) -> tuple[str, ...] | None:
-    others = tuple(Neighbour(resource=each, objects=objects) for each in neighbours)
-    observation = ResourceObservation(resource=own, objects=objects, neighbours=others)
+    others = tuple(CacheUser(resource=each, objects=objects) for each in other_cache_users)
+    observation = ResourceObservation(resource=own, objects=objects, other_cache_users=others)
     cleanup = find_cleanup(parse_spec(own.spec), observation, NOW)
     return None if cleanup is None else cleanup.in_use
 
@@ -76,14 +76,14 @@ def test_commits_in_plans_revisions_and_statuses_are_in_use() -> None:
     found = in_use(resource(status=serving(A), **CACHE), objects=objects)
     assert found is not None
     assert {A, B, C} <= set(found)
-    neighbours = resource("two", status=serving(D)), resource("three", uri=f"pvc://models/acme--llama/{B}")
-    found = in_use(resource(status=serving(A), **CACHE), *neighbours)
+    other_cache_users = resource("two", status=serving(D)), resource("three", uri=f"pvc://models/acme--llama/{B}")
+    found = in_use(resource(status=serving(A), **CACHE), *other_cache_users)
     assert found is not None
     assert {A, B, D} <= set(found)
 
 
 @pytest.mark.parametrize(
-    "neighbour",
+    "user",
     [
         resource("two", cache={"claimName": "models"}),
         resource("two", status={**serving(D), "observedGeneration": 1}, cache={"claimName": "models"}),
@@ -92,8 +92,8 @@ def test_commits_in_plans_revisions_and_statuses_are_in_use() -> None:
     ],
     ids=["no commit yet", "another spec", "a folder that may be a link", "a commit that may be a link"],
 )
-def test_nothing_is_removed_while_another_resources_commit_is_unknown(neighbour: ResourceView) -> None:
-    assert in_use(resource(status=serving(A), **CACHE), neighbour) is None
+def test_nothing_is_removed_while_another_resources_commit_is_unknown(user: ResourceView) -> None:
+    assert in_use(resource(status=serving(A), **CACHE), user) is None
 
 
 def test_nothing_is_removed_if_a_plan_cannot_be_read() -> None:
@@ -137,7 +137,7 @@ def test_a_fetch_of_another_model_does_not_block_cleanup() -> None:
 
 def test_a_users_claim_is_cleaned_only_on_request() -> None:
     assert in_use(resource(cache={"claimName": "models"})) is None
-    made = ResourceObservation(resource=resource(cache={"size": "1Gi"}), neighbours=())
+    made = ResourceObservation(resource=resource(cache={"size": "1Gi"}), other_cache_users=())
     cleanup = find_cleanup(parse_spec(made.resource.spec), made, NOW)
     assert cleanup is not None
     assert cleanup.keep == 2
@@ -168,9 +168,9 @@ def fetch_pod(*commits: str) -> PodView:
     return PodView(name="one-fetch", uid="p", labels={}, created=NOW, commits_in_use=commits)
 
 
-def is_complete(*neighbours: ResourceView, objects: tuple[dict[str, Any], ...] = ()) -> bool:
-    others = tuple(Neighbour(resource=each, objects=objects) for each in neighbours)
-    observation = ResourceObservation(resource=resource(**CACHE), neighbours=others)
+def is_complete(*other_cache_users: ResourceView, objects: tuple[dict[str, Any], ...] = ()) -> bool:
+    others = tuple(CacheUser(resource=each, objects=objects) for each in other_cache_users)
+    observation = ResourceObservation(resource=resource(**CACHE), other_cache_users=others)
     return is_list_complete(observation, fetch_pod(A, B))
 
 
@@ -196,9 +196,9 @@ def test_a_list_is_complete_if_it_has_all_commits_that_resources_use_now() -> No
 
 
 def test_an_unknown_list_or_unknown_users_confirm_nothing() -> None:
-    observation = ResourceObservation(resource=resource(**CACHE), neighbours=())
+    observation = ResourceObservation(resource=resource(**CACHE), other_cache_users=())
     assert not is_list_complete(observation, replace(fetch_pod(), commits_in_use=None))
-    assert not is_list_complete(replace(observation, neighbours=None), fetch_pod())
+    assert not is_list_complete(replace(observation, other_cache_users=None), fetch_pod())
     refused = replace(resource(**CACHE), spec={"model": 1})
     assert not is_list_complete(replace(observation, resource=refused), fetch_pod())
 

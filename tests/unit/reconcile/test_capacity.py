@@ -32,16 +32,16 @@ def gpu_and_cpu(**changes: Any) -> dict[str, Any]:
 
 
 class CapacityWorld(World):
-    """A world with gang schedulers, and with capacity promised to its own and to other pods."""
+    """A world with gang schedulers, and with capacity reserved for its own and for other pods."""
 
     gangs: frozenset[Gang] = frozenset()
     unknown: tuple[str, ...] = ()
-    promised: tuple[PodDemand, ...] = ()
+    reserved: tuple[PodDemand, ...] = ()
 
     def observe(self) -> ResourceObservation:
         ours = [pod_demand(name, {}, self.manifests[name]["spec"]) for name in self.workers()]
         return replace(
-            super().observe(), gangs=self.gangs, unknown_gangs=self.unknown, promised=(*self.promised, *ours)
+            super().observe(), gangs=self.gangs, unknown_gangs=self.unknown, reserved=(*self.reserved, *ours)
         )
 
 
@@ -128,9 +128,9 @@ def test_two_groups_do_not_share_the_same_capacity() -> None:
     assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
 
 
-def test_capacity_promised_to_other_pods_is_not_used() -> None:
+def test_capacity_reserved_for_other_pods_is_not_used() -> None:
     world = CapacityWorld(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
-    world.promised = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
+    world.reserved = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
     world.settle()
     world.answer_inspection()
     world.settle()
@@ -139,7 +139,7 @@ def test_capacity_promised_to_other_pods_is_not_used() -> None:
         world, "CapacityAvailable"
     )
     assert "other-0-1-0" not in str(world.status), "the names of other namespaces' pods stay hidden"
-    world.promised = ()
+    world.reserved = ()
     world.settle()
     assert len(world.workers()) == 2
 

@@ -23,7 +23,7 @@ PLACEHOLDERS = {"cpu": 62.0}
 class SeveralNodes(World):
     """A world whose pods run on the nodes that their hints name."""
 
-    promised: tuple[PodDemand, ...] = ()
+    reserved: tuple[PodDemand, ...] = ()
     classes: tuple[PriorityClassView, ...] | None = None
 
     def observe(self) -> ResourceObservation:
@@ -38,8 +38,8 @@ class SeveralNodes(World):
             for name in unplaced
         ]
         found = super().observe()
-        promised = (*self.promised, *ours)
-        return replace(found, promised=promised, priority_classes=self.classes)
+        reserved = (*self.reserved, *ours)
+        return replace(found, reserved=reserved, priority_classes=self.classes)
 
     def hint(self, name: str) -> str:
         affinity = self.manifests[name]["spec"].get("affinity", {}).get("nodeAffinity", {})

@@ -210,8 +210,8 @@ class TemplateMount(Model):
             field="mountPath",
             cel=f"[{', '.join(cel_text(f'{root}/') for root in MOUNT_ROOTS)}]"
             ".exists(r, self.mountPath.startsWith(r))",
-            message=f"must be below {', '.join(MOUNT_ROOTS[:-1])} or {MOUNT_ROOTS[-1]}, because a worker "
-            "may run files of other folders as code",
+            message=f"must be below {', '.join(MOUNT_ROOTS[:-1])} or {MOUNT_ROOTS[-1]}, because files in "
+            "other folders could replace code of the worker",
             fix="Use a path such as /mnt/NAME",
             holds=lambda own: own.mount_path.startswith(tuple(f"{root}/" for root in MOUNT_ROOTS)),
             got="%s",

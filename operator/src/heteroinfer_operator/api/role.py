@@ -68,7 +68,8 @@ class FeedForwardSpec(Model):
     if it has one."""
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of layers whose experts or MLPs these ranks compute. Default: the smallest number with which the
-    rest of the model fits into the GPU's memory."""
+    rest of the model fits into the GPU's memory, or one more if the plan needs the memory to compute long
+    prompts."""
 
 
 class RoleSpec(Model):

@@ -335,7 +335,7 @@ class GroupStatus(StatusModel):
     plan_hash: Hash | None = None
     """Hash of the group's plan."""
     epoch: Epoch = 0
-    """Number of the group's current start. It grows with each start; 0 before the first start."""
+    """Number of the current epoch. It grows with each start, often by more than 1; 0 before the first start."""
     phase: GroupPhase = GroupPhase.PENDING
     """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
     message: Text | None = None

@@ -1,6 +1,7 @@
-"""Describes cheaper, faster and more concurrent plans for `heteroinfer plan --choices`. Pure.
+"""Describes smaller, faster and more concurrent plans for `heteroinfer plan --choices`. Pure.
 
-The figures of each choice come from a plan, and a choice is shown only if it gains at least 3 %.
+The figures of each choice come from a plan. A choice is shown only if it gains at least 3 %, except a plan with
+fewer pods.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ class _Difference:
 
 
 def describe_choices(planned: Planned) -> tuple[str, ...]:
-    """Describes the next cheaper, more concurrent and faster plans, a line each."""
+    """Describes the plans with fewer pods, less memory, more concurrency and more speed, a line each."""
     fewer = (
         f"fewer pods: {words}, {_compare(other, planned).text}"
         for words, other in _plans_with_fewer_pods(planned)
@@ -105,7 +106,10 @@ def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]
 
 
 def _resizable_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
-    """Returns the roles whose number of pods may change; in mode FeedForward a group has one pod."""
+    """Returns the roles whose number of pods may change.
+
+    None in mode FeedForward, for which `--choices` compares no numbers of pods.
+    """
     return () if spec.parallelism.mode is Mode.FEED_FORWARD else spec.roles
 
 

@@ -111,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--choices",
         action="store_true",
-        help="also show plans that are cheaper, faster or hold more requests by at least 3 %%",
+        help="also show plans with fewer pods, and changes that save memory, save time or serve more requests "
+        "(each by at least 3 %%)",
     )
     parser.add_argument(
         "--nodes",
@@ -123,7 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=gpu_count,
         metavar="N",
-        help="GPUs of the only node; default: as many as the roles request",
+        help="check the plan against one node with N GPUs; default with --gpu-memory: as many GPUs as the "
+        "group has ranks",
     )
     parser.add_argument(
         "--gpu-memory",

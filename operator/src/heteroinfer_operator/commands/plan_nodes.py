@@ -82,8 +82,8 @@ def load_nodes(file: str) -> GivenNodes:
         for node in nodes
         for by_priority in [requested.get(node.name, {})]
     ]
-    promised = [pod.promise.demand for pod in pods if pod is not None and pod.promise is not None]
-    return GivenNodes(free_nodes=build_free_nodes(placed, promised), priority_classes=tuple(classes) or None)
+    reserved = [pod.reservation.demand for pod in pods if pod is not None and pod.reservation is not None]
+    return GivenNodes(free_nodes=build_free_nodes(placed, reserved), priority_classes=tuple(classes) or None)
 
 
 def _parse(text: str) -> Any:

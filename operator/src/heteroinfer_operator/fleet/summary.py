@@ -70,7 +70,10 @@ class ResourceSummary:
         return spec
 
     def dump(self) -> dict[str, Any]:
-        """Returns JSON values, with the names of the status's fields."""
+        """Returns the summary as JSON values, for `heteroinfer status -o json`.
+
+        Values of the status keep the names of their fields.
+        """
         return {
             **self.line.dump(),
             "generation": self.manifest["metadata"].get("generation"),

@@ -155,8 +155,8 @@ class ActionRun:
         """
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
-        self._memory.promises.close()
-        self._memory.promises.enter_context(self._context.cluster_state.reserving(pods))
+        self._memory.reservations.close()
+        self._memory.reservations.enter_context(self._context.cluster_state.reserving(pods))
 
     async def _try_objects(self, action: TryObjects) -> None:
         """Runs the dry run of a revision's objects for the rest of this reconcile's time."""
@@ -435,7 +435,10 @@ class ActionRun:
         return False
 
     def _current_permits(self) -> ActionPermits:
-        """Returns the permits, with the present time once the reconcile has ended."""
+        """Returns the permits. Sets their time to now if the reconcile has ended.
+
+        During a reconcile their time stays the time of the decision.
+        """
         if self._is_finished:
             self._memory.permits.now = datetime.now(UTC)
         return self._memory.permits

@@ -11,7 +11,7 @@ from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import (
     Action,
     Manifest,
-    Neighbour,
+    CacheUser,
     RecordEvent,
     ResourceKey,
     ResourceObservation,
@@ -125,7 +125,7 @@ class KubeCluster:
             pods=self._pending.explain(resource, pods),
             objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
             nodes=self._cluster_state.nodes(),
-            promised=self._cluster_state.reserved_demands(),
+            reserved=self._cluster_state.reserved_demands(),
             priority_classes=self._cluster_state.priority_classes(),
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,
@@ -140,7 +140,7 @@ class KubeCluster:
             never_requested=never_created.never_requested(),
             never_placed=self._update_never_placed(resource, status, (pod.view.name for pod in pods)),
             restricted_selectors=self._cluster_state.restricted_selectors(key.namespace),
-            neighbours=self._find_other_cache_users(resource, pods),
+            other_cache_users=self._find_other_cache_users(resource, pods),
             cleanup_pods=self._confirmed.among(
                 self._cluster_state.cleanup_pods(key.namespace, claims_without_fetch(resource.spec))
             ),
@@ -148,11 +148,16 @@ class KubeCluster:
 
     def _find_other_cache_users(
         self, resource: ResourceView, pods: Sequence[PodRecord]
-    ) -> tuple[Neighbour, ...] | None:
-        """Returns the other users of the claim of the model cache, if a fetch may start now."""
-        fetches = any(pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods)
-        claim = "" if fetches else claim_to_clean(resource)
-        return self._cluster_state.neighbours(resource.key, claim) if claim else None
+    ) -> tuple[CacheUser, ...] | None:
+        """Returns the other users of the claim of the model cache.
+
+        Returns None if no fetch starts now that may remove commits, or if some users may be unknown.
+        """
+        has_fetch_pod = any(
+            pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods
+        )
+        claim = "" if has_fetch_pod else claim_to_clean(resource)
+        return self._cluster_state.other_cache_users(resource.key, claim) if claim else None
 
     def _confirm_cleanup(self, resource: ResourceView, pod: PodRecord) -> bool:
         """Reports whether a fetch pod's list of commits in use is complete, and records a confirmation.
@@ -166,7 +171,7 @@ class KubeCluster:
         observation = ResourceObservation(
             resource=resource,
             objects=tuple(child.stored for child in children),
-            neighbours=self._cluster_state.neighbours(resource.key, claim),
+            other_cache_users=self._cluster_state.other_cache_users(resource.key, claim),
         )
         is_complete = is_list_complete(observation, pod.view)
         if is_complete:

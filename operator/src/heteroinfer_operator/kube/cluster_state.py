@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import CleanupPod, Manifest, Neighbour, ResourceKey
+from heteroinfer_operator.cluster import CleanupPod, Manifest, CacheUser, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
@@ -31,7 +31,7 @@ from heteroinfer_operator.kube.paths import (
 )
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
-from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, PodRequests
+from heteroinfer_operator.kube.trim import ChildRecord, PodReservation, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.nodes.calibrations import Calibrations
@@ -46,7 +46,7 @@ NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
 """Kinds that decisions need: ConfigMaps contain the plans, Services the client ports."""
 OTHERS_LISTED_S: Final = 5.0
 """How long the first decisions wait for caches that they do not need."""
-PROMISE_S: Final = 600.0
+RESERVATION_S: Final = 600.0
 """How long capacity stays reserved for a pod without a node.
 
 Twice the time after which kube-scheduler retries each unschedulable pod even without an event
@@ -176,9 +176,9 @@ class ClusterState:
         self._totals: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
-        # `_promised_pods` has the demands of pods that are being created. `_reserved_since` has the
+        # `_reserved_pods` has the demands of pods that are being created. `_reserved_since` has the
         # time at which the reservation of a stored pod began, by the pod's uid.
-        self._promised_pods: dict[NamespacedName, PodDemand] = {}
+        self._reserved_pods: dict[NamespacedName, PodDemand] = {}
         self._reserved_since: dict[str, float] = {}
 
     def awaited_caches(self) -> list[WatchCache[Any]]:
@@ -228,7 +228,7 @@ class ClusterState:
             cache.store_written(stored)
         if kind is POD and self._pod_requests is not None:
             # The stored pod gets its own reservation (`_count_changed_requests`), so this one ends.
-            self._promised_pods.pop(NamespacedName.from_object(stored), None)
+            self._reserved_pods.pop(NamespacedName.from_object(stored), None)
             self._pod_requests.store_written(stored)
 
     def remove_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
@@ -386,7 +386,7 @@ class ClusterState:
             records += [child for child in cached if child.owner_uid == uid]
         return records
 
-    def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
+    def other_cache_users(self, key: ResourceKey, claim: str) -> tuple[CacheUser, ...] | None:
         """Returns the other resources of a namespace that use a claim, with their ConfigMaps.
 
         A resource uses the claim if its spec, status, plan or revision names it, or if its pods mount it.
@@ -401,7 +401,7 @@ class ClusterState:
             pod.owner_uid for pod in pods if pod.key.namespace == key.namespace and claim in pod.claims
         }
         mounting.discard(self.resources.uid(key))
-        neighbours = []
+        others = []
         for record in self.resources.in_namespace(key.namespace):
             if not record.is_ours:
                 return None
@@ -418,9 +418,9 @@ class ClusterState:
                 config_maps = tuple(
                     stored_object for stored_object in objects if stored_object["kind"] == CONFIG_MAP.name
                 )
-                neighbours.append(Neighbour(resource=record.view, objects=config_maps))
+                others.append(CacheUser(resource=record.view, objects=config_maps))
             mounting.discard(uid)
-        return None if mounting else tuple(neighbours)
+        return None if mounting else tuple(others)
 
     def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
         """Returns the running pods that may remove commits from these claims once the operator confirms."""
@@ -466,22 +466,22 @@ class ClusterState:
     def reserved_demands(self) -> tuple[PodDemand, ...]:
         """Returns the demands of our pods that have no node yet.
 
-        A stored pod counts only while its resource exists, and for PROMISE_S at most. Otherwise a pod that
+        A stored pod counts only while its resource exists, and for RESERVATION_S at most. Otherwise a pod that
         the scheduler never places would block capacity forever.
         """
         without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
-        reservations = [pod.promise for pod in without_node if pod.promise is not None]
+        reservations = [pod.reservation for pod in without_node if pod.reservation is not None]
         demands_of_stored = {
-            promise.demand.name: promise.demand for promise in reservations if self._is_reserved(promise)
+            reservation.demand.name: reservation.demand for reservation in reservations if self._is_reserved(reservation)
         }
-        new_demands = {demand.name: demand for demand in self._promised_pods.values()}
+        new_demands = {demand.name: demand for demand in self._reserved_pods.values()}
         return tuple({**new_demands, **demands_of_stored}.values())
 
-    def _is_reserved(self, promise: PodPromise) -> bool:
+    def _is_reserved(self, reservation: PodReservation) -> bool:
         """Reports whether the reservation of a stored pod is still valid."""
-        reserved_at = self._reserved_since.get(promise.uid)
-        is_recent = reserved_at is not None and self._clock() - reserved_at < PROMISE_S
-        return is_recent and self.resources.uid(promise.owner.key) == promise.owner.uid
+        reserved_at = self._reserved_since.get(reservation.uid)
+        is_recent = reserved_at is not None and self._clock() - reserved_at < RESERVATION_S
+        return is_recent and self.resources.uid(reservation.owner.key) == reservation.owner.uid
 
     @contextlib.contextmanager
     def reserving(self, pods: Sequence[Manifest]) -> Iterator[None]:
@@ -489,14 +489,14 @@ class ClusterState:
 
         Otherwise two resources that decide one after the other could plan the same capacity.
         """
-        promises = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
-        del pods  # frees the manifests (13 KB each) early: a promise lasts until the next decision
-        self._promised_pods |= promises
+        reservations = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
+        del pods  # frees the manifests (13 KB each) early: a reservation lasts until the next decision
+        self._reserved_pods |= reservations
         try:
             yield
         finally:
-            for name in promises:
-                self._promised_pods.pop(name, None)
+            for name in reservations:
+                self._reserved_pods.pop(name, None)
 
     def _demand_of_new_pod(self, pod: Manifest) -> PodDemand:
         """Returns the demand of a pod, with the priority that the API server will set."""
@@ -532,7 +532,7 @@ class ClusterState:
         for pod in (before, after):
             if pod is not None:
                 self._forget_totals(pod.node)
-        reserved_before, reserved_now = (pod.promise if pod is not None else None for pod in (before, after))
+        reserved_before, reserved_now = (pod.reservation if pod is not None else None for pod in (before, after))
         if reserved_before is not None and (reserved_now is None or reserved_now.uid != reserved_before.uid):
             self._reserved_since.pop(reserved_before.uid, None)
         if reserved_now is not None:

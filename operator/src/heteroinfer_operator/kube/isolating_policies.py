@@ -73,7 +73,7 @@ class IsolatingPolicies:
             scope: WatchCache(
                 server,
                 Collection(
-                    label=f"others' policies of {scope or 'all namespaces'}",
+                    label=f"NetworkPolicies of other owners in {scope or 'all namespaces'}",
                     path=NETWORK_POLICY.path(scope),
                     query=_OF_OTHER_OWNERS,
                     namespace=scope,

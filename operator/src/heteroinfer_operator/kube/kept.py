@@ -113,7 +113,7 @@ class ResourceMemory:
         never_created: pods that the operator decided to create and that never existed.
         pending_requests: unanswered requests, by object.
         slots: limits concurrent creates and applies.
-        promises: capacity reserved for the pods of the last decision.
+        reservations: capacity reserved for the pods of the last decision.
     """
 
     uid: str
@@ -125,7 +125,7 @@ class ResourceMemory:
     pending_requests: dict[KindAndName, PendingRequest] = field(default_factory=dict)
     status_attempts: StatusAttempts = field(default_factory=StatusAttempts)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_AT_ONCE))
-    promises: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    reservations: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def for_new_resource(cls, resource: ResourceView, report_wait: Callable[[str], None]) -> "ResourceMemory":
@@ -167,6 +167,6 @@ class ResourceMemory:
     def cancel(self) -> None:
         """Cancels all unanswered requests, because the resource is gone."""
         self.status_attempts.cancel()
-        self.promises.close()
+        self.reservations.close()
         for each in self.pending_requests.values():
             each.task.cancel()

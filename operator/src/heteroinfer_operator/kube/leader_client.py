@@ -272,7 +272,7 @@ class LeaderClient:
                         )
                     return progress
                 except NO_ANSWER as error:
-                    logger.debug("%s: pod %s sent no progress: %r", pod.key, pod.view.name, error)
+                    logger.debug("%s: pod %s sent no valid progress: %r", pod.key, pod.view.name, error)
         return None
 
     async def _request_report(self, pod: PodRecord, *, ready: bool) -> _Answer:
@@ -285,7 +285,7 @@ class LeaderClient:
             status = await self._client.read_group(pod.ip, pod.health_port, reader, timeout_s=limit_s)
             return _Answer(self._clock(), status, ready=ready)
         except NO_ANSWER as error:
-            logger.debug("%s: pod %s sent no report: %r", pod.key, pod.view.name, error)
+            logger.debug("%s: pod %s sent no valid report: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
                 self._record_invalid_report(pod, error)
             silent, unreached = isinstance(error, TimeoutError), is_unreached(error)

@@ -86,10 +86,10 @@ class ResourceCache:
         cache = self._find_cache(key)
         return cache.uid_of(_namespaced_name(key)) if cache is not None else ""
 
-    def announce(self, key: ResourceKey, version: int) -> bool:
-        """Records a version at which a resource changed; returns whether the cache lacks that version.
+    def record_if_missing(self, key: ResourceKey, version: int) -> bool:
+        """Records a version of a resource that the cache lacks, so that the next `read` asks the API server.
 
-        The next `read` then asks the API server.
+        Returns False and records nothing if the cache has seen the version.
         """
         cache = self._find_cache(key)
         if cache is None or cache.has_seen(_namespaced_name(key), version):

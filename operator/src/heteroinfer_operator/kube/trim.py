@@ -102,7 +102,7 @@ class PodRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PodPromise:
+class PodReservation:
     """Capacity that is reserved for one of our pods without a node."""
 
     uid: str
@@ -117,12 +117,12 @@ class PodRequests:
     Attributes:
         node: "" while one of our pods has no node.
         requests: by resource name. Bytes for memory, cores for cpu, counts for devices, 1 for `pods`.
-        promise: reservation for one of our pods without a node, or None.
+        reservation: reservation for one of our pods without a node, or None.
     """
 
     node: str
     requests: Mapping[str, float]
-    promise: PodPromise | None = None
+    reservation: PodReservation | None = None
     priority: int = 0
 
 
@@ -559,10 +559,10 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     owner = _find_owner(stored)
     if owner is None or "deletionTimestamp" in metadata or _gate_names(spec):
         return None
-    reservation = PodPromise(
+    reservation = PodReservation(
         uid=as_name(metadata.get("uid"), "uid"), owner=owner, demand=build_demand(stored)
     )
-    return PodRequests(node="", requests={}, promise=reservation)
+    return PodRequests(node="", requests={}, reservation=reservation)
 
 
 def _find_owner(stored: Manifest) -> Owner | None:

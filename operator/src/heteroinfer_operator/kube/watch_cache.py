@@ -315,7 +315,7 @@ class WatchCache(Generic[T]):
         label, reason = self.collection.label, printable(error.message)
         if len(self._reported) > MAX_REPORTED_NAMES:
             logger.error(
-                "%s: the operator cannot read more than %d objects. It does not log the others",
+                "%s: more than %d objects are unreadable. The operator does not log the others",
                 label,
                 MAX_REPORTED_NAMES,
             )

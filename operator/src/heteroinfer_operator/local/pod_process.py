@@ -272,7 +272,11 @@ class _FieldReader:
             encoded: str = secret["data"][source["secretKeyRef"]["key"]]
             return base64.b64decode(encoded).decode()
         if set(source) != {"configMapKeyRef"}:
-            self.refuse(field, "Export the variable before `heteroinfer up`, which has no Secrets")
+            self.refuse(
+                field,
+                "Remove the entry from engine.env and export the variable before `heteroinfer up`, which has no "
+                "Secrets",
+            )
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})
         value = config_map.get("data", {}).get(reference["key"])

@@ -27,7 +27,7 @@ class FreeNode:
     node: NodeView
     free: dict[str, float]
     by_priority: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    promised: list[str] = field(default_factory=list)
+    reserved: list[str] = field(default_factory=list)
     """Names of the pods without a node that have a reservation here."""
 
     @classmethod
@@ -47,7 +47,7 @@ class FreeNode:
         """Returns the node as if the scheduler had preempted all pods of lower priority."""
         freed = sum_requests(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
-        return FreeNode(node=self.node, free=free, promised=self.promised)
+        return FreeNode(node=self.node, free=free, reserved=self.reserved)
 
     def has(self, requests: Mapping[str, float]) -> bool:
         """Reports whether the requests fit into the free resources."""
@@ -86,20 +86,20 @@ class FreeNode:
         return max(most, 0)
 
 
-def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
+def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
     """Returns the free resources of each node after placing pods that have no node yet.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
     Such a pod takes its preferred node if it fits there, otherwise the first node on which it fits.
 
     Args:
-        promised: demands of the pods without a node.
+        reserved: demands of the pods without a node.
     """
     free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda each: each.name)]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     searched: dict[Hashable, int] = {}
     """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
-    for demand in promised:
+    for demand in reserved:
         chosen = by_name.get(demand.node)
         if chosen is None or not _can_place(demand, chosen):
             kind = _demand_key(demand)
@@ -112,7 +112,7 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
             elif chosen is None or not _can_place_by_preemption(demand, chosen):
                 continue
         chosen.reserve(demand.requests)
-        chosen.promised.append(demand.name)
+        chosen.reserved.append(demand.name)
         if demand.priority is not None:
             taken = chosen.by_priority.get(demand.priority, {})
             chosen.by_priority[demand.priority] = sum_requests((taken, demand.requests))

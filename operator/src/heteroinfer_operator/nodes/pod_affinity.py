@@ -113,10 +113,14 @@ class GroupTerms:
             _PodClass(kind=kind, values=dict(zip(keys, values, strict=True)))
             for kind, values in sorted(places, key=repr)
         ]
-        return all(self._places_all([first, *classes]) for first in classes)
+        return all(self._all_fit([first, *classes]) for first in classes)
 
-    def _places_all(self, order: Sequence["_PodClass"]) -> bool:
-        """Places pods in this order and retries those that do not fit yet, like the scheduler."""
+    def _all_fit(self, order: Sequence["_PodClass"]) -> bool:
+        """Reports whether the scheduler places all pods if it tries them in this order.
+
+        Like the scheduler, it retries pods that do not fit yet. `order` may have a class twice; the first place
+        counts.
+        """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:
             accepted = next((each for each in waiting if self._accepts(each, placed)), None)

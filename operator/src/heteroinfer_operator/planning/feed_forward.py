@@ -636,10 +636,11 @@ def _check_memory(rank_set: RankSet, numbers: range, remote: FeedForwardPart, en
     if needed_bytes > rank_set.memory_bytes:
         more = "feedForward.ranks" if not rank_set.pods else "pods"
         raise PlanError(
-            f"role {rank_set.role.name}: {format_bytes(needed_bytes - rank_set.memory_bytes)} of memory is "
-            f"missing on each feed-forward rank. A rank needs {format_bytes(needed_bytes)} for its share of "
-            f"{_format_layers(len(remote.layers))}, and has {format_bytes(rank_set.memory_bytes)} by "
-            f"{rank_set.memory_field}. Raise {rank_set.memory_field} or {more}",
+            f"role {rank_set.role.name}: the feed-forward rank with the largest share lacks "
+            f"{format_bytes(needed_bytes - rank_set.memory_bytes)} of memory. It needs "
+            f"{format_bytes(needed_bytes)} for its share of {_format_layers(len(remote.layers))}, and "
+            f"{rank_set.memory_field} gives it {format_bytes(rank_set.memory_bytes)}. Raise "
+            f"{rank_set.memory_field} or {more}",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 

@@ -1,6 +1,6 @@
 """Plans a group for the nodes of a cluster: a plan with a node for each pod, or the missing capacity. Pure.
 
-free_nodes = build_free_nodes(nodes, promised)
+free_nodes = build_free_nodes(nodes, reserved)
 planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes capacity from free_nodes
 """
 

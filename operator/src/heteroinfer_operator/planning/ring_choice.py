@@ -178,7 +178,9 @@ class RingChooser:
         return min((each for each in options if each is not None), key=lambda each: self._load_s(*each))
 
     def _kept_bytes(self, remote: FeedForwardPart) -> int:
-        """Returns the bytes that a ring must leave besides the KV cache of one full-length request.
+        """Returns the bytes that must stay free after the KV cache of one full-length request.
+
+        With these bytes, the KV cache keeps _KEPT_PART of its size without a ring.
 
         Args:
             remote: the part of the plan without a ring.
@@ -186,7 +188,8 @@ class RingChooser:
         left_bytes = stage_rank_left_bytes(self.topology, remote, self.engine, self.inventory) or 0
         kv = stage_sizes(self.topology, remote, self.engine).kv
         one_request_bytes = kv.block_bytes(0, remote.remaining.num_layers) * kv.sequence_blocks
-        return max(ceil(_KEPT_PART * (one_request_bytes + left_bytes)) - one_request_bytes, 0)
+        whole_cache_bytes = one_request_bytes + left_bytes
+        return max(ceil(_KEPT_PART * whole_cache_bytes) - one_request_bytes, 0)
 
     def _best_choice(
         self, remote: FeedForwardPart, kept_bytes: int

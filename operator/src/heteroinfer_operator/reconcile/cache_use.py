@@ -89,18 +89,18 @@ class _UnknownUseError(Exception):
 
 def _find_all_commits(spec: HeteroInferenceSpec, observation: ResourceObservation) -> set[str] | None:
     """Returns the commits in the cache of a spec that any resource uses, or None if they are unknown."""
-    if observation.neighbours is None:
+    if observation.other_cache_users is None:
         return None
     claim = _cache_claim(observation.resource, spec)
     if any(
-        _may_use_unnamed_commit(neighbour.resource, spec.model.uri, claim)
-        for neighbour in observation.neighbours
+        _may_use_unnamed_commit(user.resource, spec.model.uri, claim)
+        for user in observation.other_cache_users
     ):
         return None
     try:
         in_use = _find_commits(observation.resource, observation.objects, claim)
-        for neighbour in observation.neighbours:
-            in_use |= _find_commits(neighbour.resource, neighbour.objects, claim)
+        for user in observation.other_cache_users:
+            in_use |= _find_commits(user.resource, user.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
     return in_use

@@ -212,8 +212,8 @@ class GroupPlanner:
 
     def _with_reserving_pods(self, shortage: Shortage) -> Shortage:
         """Adds the unscheduled pods that reserve some of the capacity to the message of a shortage."""
-        promised = [name for free_node in self._free_nodes or () for name in free_node.promised]
-        words = describe_reserving_pods(promised, self.observation.resource.key.namespace)
+        reserved = [name for free_node in self._free_nodes or () for name in free_node.reserved]
+        words = describe_reserving_pods(reserved, self.observation.resource.key.namespace)
         return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
 
     def _choose_gang(self, spec: HeteroInferenceSpec) -> Gang | None:
@@ -228,7 +228,7 @@ class GroupPlanner:
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
         """Returns the capacity that one group may use: free nodes, calibrations and priority."""
         if self._free_nodes is None and self.observation.nodes is not None:
-            self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
+            self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.reserved)
         return Capacity(
             free_nodes=self._free_nodes,
             calibrations=self.observation.calibrations,
@@ -310,7 +310,7 @@ def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]
     key, nodes_by_group = observation.resource.key, defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
         nodes_by_group[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
-    for demand in observation.promised:
+    for demand in observation.reserved:
         group = demand.labels.get(names.LABEL_GROUP, "")
         is_in_namespace = demand.name.startswith(f"{key.namespace}/")
         if (

@@ -22,28 +22,28 @@ _GROUP_LABELS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, n
 """Labels by which a group's NetworkPolicy, headless Service and disruption budget select pods."""
 
 
-class PodAndLabels(NamedTuple):
-    """A pod that lost a label or its owner, and the fix."""
+class LostPod(NamedTuple):
+    """A pod that lost a label or its owner, and the message about it."""
 
     pod: str
     description: str
 
 
-def find_lost(owner: Owner, pods: Sequence[PodView]) -> PodAndLabels | None:
-    """Returns a pod that lost a label or its owner, with a description; None if there is none.
+def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
+    """Returns a pod that lost a label or its owner, with the message; None if there is none.
 
     Pods that lost a label come first.
     """
     labels = next(
         (
-            PodAndLabels(pod.name, _describe_lost_labels(owner, pod))
+            LostPod(pod.name, _describe_lost_labels(owner, pod))
             for pod in pods
             if _lost_selector_labels(pod)
         ),
         None,
     )
     owners = (
-        PodAndLabels(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
+        LostPod(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
     )
     return labels or next(owners, None)
 

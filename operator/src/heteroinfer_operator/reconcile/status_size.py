@@ -94,8 +94,10 @@ def _required_rank_bytes(rank: RankEntry) -> int:
 
 def _json_bytes(text: str) -> int:
     """Returns the bytes of a text in the API server's JSON, which also escapes <, > and &."""
-    escaped = 5 * sum(text.count(character) for character in "<>&")
-    return len(text) + escaped if text.isascii() and text.isprintable() else _escaped_bytes(text) + escaped
+    html_bytes = 5 * sum(text.count(character) for character in "<>&")
+    if text.isascii() and text.isprintable():
+        return len(text) + text.count('"') + text.count("\\") + html_bytes
+    return _escaped_bytes(text) + html_bytes
 
 
 def _escaped_bytes(text: str) -> int:

@@ -130,14 +130,14 @@ def _measure_exchange(device: torch.device) -> None:
         exchange = CudaExchange(slab, device, limit_s=LIMIT_S)
         x = torch.ones((ROWS, HIDDEN), dtype=torch.bfloat16, device=device)
         exchange.slab.wake_lanes()
-        first = exchange.ask(0, x, None, None, None)
+        first = exchange.ask(layer=0, x=x, ids=None, weights=None, padding=None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):
             raise RuntimeError("the exchange did not return its input")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
-                x = exchange.ask(layer, x, None, None, None)
+                x = exchange.ask(layer=layer, x=x, ids=None, weights=None, padding=None)
         seconds = _best_seconds(graph.replay) / EXCHANGES
         slab.stop()
     report("hops", path=HopPath.EXCHANGE, message_bytes=shape.row_bytes, seconds=rounded(seconds))

@@ -283,17 +283,20 @@ class _TorchExperts:
         """Reads this rank's part of each expert."""
         self._activation, self.count = activation, part.experts.count
         self._weights: list[torch.Tensor] = []
-        self._biases: dict[bool, list[torch.Tensor | None]] = {}
+        biases: list[list[torch.Tensor | None]] = []
         for w13 in (True, False):
             first = weights.read_floats(part.experts.first, w13=w13)
             together = weight_memory.empty((self.count, *first.shape), first.dtype)
             for local, expert in enumerate(range(part.experts.first, part.experts.end)):
                 together[local].copy_(weights.read_floats(expert, w13=w13))  # it may be a view of a file
             self._weights.append(together)
-            self._biases[w13] = [
-                weights.read_bias(expert, w13=w13) if biased else None
-                for expert in range(part.experts.first, part.experts.end)
-            ]
+            biases.append(
+                [
+                    weights.read_bias(expert, w13=w13) if biased else None
+                    for expert in range(part.experts.first, part.experts.end)
+                ]
+            )
+        self._w13_biases, self._w2_biases = biases
         self.packed: Sequence[torch.Tensor] = self._weights
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
@@ -305,7 +308,7 @@ class _TorchExperts:
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Computes the experts one by one, each with the rows that chose it."""
         total = torch.zeros(y.shape, dtype=torch.float32)
-        each_expert = zip(*self._weights, self._biases[True], self._biases[False], strict=True)
+        each_expert = zip(*self._weights, self._w13_biases, self._w2_biases, strict=True)
         for expert, (w13, w2, bias13, bias2) in enumerate(each_expert):
             rows, choices = (ids == expert).nonzero(as_tuple=True)
             if not len(rows):

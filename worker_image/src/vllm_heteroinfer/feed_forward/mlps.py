@@ -210,7 +210,7 @@ def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             return x, mlp(x), calls
     except Exception as error:
-        raise _NoMlpError(f"cannot compute float32: {error}") from error
+        raise _NoMlpError(f"fails with inputs in float32: {error}") from error
     finally:
         for linear in linears:
             del linear.forward

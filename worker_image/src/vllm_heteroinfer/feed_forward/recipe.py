@@ -132,8 +132,8 @@ class Recipe:
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
             raise ContractError(
-                f"feed-forward ranks: layers must have rows of one size (got {_describe_rows(rows)}). Give "
-                "feed-forward ranks layers of one kind"
+                "feed-forward ranks: all their layers must have the same hidden size and number of experts per "
+                f"token (got {_describe_rows(rows)}). Use spec.parallelism.mode: Pipeline"
             )
         return rows.pop()
 

@@ -181,7 +181,8 @@ def record_load(
     }
     for number, layer in recipes.items():
         if missing_values := find_missing_values(layer):
-            others = f" and {len(missing_values) - 1} others" if len(missing_values) > 1 else ""
+            count = len(missing_values) - 1
+            others = f" and {count} other{'s' if count > 1 else ''}" if count else ""
             raise ContractError(
                 f"{model}: layer {number}: the checkpoint has no values for {missing_values[0]}{others}. "
                 "Download the model again"

@@ -180,12 +180,12 @@ class SharedExchange:
         is_users_step = self._meter.is_users_step
         if is_users_step:
             self._gaps.note_ask(layer, rows)
-        number = self._balances[gpu_layer.kind].gpu_experts(rows, self._gaps.gap_s(rows), self._ahead)
-        if number:
+        gpu_experts = self._balances[gpu_layer.kind].gpu_experts(rows, self._gaps.gap_s(rows), self._ahead)
+        if gpu_experts:
             copied = self._ring.copied_bytes
-            answer = self._compute_with_ranks(gpu_layer, number, x, ids, weights, padding)
+            answer = self._compute_with_ranks(gpu_layer, gpu_experts, x, ids, weights, padding)
             if gpu_layer is self._last_layer:
-                self._copy_first_layer_early(number)
+                self._copy_first_layer_early(gpu_experts)
             if is_users_step:
                 self._meter.count(rows, self._ring.copied_bytes - copied)
         else:
@@ -208,38 +208,38 @@ class SharedExchange:
     def _compute_with_ranks(
         self,
         layer: GpuLayer,
-        number: int,
+        gpu_experts: int,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes `number` experts on the GPU and the others on the ranks. Returns the sum."""
-        if number == layer.recipe.experts:
-            return self._compute(layer, number, x, ids, weights).to(x.dtype)
-        rank_ids = self._expert_choices(layer).mask_gpu_experts(ids, number)
+        """Computes `gpu_experts` experts on the GPU and the others on the ranks. Returns the sum."""
+        if gpu_experts == layer.recipe.experts:
+            return self._compute(layer, gpu_experts, x, ids, weights).to(x.dtype)
+        rank_ids = self._expert_choices(layer).mask_gpu_experts(ids, gpu_experts)
         receive = self._exchange.send(layer.number, x, rank_ids, weights, padding, beside_copies=True)
-        total = self._compute(layer, number, x, ids, weights)
+        total = self._compute(layer, gpu_experts, x, ids, weights)
         return total.add_(receive()).to(x.dtype)
 
     def _compute(
-        self, layer: GpuLayer, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, layer: GpuLayer, gpu_experts: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the sum of the first `number` experts that the GPU takes, [rows, hidden] float32."""
+        """Returns the sum of the first `gpu_experts` experts that the GPU takes, [rows, hidden] float32."""
         choices = self._expert_choices(layer)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         padded = slot_experts.pad_rows(x, ids, weights)
-        for load in layer.split_into_loads(choices.gpu_ranges(number), self._ring.slot_experts):
+        for load in layer.split_into_loads(choices.gpu_ranges(gpu_experts), self._ring.slot_experts):
             w13, w2 = self._ring.unpack(self._ring.start_copy(load), load, layer.recipe)
             with self.times.span(COMPUTE, torch.cuda.current_stream()):
                 expert_map = choices.expert_map(load.content.first, load.content.experts)
                 total += slot_experts.compute_slot(layer.recipe, w13, w2, padded, expert_map)[: len(x)]
         return total
 
-    def _copy_first_layer_early(self, number: int) -> None:
+    def _copy_first_layer_early(self, gpu_experts: int) -> None:
         """Starts to copy the first layer's experts for the next step, while the link is free."""
         layer = self._first_layer
-        ranges = self._expert_choices(layer).gpu_ranges(min(number, layer.recipe.experts))
+        ranges = self._expert_choices(layer).gpu_ranges(min(gpu_experts, layer.recipe.experts))
         for load, _ in zip(
             layer.split_into_loads(ranges, self._ring.slot_experts), range(SLOTS), strict=False
         ):
@@ -257,15 +257,15 @@ class SharedExchange:
         ids = torch.rand((most, experts), device=self._device).topk(topk).indices.int()
         weights = torch.full((most, topk), 1 / topk, device=self._device)
 
-        def run(rows: int, number: int) -> LayerTimes:
+        def run(rows: int, gpu_experts: int) -> LayerTimes:
             row_ids, row_weights = ids[:rows], weights[:rows]
             torch.cuda.synchronize()
             before = self._read_busy_ns()
             answers = []
             with self.times.recording() as spans:
                 for _ in range(REPEATS):
-                    if number:
-                        self._compute_with_ranks(layer, number, x[:rows], row_ids, row_weights, None)
+                    if gpu_experts:
+                        self._compute_with_ranks(layer, gpu_experts, x[:rows], row_ids, row_weights, None)
                     else:
                         self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
                     answers.append(torch.cuda.Event(enable_timing=True))

@@ -106,7 +106,9 @@ def remove_unused(
                 removed.append(folder.name)
         _delete_renamed(model_folder)
     except OSError as error:
-        logger.warning("cannot remove unused commits from %s: %s. The commits stay", model_folder, error)
+        logger.warning(
+            "cannot remove all unused commits from %s: %s. The next download tries again", model_folder, error
+        )
     if removed:
         logger.info("removed commits that no resource uses: %s", ", ".join(removed))
     return tuple(removed)

@@ -85,7 +85,7 @@ class Chooser:
     def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
         self._call = library.calls.heteroinfer_choose_experts
         self._routing, self._native_routing = routing, routing._to_native()
-        self._address = ctypes.addressof(self._native_routing)
+        self._routing_address = ctypes.addressof(self._native_routing)
 
     def supports(self, logits: torch.Tensor) -> bool:
         """Returns whether `choose` supports these logits."""
@@ -107,8 +107,12 @@ class Chooser:
         weights = logits.new_empty((rows, self._routing.topk), dtype=torch.float32)
         ids = logits.new_empty((rows, self._routing.topk), dtype=torch.int32)
         self._call(
-            *(weights.data_ptr(), ids.data_ptr(), logits.data_ptr(), _LOGITS[logits.dtype]),
-            *(self._address, rows),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            logits.data_ptr(),
+            _LOGITS[logits.dtype],
+            self._routing_address,
+            rows,
         )
         return weights, ids
 

@@ -219,9 +219,9 @@ class PodProcesses:
             if process.assignment is not None
         )
 
-    def send_group_age(self, group_age_s: float) -> None:
-        """Sends every rank the age of the last heartbeat from the group, in seconds."""
-        message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
+    def send_news_age(self, news_age_s: float) -> None:
+        """Sends every process the age of the last heartbeat from the group, in seconds."""
+        message = SupervisorMessage(group_age_s=news_age_s, drain=self._draining)
         for process in self._processes:
             process.channel.send(message)
 

@@ -253,15 +253,19 @@ class Supervisor:
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _send_heartbeats(self) -> None:
-        """Sends one heartbeat to the other supervisors and to this pod's ranks, and checks all limits."""
+        """Sends a heartbeat to the other supervisors, and checks all limits.
+
+        Also sends this pod's ranks the age of the last heartbeat from the group. A follower has a client, the
+        leader has a server.
+        """
         if self._client is not None:
             self._client.send(Message(ranks=self._processes.beats(), late_s=self._clock.late_s()))
             self._client.check_silence()
-            self._processes.send_group_age(self._client.news_age_s())
+            self._processes.send_news_age(self._client.news_age_s())
         if self._server is not None:
             self._server.beat()
             self._server.check_silence()
-            self._processes.send_group_age(self._server.news_age_s())
+            self._processes.send_news_age(self._server.news_age_s())
             self._check_deadlines(self._server)
 
     def _check_deadlines(self, server: ControlServer) -> None:
@@ -388,9 +392,10 @@ class Supervisor:
         self._asked_to_stop = True
         if self._client is not None:
             self._client.send(Message(stopping=True))
-        if self._drained:
+        if self._drained:  # another pod's stop has already drained this pod
             self._stop()
-        self._drain()
+        else:
+            self._drain()
 
     def _on_stopping(self, pod: int) -> None:
         """Begins a drain because another pod is stopping."""

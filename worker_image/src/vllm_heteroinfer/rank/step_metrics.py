@@ -112,7 +112,7 @@ class RankMetrics(Meter):
         )
         self._idle = self._counter(
             metric_names.IDLE_SECONDS_TOTAL,
-            "Seconds between steps in which this rank waited for the engine",
+            "Seconds that this rank waited for the engine between steps",
             metric_names.RANK_LABELS,
         ).labels(*self.labels)
         self.kv_cache_bytes = self._gauge(metric_names.KV_CACHE_BYTES, "Bytes of this rank's KV cache")

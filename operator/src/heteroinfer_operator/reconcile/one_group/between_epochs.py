@@ -91,8 +91,10 @@ def _find_pod_refusal(
     if starts_after is None or context.refused_worker is None:
         return None, 0.0
     group, refused = (status.index, own) if own is not None else context.refused_worker
-    waiting = f"waiting until group {starts_after} has its pods: groups start one at a time"
-    message = f"{waiting}, because a pod of group {group} was refused: {refused.message}"
+    message = (
+        f"a pod of group {group} was refused, so groups start one at a time, and this group waits for the pods "
+        f"of group {starts_after}. The refusal: {refused.message}"
+    )
     return replace(refused, message=message), _TURN_EVERY_S
 
 
@@ -116,15 +118,16 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
 
 
 def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
-    """Reports whether a group keeps its revision because the target cannot start or has already failed.
+    """Reports whether a group keeps its last revision.
 
-    A group of the target revision waits while the model is inspected again: a change of the model may have
-    ended the group.
+    It does if the target cannot start, has failed, or was not validated by the API server yet. Exception: a
+    group that already has the target revision waits while the model is inspected again, because a change of the
+    model may have ended the group.
     """
     problem, has_target = context.problem, status.revision == context.target.name
     if problem is None:
         return (context.target_failed or context.admission.is_unanswered) and not has_target
-    return not (has_target and problem.reason == WAITING_FOR_MODEL)
+    return not has_target or problem.reason != WAITING_FOR_MODEL
 
 
 def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
@@ -173,8 +176,8 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
             status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # An epoch begins when the operator first asks the API server for one of its pods. The operator does so
-    # only after the objects that pods need exist.
+    # An epoch begins with the request for its first pod. So it does not begin while an object that pods need is
+    # refused, or while the next attempt at a refused pod is not due.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # After the epoch began, pods that the operator never saw may have run. So a new epoch needs a new number.
     next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)

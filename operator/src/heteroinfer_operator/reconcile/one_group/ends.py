@@ -33,7 +33,10 @@ def pod_ended(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def node_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns the end if the node of a pod is lost; otherwise None."""
+    """Returns the end if the node of a pod is lost; otherwise None.
+
+    A pod that its node rejected does not count, because it never ran.
+    """
     pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
     return epoch.context.node_loss.find_epoch_end(pods)
 

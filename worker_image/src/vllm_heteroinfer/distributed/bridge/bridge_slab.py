@@ -30,7 +30,7 @@ from vllm_heteroinfer.pod.memory_files import open_memfd
 
 PARTS = 2
 """Buffers for each rank: see `BridgeLink`."""
-RING = 16
+MAX_UNREAD = 16
 """Number of announcements that may be unread."""
 WORDS = 16
 """Words of 8 bytes in a rank's line, the control words that this rank writes and the others read."""
@@ -43,7 +43,7 @@ announcements that the rank has read and sent. PROOF: a value for `StreamSignal`
 _NONCE = 8
 """Index of the first word of the rank's nonce in its line."""
 _NONCE_BYTES = 16
-_RING_ENTRY_BYTES = 8 + MESSAGE_BYTES
+_ANNOUNCEMENT_BYTES = 8 + MESSAGE_BYTES
 _PAGE_BYTES = 4096
 _T = TypeVar("_T")
 
@@ -55,14 +55,14 @@ class BridgeSlab:
         words: int64 view of the ranks' lines, WORDS words for each rank.
         parts: PARTS buffers for each rank, by rank in the process group.
         headers: the headers of these buffers, by rank in the process group.
-        ring: the announcements of the first rank: 8 bytes of length, then the message.
+        announcements: the announcements of the first rank: 8 bytes of length, then the message.
         unlock: undoes `lock_pages`; further calls do nothing.
     """
 
     unlock: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, fd: int, num_ranks: int) -> None:
-        """Maps the memory of a descriptor, and finds its parts: lines, headers, ring and parts of tensors."""
+        """Maps the memory of a descriptor, and finds its parts: lines, headers, announcements and parts of tensors."""
         self._memory = mmap.mmap(fd, slab_bytes(num_ranks), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         view = memoryview(self._memory)
         lines = num_ranks * WORDS * 8
@@ -72,9 +72,9 @@ class BridgeSlab:
             [view[start : start + HEADER_BYTES] for start in _starts(lines, index, PARTS, HEADER_BYTES)]
             for index in range(num_ranks)
         ]
-        self.ring = [
-            view[start : start + _RING_ENTRY_BYTES]
-            for start in _starts(lines + headers, 0, RING, _RING_ENTRY_BYTES)
+        self.announcements = [
+            view[start : start + _ANNOUNCEMENT_BYTES]
+            for start in _starts(lines + headers, 0, MAX_UNREAD, _ANNOUNCEMENT_BYTES)
         ]
         first = _parts_offset(num_ranks)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -106,8 +106,8 @@ def _starts(offset: int, index: int, count: int, size: int) -> list[int]:
 
 
 def _parts_offset(num_ranks: int) -> int:
-    """Returns the first byte of the parts: after lines, headers and ring, at the start of a page."""
-    control = num_ranks * (WORDS * 8 + PARTS * HEADER_BYTES) + RING * _RING_ENTRY_BYTES
+    """Returns the first byte of the parts: after lines, headers and announcements, at the start of a page."""
+    control = num_ranks * (WORDS * 8 + PARTS * HEADER_BYTES) + MAX_UNREAD * _ANNOUNCEMENT_BYTES
     return -(-control // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -32,7 +32,7 @@ _TAG = 0x4862
 group too."""
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
-_RING = 16
+_MAX_UNREAD = 16
 _MISMATCH_GRACE_S = 1.0
 """Time that a rank waits after it found a mismatch, so that the other rank finds it too."""
 _LENGTH_BYTES = 8
@@ -74,7 +74,7 @@ class GlooLink:
         timeout_s: float,
         meter: Meter,
     ) -> None:
-        """Allocates two messages for each direction and peer, and the ring of announcements.
+        """Allocates two messages for each direction and peer, and the place for announcements.
 
         Args:
             cpu_group: gloo ProcessGroup of exactly these ranks.
@@ -88,8 +88,8 @@ class GlooLink:
         self._in = {
             peer: [_GlooMessage(pinned=self._pinned) for _ in range(_PARTS)] for peer in process_group.peers
         }
-        self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
-        self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
+        self._announcements = torch.zeros((_MAX_UNREAD, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
+        self._announcement_works: list[list[tuple[int, Any]]] = [[] for _ in range(_MAX_UNREAD)]
         self._direct_message: _GlooMessage | None = None
         # gloo can wait for a receive, but cannot report whether it is done.
         self._wait_threads = (
@@ -159,19 +159,19 @@ class GlooLink:
     def announce(self, message: bytes) -> None:
         """Sends a message to each listener; only the first rank may call it."""
         self._announced += 1
-        slot = self._announced % _RING
-        for peer, work in self._ring_works[slot]:
+        slot = self._announced % _MAX_UNREAD
+        for peer, work in self._announcement_works[slot]:
             self._wait_and_report(work, peer, FREE_PLACE, self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        row = self._ring[slot, : len(framed)]
+        row = self._announcements[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
-        self._ring_works[slot] = [
+        self._announcement_works[slot] = [
             (peer, self._post(dist.isend, row, peer, _ANNOUNCE_TAG)) for peer in self._process_group.listeners
         ]
 
     def listen(self, deadline_s: float) -> bytes:
         """Waits for the next announcement of the first rank."""
-        row = self._ring[0]
+        row = self._announcements[0]
         self._wait_and_report(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]

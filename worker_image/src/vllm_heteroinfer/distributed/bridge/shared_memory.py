@@ -20,7 +20,7 @@ from vllm_heteroinfer.distributed.bridge.bridge_slab import (
     CLOSED,
     PARTS,
     READ,
-    RING,
+    MAX_UNREAD,
     WORDS,
     WRITTEN,
     BridgeSlab,
@@ -157,22 +157,22 @@ class SharedMemoryLink:
         self._meter.add_wait(waited)
 
     def announce(self, message: bytes) -> None:
-        """Puts a message into the ring; only the first rank may call it."""
+        """Puts a message into the place for announcements; only the first rank may call it."""
         announced = self._announced + 1
         words = self._slab.words
         for peer in self._process_group.listeners:
             word = peer * WORDS + READ
-            if words[word] <= announced - 1 - RING:
+            if words[word] <= announced - 1 - MAX_UNREAD:
                 self._wait_and_report(
-                    partial(_word_exceeds, words, word, announced - 1 - RING), peer, FREE_PLACE
+                    partial(_word_exceeds, words, word, announced - 1 - MAX_UNREAD), peer, FREE_PLACE
                 )
-        entry = self._slab.ring[announced % RING]
+        entry = self._slab.announcements[announced % MAX_UNREAD]
         entry[:8] = len(message).to_bytes(8, "little")
         entry[8 : 8 + len(message)] = message
         self._announced = words[ANNOUNCED] = announced
 
     def listen(self, deadline_s: float) -> bytes:
-        """Waits for the next message in the ring."""
+        """Waits for the next announcement."""
         words, wanted = self._slab.words, self._read + 1
         if words[ANNOUNCED] < wanted:
             self._wait_and_report(
@@ -185,7 +185,7 @@ class SharedMemoryLink:
                     "the rank has closed its bridge. See its log",
                     awaited=AN_ANNOUNCEMENT,
                 )
-        entry = self._slab.ring[wanted % RING]
+        entry = self._slab.announcements[wanted % MAX_UNREAD]
         message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
         self._read = words[self._line + READ] = wanted
         return message

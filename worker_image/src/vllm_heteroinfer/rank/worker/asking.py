@@ -52,7 +52,10 @@ class _RemoteLoad(ModelLoad):
         self._remote: frozenset[str] = frozenset()
 
     def model_built(self, model: Any, loader: Any) -> None:
-        """Records and publishes the recipe; raises ContractError if a remote part lacks weights."""
+        """Records the recipe: the parts of the checkpoint that fill the remote layers.
+
+        Publishes the recipe for the feed-forward ranks. Raises ContractError if a remote part lacks weights.
+        """
         remote_parts.check_found(self._parts, self._planned_layers, self._config.model_config.model)
         recorded = recording.record(model, loader, self._config, self._parts)
         self._remote = recorded.tensors
@@ -122,7 +125,8 @@ class Asking(RankMode):
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
         remote.connect(self._let_gpu_compute_experts(exchange, runner))
         _logger.info(
-            "rank %d: feed-forward ranks %s compute %d layers for it, at most %d rows of %d elements at once",
+            "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for it, at most %d rows of "
+            "%d elements at once",
             context.rank.rank,
             [rank.rank for rank in self._ranks],
             len(self._layers),

@@ -48,7 +48,7 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
         raise MemoryError(problem)
     return (
         headroom.size_bytes,
-        f"{problem}. Until then all ranks use the number of KV blocks that fits on this rank",
+        f"{problem}. In this epoch, all ranks use the number of KV blocks that fits on this rank",
     )
 
 

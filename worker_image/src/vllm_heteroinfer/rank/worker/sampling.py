@@ -16,21 +16,29 @@ from vllm.v1.outputs import SamplerOutput
 from vllm_heteroinfer.distributed.bridge import Bridge
 
 
-class SharedSamples:
-    """Replaces a runner's `_sample`. The group's first rank samples and broadcasts its tokens.
+def share_samples(runner: Any, bridge: Bridge, *, leads: bool) -> None:
+    """Replaces a runner's `_sample`, so that every rank continues with the first rank's tokens.
+
+    Args:
+        leads: whether this rank is the first rank of the bridge.
+    """
+    runner._sample = _SharedSamples(runner, bridge, leads=leads)
+
+
+class _SharedSamples:
+    """A runner's `_sample` by which the group's first rank samples and broadcasts its tokens.
 
     Every step of the last stage ends with this broadcast, even if all its tokens are discarded (the first
     chunks of a prompt). So this broadcast detects ranks that disagree on the content of a step.
     """
 
     def __init__(self, runner: Any, bridge: Bridge, *, leads: bool) -> None:
-        """Sets itself as the runner's `_sample`. The first rank of the bridge leads."""
+        """Keeps the runner's own `_sample`, which the first rank calls."""
         self._runner = runner
         self._bridge = bridge
         self._leads = leads
         self._sample = runner._sample
         self._digest = 0
-        runner._sample = self
 
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """Returns the first rank's tokens. Only the first rank returns logprobs, because only it replies.

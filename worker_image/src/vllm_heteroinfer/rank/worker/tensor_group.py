@@ -20,7 +20,7 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker.following import follow, leading
 from vllm_heteroinfer.rank.worker.rank_mode import RankMode
-from vllm_heteroinfer.rank.worker.sampling import SharedSamples
+from vllm_heteroinfer.rank.worker.sampling import share_samples
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TensorGroup(RankMode):
         """On the last stage, makes this rank continue with the leader's tokens."""
         self._stages.model_loaded(runner)
         if get_pp_group().is_last_rank:
-            SharedSamples(runner, self._bridge, leads=self._leads)
+            share_samples(runner, self._bridge, leads=self._leads)
 
     @contextlib.contextmanager
     def warming_up(self, runner: Any, phase: str) -> Iterator[None]:

@@ -65,8 +65,8 @@ class Namespace(Caches):
         data = {REVISION_KEY: json.dumps({"spec": spec, "commit": "b" * 40})}
         self.show(CONFIG_MAP.path(), {"kind": "ConfigMap", "metadata": self._child(name), "data": data})
 
-    def neighbours(self, claim: str = "shared") -> list[str] | None:
-        found = self.state.neighbours(ResourceKey(namespace="ns", name="one"), claim)
+    def other_cache_users(self, claim: str = "shared") -> list[str] | None:
+        found = self.state.other_cache_users(ResourceKey(namespace="ns", name="one"), claim)
         return None if found is None else [each.resource.key.name for each in found]
 
 
@@ -75,37 +75,37 @@ def namespace() -> Namespace:
     return Namespace()
 
 
-def test_a_resource_that_does_not_use_the_claim_is_not_a_neighbour(namespace: Namespace) -> None:
+def test_a_resource_that_does_not_use_the_claim_is_not_a_cache_user(namespace: Namespace) -> None:
     namespace.show_resource("two", MOVED)
     namespace.show_pod("two", "other")
     namespace.show_pod("one", "shared")
-    assert namespace.neighbours() == []
+    assert namespace.other_cache_users() == []
 
 
 def test_a_resource_is_a_neighbour_if_its_pods_mount_the_claim(namespace: Namespace) -> None:
     namespace.show_resource("two", MOVED)
     namespace.show_pod("two", "shared")
-    assert namespace.neighbours() == ["two"]
+    assert namespace.other_cache_users() == ["two"]
 
 
 def test_a_resource_is_a_neighbour_if_its_revision_names_the_claim(namespace: Namespace) -> None:
     """Its group restarts with that revision while the model of the spec is not available."""
     namespace.show_resource("two", MOVED)
     namespace.show_revision("two", FETCHES)
-    (found,) = namespace.state.neighbours(ResourceKey(namespace="ns", name="one"), "shared") or ()
+    (found,) = namespace.state.other_cache_users(ResourceKey(namespace="ns", name="one"), "shared") or ()
     assert [each["kind"] for each in found.objects] == ["ConfigMap"]
 
 
-def test_a_resource_for_which_the_claim_was_created_is_a_neighbour(namespace: Namespace) -> None:
+def test_a_resource_for_which_the_claim_was_created_is_a_cache_user(namespace: Namespace) -> None:
     """A suspended resource has no pods, and neither its spec nor its status names the claim."""
     namespace.show_resource("two", {"model": {"uri": "hf://acme/llama", "cache": {"size": "1Gi"}}})
     owner = Owner(key=ResourceKey(namespace="ns", name="two"), uid="two")
-    assert namespace.neighbours(identity.model_claim(owner, ModelCache(size="1Gi"))) == ["two"]
+    assert namespace.other_cache_users(identity.model_claim(owner, ModelCache(size="1Gi"))) == ["two"]
 
 
 def test_users_of_a_claim_are_unknown_while_pods_of_a_deleted_resource_mount_it(namespace: Namespace) -> None:
     namespace.show_pod("gone", "shared")
-    assert namespace.neighbours() is None
+    assert namespace.other_cache_users() is None
 
 
 def test_pods_that_may_remove_commits_of_a_claim_are_found(namespace: Namespace) -> None:

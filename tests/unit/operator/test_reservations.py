@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest, ResourceKey
-from heteroinfer_operator.kube.cluster_state import PROMISE_S
+from heteroinfer_operator.kube.cluster_state import RESERVATION_S
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, PRIORITY_CLASS
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.nodes.demand import preferred_node
@@ -21,7 +21,7 @@ OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")
 NAME = "llama-0-7-0"
 
 
-class PromiseCaches(Caches):
+class ReservationCaches(Caches):
     """The caches with a resource whose pods wait for a node."""
 
     def show_resource(self, uid: str = OWNER.uid) -> None:
@@ -29,7 +29,7 @@ class PromiseCaches(Caches):
         self.show(HETERO_INFERENCE.path(), {"metadata": metadata, "spec": {}})
 
     @property
-    def promised(self) -> list[str]:
+    def reserved(self) -> list[str]:
         return [demand.name for demand in self.state.reserved_demands()]
 
 
@@ -49,54 +49,54 @@ def waiting_pod(name: str = NAME, uid: str = "u", **spec: Any) -> dict[str, Any]
 
 
 @pytest.fixture
-def caches() -> PromiseCaches:
-    caches = PromiseCaches()
+def caches() -> ReservationCaches:
+    caches = ReservationCaches()
     caches.show_resource()
     return caches
 
 
-def test_capacity_is_reserved_for_a_pod_for_a_limited_time(caches: PromiseCaches) -> None:
+def test_capacity_is_reserved_for_a_pod_for_a_limited_time(caches: ReservationCaches) -> None:
     caches.show(POD.path(), waiting_pod())
-    assert caches.promised == [f"ns/{NAME}"]
-    caches.now += PROMISE_S - 1
+    assert caches.reserved == [f"ns/{NAME}"]
+    caches.now += RESERVATION_S - 1
     caches.show(POD.path(), waiting_pod(priority=1))
-    assert caches.promised == [f"ns/{NAME}"]
+    assert caches.reserved == [f"ns/{NAME}"]
     caches.now += 1
-    assert caches.promised == [], "a change of the pod does not prolong its reservation"
+    assert caches.reserved == [], "a change of the pod does not prolong its reservation"
     caches.show(POD.path(), waiting_pod(uid="another"))
-    assert caches.promised == [f"ns/{NAME}"]
+    assert caches.reserved == [f"ns/{NAME}"]
 
 
-def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: PromiseCaches) -> None:
+def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: ReservationCaches) -> None:
     caches.show(POD.path(), waiting_pod(schedulingGates=[{"name": "kueue.x-k8s.io/admission"}]))
-    caches.now += 100 * PROMISE_S
-    assert caches.promised == []
+    caches.now += 100 * RESERVATION_S
+    assert caches.reserved == []
     caches.show(POD.path(), waiting_pod())
-    assert caches.promised == [f"ns/{NAME}"]
+    assert caches.reserved == [f"ns/{NAME}"]
 
 
 @pytest.mark.parametrize("name", ["squat", "llama", "llama-0-7", "llama-0-7-0-copy", "other-0-7-0"])
-def test_no_capacity_is_reserved_for_a_pod_of_another_name(caches: PromiseCaches, name: str) -> None:
+def test_no_capacity_is_reserved_for_a_pod_of_another_name(caches: ReservationCaches, name: str) -> None:
     caches.show(POD.path(), waiting_pod(name))
-    assert caches.promised == []
+    assert caches.reserved == []
 
 
 def test_no_capacity_is_reserved_for_a_pod_of_a_missing_resource() -> None:
-    caches = PromiseCaches()
+    caches = ReservationCaches()
     caches.show(POD.path(), waiting_pod())
-    assert caches.promised == [], "no such resource exists"
+    assert caches.reserved == [], "no such resource exists"
     caches.show_resource("another")
-    assert caches.promised == [], "another resource has that name"
+    assert caches.reserved == [], "another resource has that name"
     caches.show_resource()
-    assert caches.promised == [f"ns/{NAME}"]
+    assert caches.reserved == [f"ns/{NAME}"]
 
 
-@given(st.lists(st.tuples(st.integers(0, int(PROMISE_S)), st.booleans(), st.booleans()), max_size=8))
+@given(st.lists(st.tuples(st.integers(0, int(RESERVATION_S)), st.booleans(), st.booleans()), max_size=8))
 def test_changes_of_a_pod_do_not_prolong_its_reservation(
     events: Sequence[tuple[int, bool, bool]],
 ) -> None:
     """The pod changes, is gated and released, and its resource is written. The pod's time still runs."""
-    caches, waited_s = PromiseCaches(), 0
+    caches, waited_s = ReservationCaches(), 0
     caches.show_resource()
     caches.show(POD.path(), waiting_pod())
     for seconds, change, write in events:
@@ -106,10 +106,10 @@ def test_changes_of_a_pod_do_not_prolong_its_reservation(
             caches.show(POD.path(), waiting_pod(priority=int(caches.now)))
         if write:
             caches.show_resource()
-        assert (caches.promised == []) == (waited_s >= PROMISE_S)
+        assert (caches.reserved == []) == (waited_s >= RESERVATION_S)
 
 
-def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: PromiseCaches) -> None:
+def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: ReservationCaches) -> None:
     for name in ("a", "b"):
         caches.show("/api/v1/nodes", node_of(name))
     hint = hint_at("b")
@@ -132,7 +132,7 @@ def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: PromiseCaches
 
 @pytest.mark.parametrize(("value", "counted"), [(5, True), (-10, False)], ids=["higher", "the same"])
 def test_counts_a_pod_that_will_preempt_on_its_node_before_it_is_stored(
-    caches: PromiseCaches, value: int, counted: bool
+    caches: ReservationCaches, value: int, counted: bool
 ) -> None:
     """The manifest names only a priority class. The API server fills in the number."""
     caches.show("/api/v1/nodes", node_of("a"))
