@@ -25,8 +25,8 @@ from heteroinfer_contract import metric_names as m
 FLEET: Final = Board(
     uid="heteroinfer-fleet",
     title="HeteroInfer / Fleet",
-    text="All groups: which ones serve, which ones are slow and because of which rank, and whether the operator "
-    "works.",
+    text="All groups: which ones serve, which ones are slow and because of which rank, and whether the "
+    "operator works.",
     variables=(NAMESPACES,),
     rows=(
         Row(

@@ -57,7 +57,7 @@ def test_comments_name_members_that_exist() -> None:
     assert find_unknown(sources) == []
 
 
-def test_finds_a_renamed_member_and_knows_those_of_bases() -> None:
+def test_reports_a_member_that_is_gone_and_accepts_inherited_members() -> None:
     base = "class Base:\n    kept: int = 0\n    def __init__(self): self.own = 1\n"
     used = (
         "class Derived(Base):\n    '''See `Base.gone`, `Derived.kept`, `Derived.own()` and `Other.what`.'''\n"

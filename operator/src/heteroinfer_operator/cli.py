@@ -26,7 +26,7 @@ COMMANDS: Final = MappingProxyType(
         "up": "run a HeteroInference on this machine, without a cluster",
         "status": "show one resource at a glance: its problems, groups, ranks and the next step",
         "top": "show the groups and ranks of a cluster in a live table",
-        "logs": "print the logs of a resource's pods, first of the pod that ended the epoch",
+        "logs": "print the logs of a resource's pods, starting with the pod that ended the epoch",
         "plan": "print whether a HeteroInference fits, how fast it is, and its ranks, without a cluster",
         "report": "write a support bundle: manifests, plans, events, logs, versions, without secrets",
         "restart": "start all groups of resources again, as rollout.maxUnavailable allows",

@@ -140,7 +140,11 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUser:
-    """Another resource that uses the claim of a model's cache, with the ConfigMaps of its plans and revisions."""
+    """Another resource that uses the claim of a model's cache.
+
+    Attributes:
+        objects: ConfigMaps of its plans and revisions.
+    """
 
     resource: ResourceView
     objects: tuple[Manifest, ...]
@@ -184,8 +188,8 @@ class ResourceObservation:
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and
             that the operator did not create; None while unknown.
-        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown or not
-            needed now.
+        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown or
+            not needed now.
         cleanup_pods: pods that may now remove commits from claims that the resource mounts without a fetch.
     """
 

@@ -134,7 +134,7 @@ def test_an_error_names_the_killed_rank() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_closed_rank_is_detected_immediately(group: Group) -> None:
+def test_the_other_ranks_fail_within_two_seconds_after_a_rank_closes_its_bridge(group: Group) -> None:
     reported = outcomes(group, "leave")
     assert [one.get("error") for one in reported[:-1]] == ["PeerLostError"] * (len(reported) - 1)
     assert all(one["seconds"] < 2 for one in reported[:-1])

@@ -295,5 +295,6 @@ async def test_users_of_a_claim_are_known_unless_another_operator_may_use_it(
         assert [each.resource.key.name for each in found] == ["other"]
         await create_resource(server, namespace, "foreign", operatorClass="beta")
         await until(
-            "the other operator's", lambda: watched.cluster_state.other_cache_users(owner.key, "shared") is None
+            "the other operator's",
+            lambda: watched.cluster_state.other_cache_users(owner.key, "shared") is None,
         )

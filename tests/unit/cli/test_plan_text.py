@@ -22,7 +22,7 @@ from tests.unit.planning.test_feed_forward import feed_forward, mixture
 
 MIXED = (gpu(deviceMemory="24Gi"), cpu(memory="64Gi"))
 LARGE = profile(num_layers=96)
-MORE = "--explain (bytes, rates, KV cache), --choices (cheaper, faster, more concurrency)"
+MORE = "--explain (bytes, rates, KV cache), --choices (fewer pods, less memory, faster, more concurrency)"
 
 
 def lines(planned: Planned, word: str) -> list[str]:

@@ -38,9 +38,18 @@ def test_reads_a_key_from_the_environment_and_its_fingerprint_hides_it() -> None
     assert KEY.fingerprint not in KEY.text
 
 
-@pytest.mark.parametrize("text", ["zz", "ab", KEY.text + "00", "ä" * 64])
-def test_refuses_an_invalid_key_without_showing_it(text: str) -> None:
-    with pytest.raises(ContractError, match=rf"must be 64 hex digits \(got {len(text)} char") as refusal:
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("zz", "other characters"),
+        ("ab", "2 digits"),
+        ("abc", "3 digits"),
+        (KEY.text + "00", "66 digits"),
+        ("ä" * 64, "other characters"),
+    ],
+)
+def test_refuses_an_invalid_key_without_showing_it(text: str, got: str) -> None:
+    with pytest.raises(ContractError, match=rf"must be 64 hex digits \(got {got}\)") as refusal:
         GroupKey.from_env({names.ENV_GROUP_KEY: text})
     assert text not in str(refusal.value)
 

@@ -105,7 +105,7 @@ def test_a_look_at_the_cache_that_raises_ends_the_fetch(broken: str, tmp_path: P
 
 
 def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="the hub sent nothing new"):
+    with pytest.raises(FetchError, match="the download got no new byte"):
         run(tmp_path, "", patience_s=0.1)
 
 

@@ -118,7 +118,7 @@ def test_selectors_of_one_label_become_one_policy() -> None:
     assert policy["spec"]["podSelector"] == {"matchLabels": LABELS, "matchExpressions": [one_of]}
 
 
-def test_a_group_has_a_bounded_number_of_policies_and_sure_ones_come_first() -> None:
+def test_a_group_has_at_most_32_policies_and_selectors_that_surely_match_come_first() -> None:
     others = [{"matchLabels": {"app": str(number), "part": "a"}} for number in range(100)]
     found = group_policies(*others, {"matchLabels": {"team": "search"}})
     assert len(found) == 32

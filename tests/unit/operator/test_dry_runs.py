@@ -130,7 +130,7 @@ async def test_a_new_revision_does_not_wait_for_the_result_of_another() -> None:
     assert runs.admitted_revisions(resource()) == {"new"}
 
 
-async def test_dry_runs_of_many_resources_use_only_a_part_of_the_requests() -> None:
+async def test_at_most_16_dry_runs_run_at_the_same_time() -> None:
     server = Server()
     runs = DryRuns(server.dry_run_create)
     names = [f"demo-{i}" for i in range(3 * AT_ONCE)]

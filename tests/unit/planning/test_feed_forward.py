@@ -483,7 +483,8 @@ def test_reports_the_missing_memory_of_all_ranks_at_once() -> None:
         plan(feed_forward(device_memory="3500Mi", memory="16Gi"), mixture())
     own, theirs = refused.value.message.splitlines()
     assert "of memory is missing on its rank" in own
-    assert theirs.startswith("role gpu: 12.39 GiB of memory is missing on each feed-forward rank")
+    lacks = "the feed-forward rank with the largest share lacks 12.39 GiB of memory"
+    assert theirs.startswith(f"role gpu: {lacks}")
     assert refused.value.reason == "InsufficientMemory"
 
 
@@ -545,7 +546,7 @@ def test_windows_keep_the_blocks_of_the_step_that_is_scheduled_ahead() -> None:
     engine = planned.plan.engine
     assert planned.plan.schedules_ahead
     assert planned.plan.batches_at_once == 2
-    one = build_kv_cache(model, engine, tensor=1, batches=1).sequence_blocks
+    one = build_kv_cache(model, engine, ranks_of_stage=1, batches_at_once=1).sequence_blocks
     more = engine.max_num_batched_tokens // engine.block_size
     assert planned.sizes.kv.sequence_blocks == one + more
     assert plan(spec(gpu()), model).plan.batches_at_once == 1

@@ -79,7 +79,7 @@ def test_a_small_node_gets_a_part_that_fits_its_memory() -> None:
     assert small.weight_bytes < 2 * GIB
     with pytest.raises(
         PlanError,
-        match=r"role small: .* of memory is missing on each .* Raise resources.limits.memory or pods",
+        match=r"role small: .* lacks .* of memory\. .* Raise resources.limits.memory or pods",
     ):
         plan(pods(cpu(name="small", memory="2Gi", pods=2)), in_units(32))
 

@@ -10,8 +10,8 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import (
-    CleanupPod,
     CacheUser,
+    CleanupPod,
     PodView,
     ResourceKey,
     ResourceObservation,
@@ -76,7 +76,10 @@ def test_commits_in_plans_revisions_and_statuses_are_in_use() -> None:
     found = in_use(resource(status=serving(A), **CACHE), objects=objects)
     assert found is not None
     assert {A, B, C} <= set(found)
-    other_cache_users = resource("two", status=serving(D)), resource("three", uri=f"pvc://models/acme--llama/{B}")
+    other_cache_users = (
+        resource("two", status=serving(D)),
+        resource("three", uri=f"pvc://models/acme--llama/{B}"),
+    )
     found = in_use(resource(status=serving(A), **CACHE), *other_cache_users)
     assert found is not None
     assert {A, B, D} <= set(found)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.status_size import LEFT_OUT, fit_groups, fit_plans
@@ -52,15 +54,17 @@ def without_resources_from(first: int, status: HeteroInferenceStatus) -> HeteroI
     return status.model_copy(update={"groups": groups})
 
 
-def test_json_escapes_count_towards_the_size() -> None:
+@pytest.mark.parametrize(("character", "escaped_bytes"), [("<", 6), ('"', 2), ("\\", 2), ("\n", 2), ("é", 2)])
+def test_json_escapes_count_towards_the_size(character: str, escaped_bytes: int) -> None:
+    message = character * 1024
     largest = build_largest_status()
     escaped = tuple(
         group.model_copy(
             update={
-                "failures": tuple(f.model_copy(update={"message": "<" * 1024}) for f in group.failures),
+                "failures": tuple(f.model_copy(update={"message": message}) for f in group.failures),
             }
         )
         for group in largest.groups
     )
     words = [f.message for group in fit_groups(escaped) for f in group.failures]
-    assert sum(6 * len(word) for word in words if word != LEFT_OUT) < 96_000
+    assert 0 < sum(escaped_bytes * len(word) for word in words if word != LEFT_OUT) < 96_000

@@ -107,7 +107,7 @@ def test_a_rank_gets_the_planned_memory_or_the_free_memory(measured: int, grante
         assert warning == (
             f"rank 1 (role cpu, CPU): memory for the KV cache is {measured}.0 MiB, but the plan needs "
             "64.0 MiB: as measured. Raise resources.limits.memory of the role, or give the rank fewer "
-            "layers. Until then all ranks use the number of KV blocks that fits on this rank"
+            "layers. In this epoch, all ranks use the number of KV blocks that fits on this rank"
         )
 
 
@@ -143,7 +143,7 @@ def test_measures_the_peak_of_a_run(tmp_path: Path) -> None:
     assert peak.above_rest_bytes() == 2 * MIB
 
 
-def test_peak_of_a_run_on_a_kernel_without_peaks(tmp_path: Path) -> None:
+def test_without_vmhwm_the_peak_since_the_start_of_the_process_counts(tmp_path: Path) -> None:
     write(tmp_path, status="Name:\tpython\nVmRSS:\t  1024 kB\n")  # gVisor
     own_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert headroom.PeakOfRun(tmp_path).above_rest_bytes() >= own_peak_bytes - MIB > 0

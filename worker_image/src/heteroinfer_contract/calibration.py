@@ -125,7 +125,8 @@ class KernelRate:
     def rate(self, rows: float) -> float:
         """Returns the bytes per second for `rows` rows.
 
-        Beyond the measured counts, the rate falls in proportion to the rows: computation is the limit.
+        Beyond the last measured count, the rate falls in proportion to the rows, because computation is the
+        limit. If only one row was measured, the rate is that of one row.
         """
         points = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
         if len(points) == 1:

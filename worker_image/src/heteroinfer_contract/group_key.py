@@ -7,6 +7,7 @@ a code proves the author of a text, its time (by the reader's nonce), and that t
 
 import hashlib
 import hmac
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -86,8 +87,10 @@ class GroupKey:
         except ValueError:
             secret = b""
         if len(secret) != KEY_BYTES:
+            is_hex = all(character in string.hexdigits for character in text)
+            got = f"{len(text)} digits" if is_hex else "other characters"
             raise ContractError(
-                f"{names.ENV_GROUP_KEY}: must be {2 * KEY_BYTES} hex digits (got {len(text)} characters). "
+                f"{names.ENV_GROUP_KEY}: must be {2 * KEY_BYTES} hex digits (got {got}). "
                 "Delete the Secret that contains it; the operator then creates it again"
             )
         return cls(secret)

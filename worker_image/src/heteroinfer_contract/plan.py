@@ -354,7 +354,7 @@ class Plan(codec.JsonValue):
         is_asking_gpu = rank.device is Device.GPU and rank.feed_forward is None
         if not is_asking_gpu or not servers or any(each.pod != rank.pod for each in servers):
             raise ContractError(
-                f"Plan.ranks[{rank.rank}].ring_bytes: must be 0 unless the rank has a GPU, and all "
+                f"Plan.ranks[{rank.rank}].ring_bytes: must be 0 unless the rank has a GPU and all "
                 f"feed-forward ranks of its stage are in its pod (got {rank.ring_bytes})"
             )
 

@@ -116,7 +116,10 @@ def _build_feed_forward(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedFo
     cpu_millis = int(total["cpu"] * 1000 / ranks)
     memory_mebi = int(total["memory"] / ranks) >> 20
     if cpu_millis < 1 or memory_mebi < 1:
-        return None, "needs at least 1m of CPU and 1Mi of memory for each rank (the CPU roles request less)"
+        return (
+            None,
+            "needs at least 1m of cpu and 1Mi of memory for each CPU rank (the CPU roles request less)",
+        )
     cpu = format_quantity(Fraction(cpu_millis, 1000))
     return FeedForwardSpec(ranks=ranks, cpu=cpu, memory=f"{memory_mebi}Mi"), ""
 

@@ -291,8 +291,8 @@ class KvCacheStatus(StatusModel):
     limiting_role: RoleName
     """Role of the limiting rank. Raise its memory for a larger KV cache."""
     limited_by: KvLimit
-    """Limit of the KV cache. Plan: every rank holds the plan's cache. Memory: the limiting rank holds
-    less."""
+    """Cause of the limit of the KV cache. Plan: the size in the plan, for which every rank has memory.
+    Memory: the limiting rank has memory for less than the plan's size."""
     limiting_rank_blocks: Count
     """Number of blocks that fit into the memory of the limiting rank."""
 
@@ -335,7 +335,7 @@ class GroupStatus(StatusModel):
     plan_hash: Hash | None = None
     """Hash of the group's plan."""
     epoch: Epoch = 0
-    """Number of the current epoch. It grows with each start, often by more than 1; 0 before the first start."""
+    """Number of the current epoch. It grows with each start, by 1 or more; 0 before the first start."""
     phase: GroupPhase = GroupPhase.PENDING
     """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
     message: Text | None = None

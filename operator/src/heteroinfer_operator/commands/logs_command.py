@@ -1,4 +1,4 @@
-"""`heteroinfer logs`: prints the logs of a resource's pods, first of the pod that ended the epoch."""
+"""`heteroinfer logs`: prints the logs of a resource's pods, starting with the pod that ended the epoch."""
 
 import argparse
 import asyncio

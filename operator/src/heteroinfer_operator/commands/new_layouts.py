@@ -16,6 +16,9 @@ from heteroinfer_operator.quantity import parse_bytes
 
 FILE_SCHEME: Final = "file://"
 GIB: Final = 2**30
+_CACHED_REVISIONS: Final = 2
+"""Revisions of a model that its cache holds: a download of the next one needs room beside the current one."""
+_SPARE_CACHE_GIB: Final = 1
 _MAX_GIB: Final = 8192
 """Largest memory of one pod or GPU that `find_fitting_changes` tries."""
 _MAX_GPUS: Final = 16
@@ -110,10 +113,11 @@ class Draft:
     max_model_len: int | None
 
     def cache(self, layout: GroupLayout) -> dict[str, str]:
-        """Returns spec.model.cache for a model of a hub, for two revisions; {} for other models."""
+        """Returns spec.model.cache with room for two revisions of a hub's model; {} for other models."""
         if not self.model["uri"].startswith(HUB_SCHEME):
             return {}
-        size_gib = -(-2 * (self.profile.total_bytes + self.profile.encoder_bytes) // GIB) + 1
+        model_bytes = self.profile.total_bytes + self.profile.encoder_bytes
+        size_gib = -(-_CACHED_REVISIONS * model_bytes // GIB) + _SPARE_CACHE_GIB
         mode = AccessMode.READ_WRITE_MANY if layout.num_pods > 1 else AccessMode.READ_WRITE_ONCE
         return {"size": f"{size_gib}Gi", "accessMode": mode.value}
 

@@ -1,7 +1,7 @@
 """Describes smaller, faster and more concurrent plans for `heteroinfer plan --choices`. Pure.
 
-The figures of each choice come from a plan. A choice is shown only if it gains at least 3 %, except a plan with
-fewer pods.
+The figures of each choice come from a plan. A choice is shown only if it gains at least 3 %, except a plan
+with fewer pods.
 """
 
 from collections.abc import Iterator, Sequence

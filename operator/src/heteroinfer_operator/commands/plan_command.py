@@ -111,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--choices",
         action="store_true",
-        help="also show plans with fewer pods, and changes that save memory, save time or serve more requests "
-        "(each by at least 3 %%)",
+        help="also show plans with fewer pods, and changes that save memory, save time or serve more "
+        "requests (each by at least 3 %%)",
     )
     parser.add_argument(
         "--nodes",

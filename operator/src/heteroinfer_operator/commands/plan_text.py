@@ -56,7 +56,7 @@ def describe_plan(
         lines += section("CHOICES", describe_choices(planned) or ("none of the choices gains 3 % or more",))
     options = {
         "--explain (bytes, rates, KV cache)": shown_parts.explain,
-        "--choices (cheaper, faster, more concurrency)": shown_parts.choices,
+        "--choices (fewer pods, less memory, faster, more concurrency)": shown_parts.choices,
     }
     if hidden := [option for option, given in options.items() if not given]:
         lines += ["", f"More: {', '.join(hidden)}, -o yaml"]

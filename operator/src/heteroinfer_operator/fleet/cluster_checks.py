@@ -313,7 +313,7 @@ def _usable_gpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Checks that nodes offer GPUs, and counts them."""
+    """Checks that nodes that can run the images offer GPUs, and counts the GPUs."""
     counts: dict[str, int] = {}
     with_gpus = _usable_gpu_nodes(nodes)
     for node in with_gpus:
@@ -321,8 +321,8 @@ def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
             counts[resource] = counts.get(resource, 0) + count
     if not counts:
         return CheckState.NOTE, (
-            f"no node offers {DEFAULT_GPU_RESOURCE}, so roles with device GPU cannot run. To use GPUs, "
-            "install the NVIDIA device plugin"
+            f"no node with Linux on x86-64 offers {DEFAULT_GPU_RESOURCE}, so roles with device GPU cannot "
+            "run. To use GPUs, add such a node, and install the NVIDIA device plugin"
         )
     described = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
     return CheckState.OK, f"{described} on {_count_nodes(len(with_gpus))}"
@@ -332,7 +332,7 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that each node with GPUs has a label with the memory of its GPUs."""
     with_gpus = _usable_gpu_nodes(nodes)
     if not with_gpus:
-        return CheckState.OK, "not needed: no node offers GPUs"
+        return CheckState.OK, "not needed: no node with Linux on x86-64 offers GPUs"
     without = [
         _name(node)
         for node in with_gpus

@@ -10,8 +10,8 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import (
     Action,
-    Manifest,
     CacheUser,
+    Manifest,
     RecordEvent,
     ResourceKey,
     ResourceObservation,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import CleanupPod, Manifest, CacheUser, ResourceKey
+from heteroinfer_operator.cluster import CacheUser, CleanupPod, Manifest, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
@@ -31,7 +31,7 @@ from heteroinfer_operator.kube.paths import (
 )
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
-from heteroinfer_operator.kube.trim import ChildRecord, PodReservation, PodRecord, PodRequests
+from heteroinfer_operator.kube.trim import ChildRecord, PodRecord, PodRequests, PodReservation
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.nodes.calibrations import Calibrations
@@ -466,13 +466,15 @@ class ClusterState:
     def reserved_demands(self) -> tuple[PodDemand, ...]:
         """Returns the demands of our pods that have no node yet.
 
-        A stored pod counts only while its resource exists, and for RESERVATION_S at most. Otherwise a pod that
-        the scheduler never places would block capacity forever.
+        A stored pod counts only while its resource exists, and for RESERVATION_S at most. Otherwise a pod
+        that the scheduler never places would block capacity forever.
         """
         without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
         reservations = [pod.reservation for pod in without_node if pod.reservation is not None]
         demands_of_stored = {
-            reservation.demand.name: reservation.demand for reservation in reservations if self._is_reserved(reservation)
+            reservation.demand.name: reservation.demand
+            for reservation in reservations
+            if self._is_reserved(reservation)
         }
         new_demands = {demand.name: demand for demand in self._reserved_pods.values()}
         return tuple({**new_demands, **demands_of_stored}.values())
@@ -532,7 +534,9 @@ class ClusterState:
         for pod in (before, after):
             if pod is not None:
                 self._forget_totals(pod.node)
-        reserved_before, reserved_now = (pod.reservation if pod is not None else None for pod in (before, after))
+        reserved_before, reserved_now = (
+            pod.reservation if pod is not None else None for pod in (before, after)
+        )
         if reserved_before is not None and (reserved_now is None or reserved_now.uid != reserved_before.uid):
             self._reserved_since.pop(reserved_before.uid, None)
         if reserved_now is not None:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 1.0
 """Longest pause after a failed renewal."""
+_NOT_SCHEDULED: Final = "this process was not scheduled"
 
 
 def seconds_since_boot() -> float:
@@ -99,27 +100,26 @@ class LeaderLease:
         Raises:
             LeaseLostError: the Lease was not renewed in time, or another process holds it.
         """
-        pause_s = self._terms.renew_s
+        pause_s, problem = self._terms.renew_s, _NOT_SCHEDULED
         while True:
             await asyncio.sleep(pause_s)
             left_s = self._seconds_left()
             if left_s <= 0:  # the process was paused, and the Lease is over: it may not even send a renewal
-                raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s")
+                raise self._build_late_error(problem)
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:
                 # One renewal may hang forever although the API server would answer the next.
                 async with asyncio.timeout(min(left_s, self._terms.renew_s)):
                     await self._renew()
-                pause_s = self._terms.renew_s
+                pause_s, problem = self._terms.renew_s, _NOT_SCHEDULED
             except TimeoutError as error:
+                problem = "the API server did not answer in time"
                 if self._seconds_left() <= 0:
-                    raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s") from error
-                logger.warning(
-                    "lease %s not renewed: the API server did not answer in time. Trying again",
-                    self._terms.name,
-                )
+                    raise self._build_late_error(problem) from error
+                logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, problem)
             except ApiError as error:
-                logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, error.message)
+                problem = error.message
+                logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, problem)
 
     def require_held(self) -> None:
         """Raises an error unless this process certainly holds the Lease.
@@ -145,12 +145,23 @@ class LeaderLease:
         self._held_lease = await self._read()
         holder = self._held_lease["spec"].get("holderIdentity", "") if self._held_lease else ""
         if holder != self._terms.identity:
-            raise self._build_lost_error(f"{holder or 'no process'} holds it now")
+            continues = f"; {holder} continues the work" if holder else ""
+            raise self._build_lost_error(
+                f"{holder or 'no process'} holds it now, so this process exits{continues}"
+            )
+
+    def _build_late_error(self, problem: str) -> LeaseLostError:
+        """Returns the error for a Lease that was not renewed in time, because of `problem`."""
+        return self._build_lost_error(
+            f"not renewed in {self._terms.deadline_s:g} s ({problem}), so this process exits. Its container "
+            "starts again. If this repeats, check the API server and the load of this node, or raise the CPU "
+            "request of the operator"
+        )
 
     def _build_lost_error(self, why: str) -> LeaseLostError:
         """Forgets the Lease and returns the error for its loss."""
         self._held_lease = None
-        return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops working")
+        return LeaseLostError(f"lease {self._terms.name}: {why}")
 
     async def release(self) -> None:
         """Releases the Lease if this process holds it, so that the next holder does not wait.

@@ -268,6 +268,7 @@ class WatchCache(Generic[T]):
     def relist(self) -> None:
         """Ends the watch and lists again, because the API server's store may have been replaced."""
         self._version, self._must_relist = "", True
+        # After a restore, the store may lack this process's writes. So the new list must win over them.
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
         if self._watch_timeout is not None:

@@ -274,8 +274,8 @@ class _FieldReader:
         if set(source) != {"configMapKeyRef"}:
             self.refuse(
                 field,
-                "Remove the entry from engine.env and export the variable before `heteroinfer up`, which has no "
-                "Secrets",
+                "Remove the entry from engine.env and export the variable before `heteroinfer up`, which has "
+                "no Secrets",
             )
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})

@@ -118,8 +118,8 @@ class GroupTerms:
     def _all_fit(self, order: Sequence["_PodClass"]) -> bool:
         """Reports whether the scheduler places all pods if it tries them in this order.
 
-        Like the scheduler, it retries pods that do not fit yet. `order` may have a class twice; the first place
-        counts.
+        Like the scheduler, it retries pods that do not fit yet. `order` may have a class twice; the first
+        place counts.
         """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:

@@ -21,7 +21,9 @@ def sequence_blocks(planned: Planned, tokens: int) -> int:
     """Returns the KV cache blocks that one request of this many tokens takes."""
     plan, sizes = planned.plan, planned.sizes
     engine = replace(plan.engine, max_model_len=tokens)
-    kv = build_kv_cache(sizes.profile, engine, tensor=sizes.tensor, batches=plan.batches_at_once)
+    kv = build_kv_cache(
+        sizes.profile, engine, ranks_of_stage=sizes.tensor, batches_at_once=plan.batches_at_once
+    )
     return kv.sequence_blocks
 
 

@@ -18,6 +18,7 @@ from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_requ
 from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes, find_farther_placements
 from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity, name_nodes
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import (
     FreeNode,
@@ -168,7 +169,7 @@ def _plan_on_nodes(
 
     def plan_on(placement: Placement | None) -> Planned:
         """Returns the plan for the nodes of a placement."""
-        return make_plan(request, _build_inventory(spec, capacity, demands, placement, reasons_on_cpus))
+        return make_plan(request, _build_inventory(capacity, demands, placement, reasons_on_cpus))
 
     def nodes_by_pod(plan: Plan, placement: Placement) -> dict[int, str]:
         """Returns the node of each pod of the plan, by pod index."""
@@ -319,63 +320,87 @@ def _take_capacity(
 
 
 def _build_inventory(
-    spec: HeteroInferenceSpec,
     capacity: Capacity,
     demands: Sequence[tuple[RoleSpec, PodDemand]],
     placement: Placement | None,
     on_cpus: Mapping[str, str],
 ) -> Inventory:
-    """Returns the devices and measurements of the placement's nodes.
+    """Returns the devices and measurements of the nodes on which each role's pods run.
 
-    Without a placement, all nodes count on which a role's pods could ever be placed.
+    Without a placement, uses every node on which the role's pods could be placed.
+
+    Args:
+        on_cpus: GPU roles that compute on CPUs, with the reason.
     """
-    free_nodes = capacity.free_nodes or ()
     calibration_by_role: dict[str, Calibration] = {}
     features_by_role: dict[str, frozenset[str]] = {}
     memory_by_role: dict[str, int] = {}
     product_by_role: dict[str, str] = {}
-    nodes_by_role: dict[str, set[str]] = {}
-    for (role, _), node in zip(demands, placement.nodes if placement else (), strict=bool(placement)):
-        nodes_by_role.setdefault(role.name, set()).add(node)
-    for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
-        nodes = [
-            free_node.node
-            for free_node in free_nodes
-            if (
-                free_node.node.name in nodes_by_role[role.name]
-                if placement
-                else not find_obstacle(demand, free_node.node)
-            )
-        ]
-        # Features are needed for GPU roles too: their pods may compute on CPUs.
-        node_features = [known for node in nodes if (known := labelled_features(node)) is not None]
-        if nodes and len(node_features) == len(nodes):
-            features_by_role[role.name] = frozenset.intersection(*node_features)
+    for role, nodes in _nodes_of_roles(capacity, demands, placement):
         calibrations = capacity.calibrations.of_nodes(node.labels for node in nodes)
         by_gpu = role.device is Device.GPU and role.name not in on_cpus
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             calibration_by_role[role.name] = calibration
-            # The pods may use only features that all measured machines have.
-            features_by_role.setdefault(
-                role.name, frozenset.intersection(*map(measured_features, calibrations))
-            )
-        if role.device is not Device.GPU:
-            continue
-        resource = role.gpu_resource
-        nodes = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
-        sizes = [size for node in nodes if (size := device_memory_mib(node, resource)) is not None]
-        if sizes and len(sizes) == len(nodes):
-            memory_by_role[role.name] = min(sizes) * 2**20
-        products = sorted({node.labels.get(f"{resource}.product", "") for node in nodes})
-        if len(products) == 1:
-            product_by_role[role.name] = products[0]
+        # Features are needed for GPU roles too: their pods may compute on CPUs.
+        features = _common_cpu_features(nodes, calibrations)
+        if features is not None:
+            features_by_role[role.name] = features
+        if role.device is Device.GPU:
+            memory_bytes, product = _common_gpu(nodes, role.gpu_resource)
+            if memory_bytes is not None:
+                memory_by_role[role.name] = memory_bytes
+            if product is not None:
+                product_by_role[role.name] = product
     return Inventory(
         gpu_memory_bytes=memory_by_role,
         gpu_product=product_by_role,
         cpu_features=features_by_role,
         calibration=calibration_by_role,
         on_cpus=on_cpus,
+    )
+
+
+def _nodes_of_roles(
+    capacity: Capacity, demands: Sequence[tuple[RoleSpec, PodDemand]], placement: Placement | None
+) -> Iterator[tuple[RoleSpec, list[NodeView]]]:
+    """Yields each role with the nodes of its pods; without a placement, with all nodes that suit its pods."""
+    placed: dict[str, set[str]] = {}
+    for (role, _), node in zip(demands, placement.nodes if placement else (), strict=bool(placement)):
+        placed.setdefault(role.name, set()).add(node)
+    all_nodes = [free_node.node for free_node in capacity.free_nodes or ()]
+    for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
+        if placement:
+            yield role, [node for node in all_nodes if node.name in placed[role.name]]
+        else:
+            yield role, [node for node in all_nodes if not find_obstacle(demand, node)]
+
+
+def _common_cpu_features(
+    nodes: Sequence[NodeView], calibrations: Sequence[Calibration]
+) -> frozenset[str] | None:
+    """Returns the CPU features that all nodes have; None if they are unknown.
+
+    The labels of nodes come first. If a node has none, the measured machines decide.
+    """
+    labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
+    if nodes and len(labelled) == len(nodes):
+        return frozenset.intersection(*labelled)
+    return frozenset.intersection(*map(measured_features, calibrations)) if calibrations else None
+
+
+def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, str | None]:
+    """Returns the smallest GPU's memory in bytes, and the GPUs' product.
+
+    The memory is None if a node with GPUs lacks its label; the product is None if nodes differ.
+    """
+    with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
+    sizes_mib = [size for node in with_gpus if (size := device_memory_mib(node, resource)) is not None]
+    is_memory_known = sizes_mib and len(sizes_mib) == len(with_gpus)
+    products = {node.labels.get(f"{resource}.product", "") for node in with_gpus}
+    return (
+        min(sizes_mib) * 2**20 if is_memory_known else None,
+        next(iter(products)) if len(products) == 1 else None,
     )
 
 
@@ -433,7 +458,7 @@ def _plan_without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # Raises a permanent error first, because GPUs would not help against it.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    gpu_plan = make_plan(request, _build_inventory(request.spec, capacity, demands, None, {}))
+    gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))
     comparison = _compare_with_cpus(request, capacity, missing_by_role, gpu_plan)
     if shortage.action is ShortageAction.WAIT:
@@ -457,7 +482,7 @@ def _compare_with_cpus(
     spec = request.spec
     demands = [(role, role_demand(spec, role, _planned_device(role, missing_by_role))) for role in spec.roles]
     try:
-        cpu_plan = make_plan(request, _build_inventory(spec, capacity, demands, None, missing_by_role))
+        cpu_plan = make_plan(request, _build_inventory(capacity, demands, None, missing_by_role))
     except PlanError as error:
         return f" (the group has no plan without GPUs: {error.message})"
     steps = [predict(planned.plan, planned.rates) for planned in (cpu_plan, gpu_plan)]

@@ -81,21 +81,25 @@ class KvCache:
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
 
 
-def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int, batches: int) -> KvCache:
+def build_kv_cache(
+    profile: ModelProfile, engine: EngineSettings, *, ranks_of_stage: int, batches_at_once: int
+) -> KvCache:
     """Returns the KV cache of one rank.
 
     Args:
-        tensor: ranks of a stage, which share heads.
-        batches: batches that may be scheduled at the same time; sliding windows keep the tokens of all these
-            batches.
+        ranks_of_stage: number of ranks of a stage, which share heads.
+        batches_at_once: batches that may be scheduled at the same time; sliding windows keep the tokens of
+            all these batches.
     """
     caches = [
         cache
         for index, kind in enumerate(profile.layers)
-        for cache in _layer_caches(index, kind, engine, tensor)
+        for cache in _layer_caches(index, kind, engine, ranks_of_stage)
     ]
     tokens = engine.max_model_len
-    batch_tokens = engine.max_num_batched_tokens * batches
+    batch_tokens = engine.max_num_batched_tokens * batches_at_once
+    # vLLM keeps caches of one kind and window in one group, even if their pages have different sizes:
+    # vllm/v1/kv_cache_interface.py::UniformTypeKVCacheSpecs@v0.32.0.
     if len({(cache.kind, cache.window) for cache in caches}) <= 1:
         block_by_layer: dict[int, int] = {}
         for cache in caches:

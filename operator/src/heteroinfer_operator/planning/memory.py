@@ -189,7 +189,7 @@ class Sizes:
             ),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
             gpu_floor=GpuFloor.for_settings(profile, engine, tensor, ring),
-            kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
+            kv=build_kv_cache(profile, engine, ranks_of_stage=tensor, batches_at_once=batches),
             ring=ring,
         )
 

@@ -281,11 +281,15 @@ class RingChooser:
     def _requests_at_once(
         self, remote: FeedForwardPart, engine: EngineSettings, sizes: Sizes, tokens: int
     ) -> int:
-        """Returns the number of requests of this many tokens that run at the same time; at least 1."""
+        """Returns the number of requests of `tokens` tokens that fit into the KV cache at the same time.
+
+        At least 1, at most max_num_seqs.
+        """
         free_bytes = stage_rank_left_bytes(self.topology, remote, engine, self.inventory) or 0
         block_bytes = sizes.kv.block_bytes(0, remote.remaining.num_layers)
         if not block_bytes:
             return engine.max_num_seqs
+        # The plan already has the memory for one longest request.
         blocks = sizes.kv.sequence_blocks + free_bytes // block_bytes
-        short = stage_sizes(self.topology, remote, replace(engine, max_model_len=tokens))
-        return max(min(blocks // max(short.kv.sequence_blocks, 1), engine.max_num_seqs), 1)
+        request_sizes = stage_sizes(self.topology, remote, replace(engine, max_model_len=tokens))
+        return max(min(blocks // max(request_sizes.kv.sequence_blocks, 1), engine.max_num_seqs), 1)

@@ -97,8 +97,8 @@ class ConditionFacts:
     @property
     def lost_labels_message(self) -> str:
         """Message about a pod of a Ready group that has lost labels, or ""."""
-        lacking = (d for d in self.decisions if d.lost_labels and d.status.phase is GroupPhase.READY)
-        return next((f"group {d.status.index}: {d.lost_labels}" for d in lacking), "")
+        lacking = (d for d in self.decisions if d.lost_labels_message and d.status.phase is GroupPhase.READY)
+        return next((f"group {d.status.index}: {d.lost_labels_message}" for d in lacking), "")
 
     @property
     def serves_spec(self) -> bool:

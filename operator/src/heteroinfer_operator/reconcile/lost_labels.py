@@ -35,16 +35,10 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
     Pods that lost a label come first.
     """
     labels = next(
-        (
-            LostPod(pod.name, _describe_lost_labels(owner, pod))
-            for pod in pods
-            if _lost_selector_labels(pod)
-        ),
+        (LostPod(pod.name, _describe_lost_labels(owner, pod)) for pod in pods if _lost_selector_labels(pod)),
         None,
     )
-    owners = (
-        LostPod(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
-    )
+    owners = (LostPod(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
     return labels or next(owners, None)
 
 
@@ -62,7 +56,7 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
     return replace(
         decision,
         status=transitions.with_lost_label(decision.status, pod=loss.pod, description=loss.description),
-        lost_labels=loss.description,
+        lost_labels_message=loss.description,
         is_cut_off=is_cut_off(current),
     )
 

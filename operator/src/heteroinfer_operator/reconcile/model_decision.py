@@ -98,7 +98,7 @@ class ModelDecision:
 
     Attributes:
         holds: whether the model is ready; None while a model pod works.
-        lost_labels: the labels that the model pod has lost, and the fix, or "".
+        lost_labels_message: the labels that the model pod has lost, and the fix, or "".
     """
 
     status: ModelStatus
@@ -110,7 +110,7 @@ class ModelDecision:
     deletes: tuple[DeleteObject, ...] = ()
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
-    lost_labels: str = ""
+    lost_labels_message: str = ""
 
 
 def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
@@ -231,7 +231,7 @@ def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -
     stored = stored.changed(damaged_pod=damaged_pod)
     decision = replace(
         _decide_in_progress(context, stored, "; ".join(filter(None, (wait_message, loss_message)))),
-        lost_labels=loss_message,
+        lost_labels_message=loss_message,
     )
     if context.fetches and pod.started:
         look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)

@@ -42,12 +42,12 @@ def lost_label_events(
     """Returns an event for each pod that has newly lost a label or its owner."""
     reported = {group.damaged_pod for group in old.values()}
     reported |= {status.model.damaged_pod} if status.model is not None else set()
-    damaged = [(model.status.damaged_pod, model.lost_labels)]
-    damaged += [(decision.status.damaged_pod, decision.lost_labels) for decision in wanted]
+    damaged = [(model.status.damaged_pod, model.lost_labels_message)]
+    damaged += [(decision.status.damaged_pod, decision.lost_labels_message) for decision in wanted]
     return [
-        RecordEvent(reason=LOST_LABEL, message=description, warning=True)
-        for pod, description in damaged
-        if description and pod not in reported and not older_statuses.already_reports(status, description)
+        RecordEvent(reason=LOST_LABEL, message=message, warning=True)
+        for pod, message in damaged
+        if message and pod not in reported and not older_statuses.already_reports(status, message)
     ]
 
 

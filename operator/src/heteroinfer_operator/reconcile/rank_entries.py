@@ -112,7 +112,8 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
     if profile is None:
         return blocks * engine.block_size
     tensor, batches = plan.tensor_parallel_size, plan.batches_at_once
-    return build_kv_cache(profile, engine, tensor=tensor, batches=batches).tokens(blocks)
+    kv = build_kv_cache(profile, engine, ranks_of_stage=tensor, batches_at_once=batches)
+    return kv.tokens(blocks)
 
 
 def _is_write_due(

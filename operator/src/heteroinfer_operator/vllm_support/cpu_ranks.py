@@ -303,7 +303,11 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device)
 
 
 def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
-    """Raises PlanError if CPU kernels do not support the format of the model's linear layers."""
+    """Checks that CPU kernels support the format of the model's linear layers. Returns no warnings.
+
+    Raises:
+        PlanError: they do not support the format.
+    """
     scheme = profile.scheme
     online_method = EngineOptions.of(engine.extra_args).quantization
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:

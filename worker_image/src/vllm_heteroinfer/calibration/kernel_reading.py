@@ -126,8 +126,8 @@ def main(argv: list[str]) -> None:
     attempts = _Attempts(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), skipped=argv[2:])
     torch.set_num_threads(threads)
     our_linear = "our linear kernel"
-    # An earlier process may have begun this measurement and then others. It was ended by the last of them,
-    # not by this one.
+    # An earlier process began the measurements in argv[2:], in this order, and was ended by the last one. So
+    # it completed the measurement of our kernel if another one follows.
     has_our_linear = (
         attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in argv[2:-1]
     )

@@ -25,7 +25,7 @@ BODY_TIMEOUT_S: Final = 2.0
 no body could delay the end without limit."""
 _REFUSAL: Final = {
     "error": {
-        "message": "this group is ending and takes no more requests. Retry: another group will answer",
+        "message": "this group is ending and takes no more requests. Try again later",
         "type": "ServiceUnavailableError",
         "param": None,
         "code": 503,

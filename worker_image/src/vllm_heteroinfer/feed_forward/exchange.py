@@ -189,7 +189,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
     return LaneError(
         rank,
         f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows"
-        f"{note}. See the log of this rank",
+        f"{note}. See the log of rank {rank}",
     )
 
 
@@ -198,7 +198,7 @@ def build_failed_error(rank: int, layer: int, rows: int) -> LaneFailedError:
     return LaneFailedError(
         rank,
         f"feed-forward rank {rank}: the computation of layer {layer} with {rows} rows failed (the rank did "
-        "not report the cause). See the log of this rank",
+        f"not report the cause). See the log of rank {rank}",
     )
 
 

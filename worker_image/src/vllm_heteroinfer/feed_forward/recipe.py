@@ -132,8 +132,8 @@ class Recipe:
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
             raise ContractError(
-                "feed-forward ranks: all their layers must have the same hidden size and number of experts per "
-                f"token (got {_describe_rows(rows)}). Use spec.parallelism.mode: Pipeline"
+                "feed-forward ranks: all their layers must have the same hidden size and number of experts "
+                f"per token (got {_describe_rows(rows)}). Use spec.parallelism.mode: Pipeline"
             )
         return rows.pop()
 
@@ -158,10 +158,14 @@ class Recipe:
 
 def _describe_rows(rows: Collection[tuple[int, int]]) -> str:
     """Describes sizes of rows, such as "4096 elements of an MLP, 4096 elements with 8 experts"."""
-    return ", ".join(
-        f"{hidden} elements {f'with {topk} experts' if topk else 'of an MLP'}"
-        for hidden, topk in sorted(rows)
-    )
+    return ", ".join(f"{hidden} elements {_describe_topk(topk)}" for hidden, topk in sorted(rows))
+
+
+def _describe_topk(topk: int) -> str:
+    """Describes the experts of a row, such as "with 8 experts"."""
+    if not topk:
+        return "of an MLP"
+    return f"with {topk} expert{'' if topk == 1 else 's'}"
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The ranks share a PID namespace, because they run in one pod.
 """
 
 import ctypes
-import dataclasses
 import mmap
 import os
 import secrets
@@ -314,8 +313,17 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     """Raises ContractError if a slab has another shape than `reader` expects; its topk may be larger."""
-    if offered != dataclasses.replace(expected, topk=offered.topk) or offered.topk < expected.topk:
-        raise ContractError(f"{reader}: the shared memory must have {expected} (got {offered}). {SAME_MODEL}")
+    pairs = {
+        name: (getattr(expected, name), getattr(offered, name))
+        for name in ("epoch", "hidden", "topk", "max_rows", "dtype", "lanes")
+    }
+    if offered.topk > expected.topk:
+        del pairs["topk"]
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        right = ", ".join(f"{name} {pair[0]}" for name, pair in differing.items())
+        got = ", ".join(str(pair[1]) for pair in differing.values())
+        raise ContractError(f"{reader}: the shared memory must have {right} (got {got}). {SAME_MODEL}")
 
 
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:

@@ -12,7 +12,8 @@ from typing import Final
 from heteroinfer_contract.gpu_experts import LEAST_GAIN, LEAST_ROWS
 
 TRIES: Final = 2
-"""Measurements of shared computing for each number of rows; each begins with the last one's best division."""
+"""Measurements for each number of rows in which GPU and CPUs share a layer. Each divides the experts as the
+previous measurement found best."""
 LONGEST_S: Final = 0.7
 """If CPUs alone take more seconds for a layer than this, larger numbers of rows are not measured."""
 

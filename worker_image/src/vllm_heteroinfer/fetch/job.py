@@ -83,7 +83,7 @@ class FetchJob:
         self.question = CleanupQuestion()
 
     def find_stall(self) -> FetchError | None:
-        """Returns an error if the hub has sent nothing for longer than `patience_s`, otherwise None.
+        """Returns an error if no new byte was stored for longer than `patience_s`, otherwise None.
 
         A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
         """
@@ -92,8 +92,8 @@ class FetchJob:
             return None
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"the hub sent nothing new for {silent_s:.0f} s, although it keeps the connection open. Check "
-            "the network and the proxy (HTTPS_PROXY, HF_ENDPOINT in spec.engine.env)",
+            f"the download got no new byte for {silent_s:.0f} s. Check the network, and HTTPS_PROXY and "
+            "HF_ENDPOINT in spec.engine.env",
         )
 
     def progress(self) -> FetchProgress:

@@ -182,9 +182,10 @@ class CodedExperts:
         )
         if not fits:
             raise ValueError(
-                f"experts must have w13 and w2 of one layer, sizes of a multiple of 32 and one of "
-                f"{', '.join(map(str, ELEMENTS))} (got w13 {w13.columns} x {w13.inputs} of {experts}, "
-                f"w2 {hidden} x {inner} of {len(w2.packed)}, {dtype})."
+                "the two weights of a layer's experts must fit each other, all sizes must be multiples of "
+                f"{SHARED_COLUMNS}, and the dtype one of {', '.join(map(str, ELEMENTS))} (got w13 with "
+                f"{w13.columns} columns and {w13.inputs} inputs for {experts} experts, w2 with {hidden} "
+                f"columns and {inner} inputs for {len(w2.packed)} experts, {dtype})."
             )
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases

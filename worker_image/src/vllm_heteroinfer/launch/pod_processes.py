@@ -347,7 +347,11 @@ class PodProcesses:
             asyncio.get_running_loop().remove_reader(process.channel.fileno())
 
     def _watch_one(self, process: SupervisedProcess, now_s: float) -> None:
-        """Reports a process that has failed, once its exit code and output are known or late."""
+        """Reports a process that has failed, or that has been stopped for STOPPED_LIMIT_S.
+
+        After the process ended or reported a failure, waits up to EXIT_CODE_WAIT_S for its exit code and its
+        last output.
+        """
         seen = process.child.observe()
         if seen.state is ProcessState.ENDED:
             self._read_channel(process)  # the socket may hold its last messages

@@ -63,7 +63,11 @@ def install(pack_experts: PackExperts) -> None:
     try:
         coded.register()
     except KernelsUnavailableError as error:
-        _logger.warning("vLLM's kernels compute quantized experts: %s", error)
+        _logger.warning(
+            "HeteroInfer's kernels for quantized experts are not available, so vLLM's kernels compute these "
+            "experts, at another speed than planned: %s",
+            error,
+        )
         return
     logged: set[str] = set()
     replace(CPU_CODED_EXPERTS_CHOICE, _with_our_formats)

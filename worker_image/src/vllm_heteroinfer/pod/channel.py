@@ -454,7 +454,7 @@ class RankChannel(SupervisorEnd):
 
 
 class LineBuffer:
-    """Cuts a stream of bytes into lines of at most MAX_LINE_BYTES."""
+    """Cuts a stream of bytes into lines. A line that is not complete may have at most MAX_LINE_BYTES."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -463,7 +463,7 @@ class LineBuffer:
         """Returns the lines that `chunk` completes.
 
         Raises:
-            ContractError: a line is longer than MAX_LINE_BYTES.
+            ContractError: the unfinished last line is longer than MAX_LINE_BYTES.
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:

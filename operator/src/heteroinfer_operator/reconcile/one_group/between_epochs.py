@@ -92,8 +92,8 @@ def _find_pod_refusal(
         return None, 0.0
     group, refused = (status.index, own) if own is not None else context.refused_worker
     message = (
-        f"a pod of group {group} was refused, so groups start one at a time, and this group waits for the pods "
-        f"of group {starts_after}. The refusal: {refused.message}"
+        f"a pod of group {group} was refused, so groups start one at a time, and this group waits for the "
+        f"pods of group {starts_after}. The refusal: {refused.message}"
     )
     return replace(refused, message=message), _TURN_EVERY_S
 
@@ -121,8 +121,8 @@ def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
     """Reports whether a group keeps its last revision.
 
     It does if the target cannot start, has failed, or was not validated by the API server yet. Exception: a
-    group that already has the target revision waits while the model is inspected again, because a change of the
-    model may have ended the group.
+    group that already has the target revision waits while the model is inspected again, because a change of
+    the model may have ended the group.
     """
     problem, has_target = context.problem, status.revision == context.target.name
     if problem is None:
@@ -176,8 +176,8 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
             status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # An epoch begins with the request for its first pod. So it does not begin while an object that pods need is
-    # refused, or while the next attempt at a refused pod is not due.
+    # An epoch begins with the request for its first pod. So it does not begin while an object that pods need
+    # is refused, or while the next attempt at a refused pod is not due.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # After the epoch began, pods that the operator never saw may have run. So a new epoch needs a new number.
     next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)

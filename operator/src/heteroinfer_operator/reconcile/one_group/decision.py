@@ -20,7 +20,7 @@ class GroupDecision:
         notes: notes for users on a plan made in this reconcile; None for an older plan.
         unplaced: the pod that has no node, and the reason, or "".
         gang_object: object that describes the epoch to a gang scheduler, or None.
-        lost_labels: the labels that a pod of the epoch has lost, and the fix, or "".
+        lost_labels_message: the labels that a pod of the epoch has lost, and the fix, or "".
         is_cut_off: whether the lost labels remove the group from the Service of clients.
         silent_leader: why it is unknown whether the Ready leader still serves, or "".
         limit_range_defaults: resources that a LimitRange gave the group's pods, by role, or "".
@@ -39,7 +39,7 @@ class GroupDecision:
     refusal: HeteroInferError | None = None
     unplaced: str = ""
     gang_object: Manifest | None = None
-    lost_labels: str = ""
+    lost_labels_message: str = ""
     is_cut_off: bool = False
     silent_leader: str = ""
     limit_range_defaults: str = ""

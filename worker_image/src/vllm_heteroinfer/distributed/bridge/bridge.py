@@ -405,8 +405,8 @@ class Bridge:
         """Raises ValueError unless `sizes` has an entry for each rank, which is `own` for this rank."""
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
-                f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and the entry of "
-                f"rank {self._process_group.index} of the process group must be {own} (got {list(sizes)})"
+                f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and the entry "
+                f"of rank {self._process_group.index} of the process group must be {own} (got {list(sizes)})"
             )
 
 

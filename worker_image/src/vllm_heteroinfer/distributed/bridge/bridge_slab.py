@@ -62,7 +62,7 @@ class BridgeSlab:
     unlock: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, fd: int, num_ranks: int) -> None:
-        """Maps the memory of a descriptor, and finds its parts: lines, headers, announcements and parts of tensors."""
+        """Maps the memory of a descriptor, and finds lines, headers, announcements and parts of tensors."""
         self._memory = mmap.mmap(fd, slab_bytes(num_ranks), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         view = memoryview(self._memory)
         lines = num_ranks * WORDS * 8

@@ -18,9 +18,9 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
 from vllm_heteroinfer.distributed.bridge.bridge_slab import (
     ANNOUNCED,
     CLOSED,
+    MAX_UNREAD,
     PARTS,
     READ,
-    MAX_UNREAD,
     WORDS,
     WRITTEN,
     BridgeSlab,

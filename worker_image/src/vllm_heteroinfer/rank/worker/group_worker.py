@@ -214,7 +214,10 @@ class GroupWorkerMixin:
         metrics.end_call()
 
     def _hidden_generators(self, runner: Any) -> AbstractContextManager[None]:
-        """Hides random generators whose samples are discarded, because vLLM cannot rewind a CPU generator."""
+        """Returns a context in which vLLM draws nothing for seeded requests whose sample it discards.
+
+        vLLM cannot undo a draw of a CPU generator. Does nothing on GPUs.
+        """
         if self.context.rank.device is Device.GPU:
             return nullcontext()
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)

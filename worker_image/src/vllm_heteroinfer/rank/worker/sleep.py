@@ -85,7 +85,8 @@ class CpuSleepMixin:
 def release_pages(tensors: Iterable[Any]) -> int:
     """Releases the memory of CPU tensors to the kernel. Returns the released bytes.
 
-    The tensors stay valid and contain zeros. Only whole pages are released.
+    The tensors stay valid. Released pages contain zeros. Only whole pages are released, so the parts of pages
+    at both ends of a storage keep their values.
 
     Args:
         tensors: views of one or several storages, each in private memory.
