@@ -156,8 +156,7 @@ helm install other charts/heteroinfer --namespace heteroinfer-system --take-owne
   --set image.repository=REGISTRY/heteroinfer/operator
 ```
 
-Guide: docs/README.md in the source tree. docs/contributor/chart.md compares these values with those of
-CloudNativePG and cert-manager.
+The [guide](../../docs/README.md) is in the source tree.
 
 ## Values
 """

@@ -109,7 +109,7 @@ def build_parser(
     """
     parser = _CommandParser(
         prog=prog,
-        description="One model on GPUs and CPU nodes, as one vLLM engine.",
+        description="Serves one model on GPUs and CPUs together with vLLM.",
         epilog=f"`{prog} COMMAND --help` shows the options of a command, and an example.",
     )
     parser.words = arguments

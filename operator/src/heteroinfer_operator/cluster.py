@@ -188,8 +188,8 @@ class ResourceObservation:
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and
             that the operator did not create; None while unknown.
-        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown or
-            not needed now.
+        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown
+            or not needed now.
         cleanup_pods: pods that may now remove commits from claims that the resource mounts without a fetch.
     """
 

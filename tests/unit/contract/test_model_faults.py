@@ -69,7 +69,7 @@ def test_experts_in_a_format_that_the_config_does_not_name() -> None:
     found = of_2026("MiMo-V2.6-Flash")
     assert found.expert_scheme == MXFP4
     assert found.faults == (
-        "config.json names FP8 in blocks, but the files store the experts in MXFP4, groups of 32",
+        "config.json names FP8 in blocks, but the files store the experts in MXFP4, groups of 32 weights",
     )
 
 

@@ -49,7 +49,7 @@ def test_layers_of_a_recipe_have_rows_of_one_size() -> None:
     layers = {3: LAYER, 4: replace(LAYER, topk=0)}
     with pytest.raises(
         ContractError,
-        match=r"number of experts per token \(got 8 elements of an MLP, 8 elements with 1 expert\)\. Use spec",
+        match=r"experts per token \(got 8 elements of an MLP, 8 elements with 1 expert\)\. Use spec",
     ):
         Recipe(layers=layers, dtype="bfloat16", max_rows=64, unit=32).topk  # noqa: B018 - it checks
 

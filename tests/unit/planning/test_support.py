@@ -389,7 +389,7 @@ def test_refuses_a_type_without_a_kernel() -> None:
 def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
     profile = recorded_profiles()["Llama-3.1-8B-Instruct-GPTQ-INT4"]
     eight = replace(profile, scheme=replace(profile.scheme, name=SchemeName.GPTQ, bits=8))
-    with pytest.raises(PlanError, match="weights in 8-bit GPTQ, groups of 128"):
+    with pytest.raises(PlanError, match="weights in 8-bit GPTQ, groups of 128 weights"):
         plan(spec(*MIXED), eight)
 
 

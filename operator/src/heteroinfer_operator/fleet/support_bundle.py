@@ -117,9 +117,14 @@ class SupportBundle:
             if not (state.get("containerID") or state.get("restartCount")):
                 continue  # a container that never ran has no log
             await self._add_log(f"{folder}/{container}.log", path, {"container": container})
-            if state.get("restartCount"):
-                previous: Query = {"container": container, "previous": "true"}
-                await self._add_log(f"{folder}/{container}.previous.log", path, previous)
+            if not state.get("restartCount"):
+                continue
+            file = f"{folder}/{container}.previous.log"
+            # The kubelet refuses the previous log exactly if the status has no previous container.
+            if ((state.get("lastState") or {}).get("terminated") or {}).get("containerID"):
+                await self._add_log(file, path, {"container": container, "previous": "true"})
+            else:
+                self.missing.append(f"{file}: its node has no log of the previous run of this container")
 
     async def _add_log(self, file: str, path: str, query: Query) -> None:
         """Adds the last lines of a log to the bundle, without secrets."""

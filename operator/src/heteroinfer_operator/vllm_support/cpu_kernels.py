@@ -167,9 +167,8 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
         raise build_cpu_error(f"experts in {describe_format(profile)}", NO_KERNEL, remedy)
     unit_columns = scheme.group if scheme.name in _FORMATS_WITH_SHARED_SCALES else KERNEL_BLOCK
     if unit_columns % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit_columns != _FP8_BLOCK):
-        raise build_cpu_error(
-            f"experts in {scheme} with groups of {unit_columns} weights", _SUPPORTED_GROUPS, remedy
-        )
+        groups = f", groups of {unit_columns} weights" if scheme.name is SchemeName.FP8_BLOCK else ""
+        raise build_cpu_error(f"experts in {scheme}{groups}", _SUPPORTED_GROUPS, remedy)
     for columns in sorted(
         {kind.columns for kind in quantized_layers if kind.columns % (unit_columns or KERNEL_BLOCK)}
     ):
@@ -220,8 +219,8 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     if kernel.group and scheme.group != kernel.group:
         raise build_cpu_error(
             f"experts in {scheme}",
-            f"the kernel of stages supports groups of {kernel.group} only",
-            f"Use the model in groups of {kernel.group} or {describe_in_bf16(profile)}, {remedy}",
+            f"the kernel of stages supports groups of {kernel.group} weights only",
+            f"Use the model in groups of {kernel.group} weights or {describe_in_bf16(profile)}, {remedy}",
         )
     if kernel.dtypes and engine.dtype not in kernel.dtypes:
         raise build_cpu_error(

@@ -42,7 +42,11 @@ class Scheme:
 
     def __str__(self) -> str:
         """Describes the format for messages."""
-        group = f", groups of {self.group}" if self.group and self.name is not SchemeName.FP8_BLOCK else ""
+        group = (
+            f", groups of {self.group} weights"
+            if self.group and self.name is not SchemeName.FP8_BLOCK
+            else ""
+        )
         bits = f"{self.bits}-bit " if self.name in (SchemeName.AWQ, SchemeName.GPTQ) else ""
         return f"{bits}{self.name}{group}"
 
