@@ -93,8 +93,8 @@ def test_a_model_with_silently_dropped_weights_is_refused_on_all_devices() -> No
 def test_files_that_contradict_the_config_are_refused_with_both() -> None:
     reason, *_ = refusal("MiMo-V2.6-Flash", gpu(deviceMemory="1Ti"))
     assert reason == (
-        "model: config.json names FP8 in blocks, but the files store the experts in MXFP4, groups of 32 weights. "
-        "Use a copy whose config.json and files agree"
+        "model: config.json names FP8 in blocks, but the files store the experts in MXFP4, groups of 32 "
+        "weights. Use a copy whose config.json and files agree"
     )
 
 

@@ -248,7 +248,10 @@ class Calibration(codec.JsonValue):
         return max(kernels, key=lambda kernel: kernel.bytes_per_s, default=None)
 
     def link_rate(self) -> float | None:
-        """Returns the bytes per second of copies to the GPU, while CPUs read memory if that was measured."""
+        """Returns the bytes per second of copies to the GPU; None if they were not measured.
+
+        Prefers the rate that was measured while CPUs read memory.
+        """
         rates = {t.contended: t.bytes_per_s for t in self.transfers if t.direction is Direction.TO_GPU}
         return rates.get(True, rates.get(False))
 

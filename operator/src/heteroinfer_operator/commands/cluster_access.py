@@ -77,7 +77,11 @@ async def open_cluster(arguments: argparse.Namespace) -> AsyncIterator[ClusterAc
 
 
 def _namespace_of_context(kubeconfig: str | None, context: str | None) -> str | None:
-    """Returns the namespace of the context; raises HeteroInferError if the named context does not exist."""
+    """Returns the namespace of the context, or None if the kubeconfig names none or cannot be read.
+
+    Raises:
+        HeteroInferError: the named context does not exist.
+    """
     if not find_kubeconfigs(kubeconfig):
         return None
     list_contexts: Any = config.list_kube_config_contexts

@@ -39,7 +39,13 @@ _WIDTH_OF_FILES: Final = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer up`."""
     parser.add_argument(
-        "-f", "--filename", type=Path, required=True, metavar="FILE", help="file with a HeteroInference"
+        "-f",
+        "--filename",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file with a HeteroInference. References to Secrets in engine.env are refused: export these "
+        "variables instead",
     )
     parser.add_argument(
         "--model-dir", type=Path, metavar="DIR", help="folder of the model; replaces the file's model.uri"

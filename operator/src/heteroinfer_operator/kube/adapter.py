@@ -179,7 +179,7 @@ class KubeCluster:
         return is_complete
 
     async def _read_resource(self, key: ResourceKey) -> ResourceView | None:
-        """Returns the resource.
+        """Returns the resource, or None if it does not exist or another operator serves it.
 
         Raises:
             ApiError: the cached copy is old, and the API server did not answer within _READ_S.

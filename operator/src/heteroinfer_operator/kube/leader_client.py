@@ -236,7 +236,10 @@ class LeaderClient:
         self._reported_invalid = {uid: at_s for uid, at_s in self._reported_invalid.items() if at_s > recent}
 
     async def _get_report(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
-        """Returns a leader's report: the cached report while it is valid, otherwise a new one."""
+        """Returns a leader's report: the cached report while it is valid, otherwise a new one.
+
+        Returns None if the leader sent no valid report.
+        """
         cached = self._answers.get(pod.view.uid)
         if cached is not None and cached.ready is ready and (ready or cached.silent):
             is_outdated = anew and self._clock() - cached.at_s >= ASK_AGAIN_S

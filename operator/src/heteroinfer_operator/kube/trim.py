@@ -276,7 +276,8 @@ def _claim_names(stored: Manifest) -> tuple[str, ...]:
 def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
     """Builds the record of a pod of which only the metadata can be read.
 
-    The record shows a pod that exists and is not ready.
+    The record shows a pod that exists and is not ready. Returns None for a pod without the
+    label of a resource or without an owner.
 
     Without a record the operator would end the epoch as if the pod had been deleted. The last known state
     could report a dead rank as Ready.
@@ -460,6 +461,8 @@ def _find_termination(
     containers: Iterable[Manifest], skipped: Collection[str]
 ) -> ContainerTermination | None:
     """Returns how the worker container ended, or otherwise how the first failed container ended.
+
+    Returns None if the worker container has not ended and no container has failed.
 
     Args:
         skipped: containers that the kubelet restarts.

@@ -83,7 +83,7 @@ def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
-    """Returns the template for the model's pod.
+    """Returns the template for the model's pod, or None if its role has no template.
 
     It is the template of a CPU role if there is one, because the pod needs no GPU.
     """

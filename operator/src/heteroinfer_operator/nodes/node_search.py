@@ -225,7 +225,10 @@ class _Search:
                 free_node.free = free
 
     def _search(self) -> tuple[str, ...] | None:
-        """Places pods one after the other, and takes back placements that lead to no solution."""
+        """Places pods one after the other, and takes back placements that lead to no solution.
+
+        Returns the node of each pod, or None if no placement was found within the permitted tries.
+        """
         order = [(index, pod) for index, kind in enumerate(self.kinds) for pod in kind.pods]
         # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep.
         stack: list[Iterator[tuple[int, FreeNode]]] = []

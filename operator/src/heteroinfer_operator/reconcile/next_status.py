@@ -142,6 +142,8 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
     """Returns the earlier refusal of the clients' Service, until the operator has tried to write it again.
 
+    Returns None if the last status has no such refusal.
+
     A new process, or a change of the spec, forgets refusals. The Service still does not exist, so Available
     must not become True before the next attempt.
     """
@@ -154,7 +156,7 @@ def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) ->
 
 
 def _choose_endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
-    """Returns the address of the clients' Service; while the spec is unreadable, the last address."""
+    """Returns the address of the clients' Service; while the spec is unreadable, the last address or None."""
     spec = context.target.spec
     return context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint
 
@@ -181,7 +183,7 @@ def _build_plans(
 def _choose_notes(
     decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus
 ) -> str | None:
-    """Returns the notes on a plan from this reconcile, otherwise from the last status."""
+    """Returns the notes on a plan from this reconcile, otherwise from the last status; None without notes."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if before is None:

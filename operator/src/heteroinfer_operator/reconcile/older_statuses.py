@@ -21,7 +21,7 @@ NO_POLICY: Final = "its group's NetworkPolicy does not select it"
 
 
 def plan_notes(status: HeteroInferenceStatus) -> str | None:
-    """Reads the notes on plans from the message of Planned, if the status has plans without notes."""
+    """Reads the notes on plans from the message of Planned; None if plans have notes of their own."""
     planned = status.condition(ConditionType.PLANNED.value)
     if planned is None or planned.status is not ConditionStatus.TRUE or any(p.notes for p in status.plans):
         return None

@@ -82,7 +82,7 @@ from heteroinfer_operator.reconcile.revisions import (
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_eviction_block
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
-from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
+from heteroinfer_operator.reconcile.silent_leaders import with_silence_by_report, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _CHECK_SHORTAGE_EVERY_S = 60.0
@@ -319,7 +319,7 @@ def _decide_groups(
     ]
     if observation.pods_unwatched:
         wanted_groups = [
-            with_report_alone(wanted_group, observation.groups.get(wanted_group.status.index))
+            with_silence_by_report(wanted_group, observation.groups.get(wanted_group.status.index))
             for wanted_group in wanted_groups
         ]
     decisions = [*wanted_groups, *unwanted_groups]

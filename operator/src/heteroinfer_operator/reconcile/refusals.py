@@ -219,7 +219,7 @@ class ActionPermits:
             self._refusal_is_over = True
 
     def record_refused(self, action: Write, reason: str, message: str) -> Refusal | None:
-        """Records that an action was refused; returns the refusal if an event must report it."""
+        """Records that an action was refused. Returns the refusal if an event must report it, or None."""
         if self.spending is not None and reason in _NOT_CREATED:
             self.spending.uncount(action)
         return self._record_refusal(action, reason, message)
@@ -279,7 +279,7 @@ class ActionPermits:
             self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
-        """Returns the seconds until a refused or delayed action may be tried again.
+        """Returns the seconds until a refused or delayed action may be tried again; None without one.
 
         The answer is 0.0 after a new refusal and after the end of a refusal. If a refused action was due and
         the decision did not contain it, no decision wants it now. The next check is then at the time at which

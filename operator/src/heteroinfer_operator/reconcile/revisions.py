@@ -157,7 +157,9 @@ class KeptRecords:
     def signed_by(
         self, signer: Signer, status: HeteroInferenceStatus, revisions: Collection[str]
     ) -> str | None:
-        """Returns the fingerprint for the next status of the key that signed all records.
+        """Returns, for the next status, the fingerprint of the key that signed all records.
+
+        Until all records are signed, returns the fingerprint of the last status, or None.
 
         Once the status has this fingerprint, the operator ignores records without a valid code. It first has
         to see the records with their codes: if it wrote the status first and crashed before it signed the

@@ -38,7 +38,7 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
     )
 
 
-def with_report_alone(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
+def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader in a group's decision as silent if it does not report the group as ready.
 
     The operator uses only the report while the API server does not show the pods. A leader that did not

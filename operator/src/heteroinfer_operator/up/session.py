@@ -158,7 +158,10 @@ class Session:
         self._queue.add(self._cluster.key)
 
     async def _reconcile_or_fail(self, key: ResourceKey) -> float | None:
-        """Runs one reconcile. An error that the operator in a cluster would retry ends this run."""
+        """Runs one reconcile. Returns the seconds until the next one, or None if none is due.
+
+        An error that the operator in a cluster would retry ends this run.
+        """
         try:
             next_reconcile_s = await self._reconcile(key)
         except HeteroInferError as error:

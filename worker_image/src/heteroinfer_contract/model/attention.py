@@ -122,7 +122,7 @@ def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
 
 
 def _kinds_by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds for a config with a block for each layer."""
+    """Returns the kinds for a config with a block for each layer; None for another config."""
     heads = [block_heads(text, index) for index in range(number)]
     if all(number_of_heads is None for number_of_heads in heads):
         return None
@@ -130,7 +130,7 @@ def _kinds_by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionK
 
 
 def _kinds_by_list(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds for a config with one word for each layer."""
+    """Returns the kinds for a config with one word for each layer; None for another config."""
     types = _layer_types(text)
     if types is None:
         return None
@@ -144,7 +144,7 @@ def _kinds_by_list(text: Mapping[str, Any], number: int) -> Sequence[AttentionKi
 
 
 def _latent_kinds(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds for a config with latent attention."""
+    """Returns the kinds for a config with latent attention; None for another config."""
     if not is_latent(text):
         return None
     latent = AttentionKind.SPARSE if text.get("index_topk") else AttentionKind.LATENT
@@ -156,7 +156,10 @@ def _latent_kinds(text: Mapping[str, Any], number: int) -> Sequence[AttentionKin
 
 
 def _kinds_by_pattern(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds for a config with one letter or number for each layer, or a list of layers."""
+    """Returns the kinds for a config with one letter or number for each layer, or a list of layers.
+
+    Returns None for another config.
+    """
     full, linear = AttentionKind.FULL, AttentionKind.LINEAR
     match text:
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
@@ -177,7 +180,7 @@ def _kinds_by_pattern(text: Mapping[str, Any], number: int) -> Sequence[Attentio
 
 
 def _kinds_by_interval(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds for a config in which every nth layer has full attention."""
+    """Returns the kinds for a config in which every nth layer has full attention; None for another config."""
     kind = str(text.get("model_type", ""))
     if kind in ("llama4_text", "llama4"):
         return [_llama4_kind(text, i) for i in range(number)]

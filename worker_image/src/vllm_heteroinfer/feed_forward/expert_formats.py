@@ -72,7 +72,10 @@ class ExpertWeights:
         return self._read_columns("w13_weight", expert) if w13 else self._read_inputs("w2_weight", expert)
 
     def read_bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
-        """Returns this rank's bias of w13 or of w2; only one rank adds the bias of w2."""
+        """Returns this rank's bias of w13 or of w2, or None for experts without a bias.
+
+        Only one rank adds the bias of w2; the others get zeros.
+        """
         name = "w13_bias" if w13 else "w2_bias"
         if not self._reader.has(name):
             return None

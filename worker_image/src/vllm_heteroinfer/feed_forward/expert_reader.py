@@ -147,7 +147,10 @@ class LayerReader:
 def _intersection(
     piece: Piece, expert: int, ranges: Sequence[Range]
 ) -> tuple[Piece, list[int], list[int]] | None:
-    """Returns an expert's piece with the start and size of its region inside the wanted ranges."""
+    """Returns an expert's piece with the start and size of its region inside the wanted ranges.
+
+    Returns None if no part of the piece is inside.
+    """
     start, count = [], []
     for (first, end), begin, length in zip(ranges, piece.start[1:], piece.size[1:], strict=True):
         low, high = max(first, begin), min(end, begin + length)

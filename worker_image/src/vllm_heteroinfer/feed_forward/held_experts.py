@@ -180,7 +180,10 @@ def _describe_part(part: PackedPart) -> PackedMatrix:
 
 
 def _find_kernels() -> KernelLibrary | None:
-    """Returns the kernels; on a CPU without AVX-512F, only the kernels for coded weights."""
+    """Returns the kernels, or None if they are unavailable.
+
+    On a CPU without AVX-512F, returns only the kernels for coded weights.
+    """
     with contextlib.suppress(KernelsUnavailableError):
         return linear.find() or register()
     return None

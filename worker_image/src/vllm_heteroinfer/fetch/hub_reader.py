@@ -174,7 +174,10 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
-        """Follows redirects to http and https only; sends the token to no other host."""
+        """Follows redirects to http and https only; sends the token to no other host.
+
+        Returns the next request, or None if the answer is no redirect for urllib.
+        """
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()

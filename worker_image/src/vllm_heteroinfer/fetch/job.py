@@ -226,7 +226,10 @@ class FetchJob:
             remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask)
 
     def _ask(self) -> float | None:
-        """Asks the operator whether commits may be removed."""
+        """Asks the operator whether commits may be removed, and shows this as the progress.
+
+        Returns the time until which they may be removed, or None, like `CleanupQuestion.ask`.
+        """
         before, self._message = self._message, "asking the operator whether old commits may be removed"
         until_s = self.question.ask()
         self._message = before

@@ -100,7 +100,7 @@ def of_files(model: str) -> dict[str, Any]:
 
 
 def quantized_format(method: str | None) -> str | None:
-    """Returns the format that a quantization method reads.
+    """Returns the format that a quantization method reads; None without quantization.
 
     Ranks must agree in the format, not in the method: vLLM names a method after its kernels, which differ by
     device (`awq` on CPUs, `auto_awq` on GPUs).

@@ -51,7 +51,7 @@ class EngineClock:
         return self._now_s - self._engine_answered_s <= ANSWERS_WITHIN_S
 
     def find_overdue(self) -> Failure | None:
-        """Returns the failure of the API server or the engine, if either has not answered for too long."""
+        """Returns the failure of the API server or engine that has not answered for too long, or None."""
         for part, answered_s in (("API server", self._api_answered_s), ("engine", self._engine_answered_s)):
             silent_s = self._now_s - answered_s
             if silent_s > self._limit_s:

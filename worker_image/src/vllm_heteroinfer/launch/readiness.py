@@ -101,7 +101,7 @@ class GroupView:
     def _busy_rank_to_blame(self) -> RankStatus | None:
         """Returns the busy rank that an API server without an answer may wait for.
 
-        Prefers a rank that does not wait for another rank.
+        Prefers a rank that does not wait for another rank. Returns None if no rank is busy.
         """
         busy = [beat for beat in self.beats if beat.busy is not None]
         first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)

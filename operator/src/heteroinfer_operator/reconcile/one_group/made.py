@@ -109,6 +109,8 @@ def _label_or_status(
 ) -> str | None:
     """Returns the label's value if it is stored, otherwise the status's if stored, otherwise either.
 
+    Returns None if no pod has the label and the status has no value.
+
     Args:
         stored: stored plans or revisions, by the values of the label.
     """
