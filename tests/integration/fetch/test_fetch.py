@@ -228,9 +228,9 @@ def test_a_hub_that_keeps_a_silent_connection_open_is_given_up(hub: HubServer, c
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache, "--patience", "3") as fetch:
         failure = fetch.failure()
-        assert "nothing new for" in fetch.said
+        assert "got no new byte for" in fetch.said
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
-    assert "keeps the connection" in failure.message
+    assert "got no new byte for" in failure.message
     hub.pause_after_bytes = None
     with fetching(hub, cache) as fetch:  # and goes on where it stopped
         fetch.model()

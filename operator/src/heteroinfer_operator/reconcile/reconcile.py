@@ -82,7 +82,7 @@ from heteroinfer_operator.reconcile.revisions import (
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_eviction_block
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
-from heteroinfer_operator.reconcile.silent_leaders import with_silence_by_report, with_silence
+from heteroinfer_operator.reconcile.silent_leaders import with_silence, with_silence_by_report
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _CHECK_SHORTAGE_EVERY_S = 60.0
