@@ -88,7 +88,7 @@ FAULTS: Final = (
     PlantedFault(
         name="every tensor-parallel rank goes on with its own sample",
         path=f"{_WORKER}/rank/worker/sampling.py",
-        right="        runner._sample = self\n",
+        right="    runner._sample = _SharedSamples(runner, bridge, leads=leads)\n",
         wrong="",
         tests=(f"{_GROUPS}/test_tensor.py", "-k", "two_pods_split and shared_memory"),
     ),
