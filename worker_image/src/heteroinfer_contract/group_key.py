@@ -7,7 +7,6 @@ a code proves the author of a text, its time (by the reader's nonce), and that t
 
 import hashlib
 import hmac
-import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,6 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 
 KEY_BYTES: Final = 32
+_HEX_DIGITS: Final = "0123456789abcdefABCDEF"
 _FINGERPRINT_CHARS: Final = 10
 
 
@@ -87,7 +87,7 @@ class GroupKey:
         except ValueError:
             secret = b""
         if len(secret) != KEY_BYTES:
-            is_hex = all(character in string.hexdigits for character in text)
+            is_hex = all(character in _HEX_DIGITS for character in text)
             got = f"{len(text)} digits" if is_hex else "other characters"
             raise ContractError(
                 f"{names.ENV_GROUP_KEY}: must be {2 * KEY_BYTES} hex digits (got {got}). "
