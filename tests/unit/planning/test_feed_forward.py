@@ -237,7 +237,7 @@ def test_a_rank_has_whole_units_of_columns() -> None:
 
 def test_memory_is_counted_for_the_largest_share() -> None:
     # A third of 6 layers of 1.125 GiB, 1 GiB of the process, and the longest batch.
-    with pytest.raises(PlanError, match=r"needs 3\.55 GiB .* has 3\.00 GiB by feedForward.memory"):
+    with pytest.raises(PlanError, match=r"needs 3\.55 GiB .* feedForward.memory gives it 3\.00 GiB"):
         plan(of_ranks(4, memory="3Gi"), in_units(128))
     assert plan(of_ranks(4, memory="3Gi"), in_units(32)).plan.ranks
 
@@ -467,7 +467,7 @@ def test_notes_a_gpu_that_holds_the_whole_model() -> None:
 def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
     with pytest.raises(
         PlanError,
-        match=r"12.39 GiB of memory is missing .* needs 28\.39 GiB .* has 16\.00 GiB by feedForward.memory",
+        match=r"lacks 12.39 GiB of memory. It needs 28\.39 GiB .* feedForward.memory gives it 16\.00 GiB",
     ):
         plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
     with pytest.raises(PlanError, match="the planner finds no experts and no MLPs in its layers"):
