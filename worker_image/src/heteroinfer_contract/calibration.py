@@ -227,23 +227,24 @@ class Calibration(codec.JsonValue):
     def read_rate(self, threads: float, *, combine: Callable[[Sequence[float]], float] = min) -> float:
         """Returns the bytes per second that `threads` threads read, interpolated between measurements.
 
-        Threads that fit on one NUMA node are bound to one node.
+        Threads that fit on one NUMA node are bound to one node, so the readings of single nodes count.
 
         Args:
             combine: combines the rates of several nodes; by default the slowest node counts.
         """
         nodes = sorted({reading.node for reading in self.readings if reading.node != ALL_NODES})
-        fits = threads <= self.hardware.cores / max(self.hardware.numa_nodes, 1)
-        curves = [self._curve(node) for node in nodes] if nodes and fits else []
-        curve = self._curve(ALL_NODES)
-        return combine([_interpolate(each, threads) for each in (curves or [curve])])
+        cores_per_node = self.hardware.cores / max(self.hardware.numa_nodes, 1)
+        if not nodes or threads > cores_per_node:
+            nodes = [ALL_NODES]
+        return combine([_interpolate(self._curve(node), threads) for node in nodes])
 
     def _curve(self, node: int) -> list[tuple[float, float]]:
         """Returns (threads, bytes per second) of each reading of a node, ascending by threads."""
-        return sorted((float(e.threads), e.bytes_per_s) for e in self.readings if e.node == node)
+        readings = [reading for reading in self.readings if reading.node == node]
+        return sorted((float(reading.threads), reading.bytes_per_s) for reading in readings)
 
     def fastest_kernel(self, part: KernelPart, scheme: SchemeName, dtype: str) -> KernelRate | None:
-        """Returns the fastest measured kernel for a part and format; None if none was measured."""
+        """Returns the fastest measured kernel for a part, a format and one row; None if none was measured."""
         kernels = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
         return max(kernels, key=lambda kernel: kernel.bytes_per_s, default=None)
 
@@ -262,9 +263,10 @@ class Calibration(codec.JsonValue):
         was measured.
         """
         measured = sorted((hop.message_bytes, hop.seconds) for hop in self.hops if hop.path is path)
-        return next(
-            (s for size, s in measured if size >= message_bytes), measured[-1][1] if measured else None
-        )
+        for size_bytes, seconds in measured:
+            if size_bytes >= message_bytes:
+                return seconds
+        return measured[-1][1] if measured else None
 
     def to_json(self) -> str:
         """Returns the canonical JSON text; items of lists omit fields that are at their default."""
@@ -331,7 +333,8 @@ class Calibration(codec.JsonValue):
 def cpu_fields(cpuinfo: str) -> dict[str, str]:
     """Returns the fields of the last CPU in /proc/cpuinfo, by name."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
-    return {key.strip(): value.strip() for key, has, value in lines if has}
+    # The file repeats each name for each CPU, and a dict keeps the last value.
+    return {name.strip(): value.strip() for name, colon, value in lines if colon}
 
 
 def cpu_name(fields: Mapping[str, str]) -> str:

@@ -88,7 +88,8 @@ def _parse_option(arg: str, following: str | None) -> GivenOption:
     """Parses an argument that is an option; `following` is the argument after it."""
     full_name, equals, value_after_equals = arg.partition("=")
     name, *path = full_name.split(".")
-    # An option may be the value: vLLM first removes dotted options, and the arguments after them move up.
+    # The next argument is the value even if it looks like an option: vLLM removes dotted options first, and
+    # then another argument may follow.
     value = value_after_equals if equals else following
     if path:  # `--option.list+ VALUE` appends a value to a list
         path[-1] = path[-1].removesuffix("+")

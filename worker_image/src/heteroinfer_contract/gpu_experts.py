@@ -9,7 +9,7 @@ from typing import Final
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
 """Gated activations that the CPU kernels and vLLM's GPU kernel for experts support."""
 LEAST_GAIN: Final = 0.95
-"""A division of experts is used only if a layer's time falls to this part of the simpler division's time."""
+"""A division of experts is used only if a layer takes at most this part of the simpler division's time."""
 LEAST_ROWS: Final = 64
 """Fewest rows of which the GPU computes some experts, if vLLM captures no CUDA graphs."""
 SLOTS: Final = 3

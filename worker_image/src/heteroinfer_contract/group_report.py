@@ -1,4 +1,4 @@
-"""The state of a group as seen by the leader's supervisor; served as JSON on /group.
+"""The state of a group as the leader's supervisor sees it; /group serves it as JSON.
 
 Stdlib only; pure.
 """
@@ -80,12 +80,15 @@ class RankStatus:
 
     def check(self) -> None:
         """Checks that all numbers are in range; raises ContractError that names the field."""
-        others = {"phase", "transports"}
-        numbers = (field.name for field in dataclasses.fields(self) if field.name not in others)
-        values = {name: value for name in numbers if (value := getattr(self, name)) is not None}
-        codec.at_least(0, "RankStatus", **values)
-        codec.at_most(MAX_SECONDS, "RankStatus", **{k: v for k, v in values.items() if k.endswith("_s")})
-        codec.at_most(MAX_COUNT, "RankStatus", **values)
+        not_numbers = {"phase", "transports"}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        numbers = {
+            name: value for name, value in fields.items() if name not in not_numbers and value is not None
+        }
+        durations = {name: value for name, value in numbers.items() if name.endswith("_s")}
+        codec.at_least(0, "RankStatus", **numbers)
+        codec.at_most(MAX_SECONDS, "RankStatus", **durations)
+        codec.at_most(MAX_COUNT, "RankStatus", **numbers)
         codec.at_most(MAX_BLOCKS, "RankStatus", kv_blocks=self.kv_blocks)
         codec.at_most(MAX_TRANSPORTS, "RankStatus", transports=len(self.transports))
         if not all(map(_TRANSPORT.fullmatch, self.transports)):

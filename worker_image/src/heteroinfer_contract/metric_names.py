@@ -19,8 +19,8 @@ DEVICE_SECONDS: Final = "heteroinfer_rank_device_seconds"
 WAIT_SECONDS: Final = "heteroinfer_rank_wait_seconds"
 """Histogram, label phase: seconds of waiting for other ranks in a step."""
 IDLE_SECONDS_TOTAL: Final = "heteroinfer_rank_idle_seconds_total"
-"""Counter: seconds between steps in which this rank waited for the engine. Steps and idle time add up
-to wall time."""
+"""Counter: seconds that this rank waited for the engine between steps. Steps and idle time add up to wall
+time."""
 TRANSFER_SECONDS: Final = "heteroinfer_rank_transfer_seconds"
 """Histogram, label direction (send|recv): seconds of copying and sending tensors in a step."""
 TRANSFER_BYTES_TOTAL: Final = "heteroinfer_rank_transfer_bytes_total"

@@ -18,13 +18,13 @@ PARTS_FOLDER: Final = ".parts"
 """Folder for partly fetched files; the fetch removes the folder when it writes the marker."""
 LOCK_FILE: Final = ".lock"
 REMOVE_WITHIN_S: Final = 15.0
-"""A fetch removes commits only this long after its question to the operator (QUESTION_HEADER)."""
+"""Seconds after its question to the operator (QUESTION_HEADER) in which a fetch may remove commits."""
 CONFIRMED_S: Final = 30.0
-"""After its confirmation, the operator lets no resource begin to use a commit that the fetch may remove for
-this long. The fetch asked before that, so it stops at least 15 s earlier."""
+"""Seconds after its confirmation in which the operator lets no resource begin to use a commit that the fetch
+may remove. The fetch asked before the confirmation, so it stops at least 15 s earlier."""
 QUESTION_HEADER: Final = "X-HeteroInfer-Question"
-"""Header of an answer on /fetch: the fetch asks whether its list of commits in use is still complete. The
-operator confirms by a request with this text as its credentials."""
+"""Header of an answer on /fetch, with which a fetch asks whether its list of commits in use is still
+complete. The operator confirms by a request with the header's text as its credentials."""
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 """Matches a whole commit name of a hub; the name becomes part of a path."""
@@ -74,7 +74,7 @@ class CompleteModel(codec.JsonValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCleanup(codec.JsonValue):
-    """The commits of a model that a fetch may remove from a cache.
+    """The rule by which a fetch removes old commits of a model from a cache.
 
     Attributes:
         keep: number of most recently fetched commits that stay, besides those in use; at least 1.

@@ -72,6 +72,8 @@ _TOKENIZER_FILES: Final = (
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_BYTES = {dtype: _ELEMENT_BYTES[stored_type] for stored_type, dtype in _DTYPES.items()}
+"""Bytes of an element in memory, by torch's name of the dtype."""
 
 
 def read_profile(directory: Path) -> ModelProfile:
@@ -119,13 +121,7 @@ def _read_profile(directory: Path) -> ModelProfile:
     """Reads the sizes of the model in `directory`; the caller converts unexpected errors."""
     config, consolidated = _read_config(directory)
     text = text_config(config)
-    # A tensor in several files counts once (`model.safetensors` beside its own shards): vLLM loads it twice.
-    tensors_by_name = {
-        tensor.name: tensor
-        for path in _weight_files(directory, consolidated)
-        for tensor in _read_tensors(path)
-    }
-    stored = list(tensors_by_name.values())
+    stored = _read_distinct_tensors(_weight_files(directory, consolidated))
     dtype, scheme = _weights_dtype(text, stored, directory), read_scheme(config, text)
     tensors = [_with_loaded_size(tensor, dtype, scheme) for tensor in stored]
     num_layers = _positive_number(text, directory, "num_hidden_layers")
@@ -190,6 +186,15 @@ def _read_profile(directory: Path) -> ModelProfile:
     )
 
 
+def _read_distinct_tensors(files: Sequence[Path]) -> list[Tensor]:
+    """Returns the tensors of all files.
+
+    A tensor in several files counts once (`model.safetensors` beside its own shards), although vLLM loads it
+    twice.
+    """
+    return list({tensor.name: tensor for path in files for tensor in _read_tensors(path)}.values())
+
+
 def _kinds_of_layers(
     text: Mapping[str, Any], attention: Sequence[LayerKind], weights: Weights, directory: Path
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
@@ -240,17 +245,17 @@ def _encoder_input(config: Mapping[str, Any], weights: Weights) -> str:
 
     Names of tensors may not reveal the type (granite-speech's `encoder.`), so keys of the config count too.
     """
-    takes_audio = weights.hears_audio or any(name.startswith("audio_") for name in config)
+    takes_audio = weights.has_audio_encoder or any(name.startswith("audio_") for name in config)
     return "audio" if takes_audio else "images"
 
 
-def _first_stage_layers(whole: Mapping[str, Any]) -> int:
+def _first_stage_layers(config: Mapping[str, Any]) -> int:
     """Returns the minimum number of layers of the first stage.
 
     Qwen3-VL adds its encoder's outputs of several depths to the first layers. These layers must be in one
     stage (vllm/model_executor/models/qwen3_vl.py@v0.32.0: "start_layer should be greater than or equal to").
     """
-    vision = whole.get("vision_config")
+    vision = config.get("vision_config")
     depths = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
     return max(len(depths), 1) if isinstance(depths, list) else 1
 
@@ -434,11 +439,13 @@ def _with_loaded_size(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
     is_part_of_scheme = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
     if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or is_part_of_scheme:
         return tensor
-    element = next(_ELEMENT_BYTES[each] for each, name in _DTYPES.items() if name == dtype)
-    return replace(tensor, size_bytes=tensor.size_bytes * element // _ELEMENT_BYTES[tensor.dtype])
+    size_bytes = tensor.size_bytes * _DTYPE_BYTES[dtype] // _ELEMENT_BYTES[tensor.dtype]
+    return replace(tensor, size_bytes=size_bytes)
 
 
 def _shortened_list(items: list[Any]) -> str:
     """Returns the first four items as text for a message, and the number of all items."""
+    if not items:
+        return "none"
     shown = ", ".join(str(item) for item in items[:4])
-    return f"{shown}, ... ({len(items)} in all)" if len(items) > 4 else shown or "none"
+    return f"{shown}, ... ({len(items)} in all)" if len(items) > 4 else shown

@@ -109,6 +109,7 @@ class ModelProfile(codec.JsonValue):
     def is_latent(self) -> bool:
         """Whether any layer keeps latents (multi-head latent attention)."""
         latent, sparse = AttentionKind.LATENT, AttentionKind.SPARSE
+        # Sparse attention keeps a latent in place of several heads with keys and values.
         return any(
             kind.attention is latent or (kind.attention is sparse and kind.kv_heads == 1)
             for kind in self.layers

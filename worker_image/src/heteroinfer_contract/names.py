@@ -151,7 +151,8 @@ ENV_OMP_PLACES: Final = "OMP_PLACES"
 ENV_MODEL_FETCHED: Final = "HETEROINFER_MODEL_FETCHED"
 """`1`: the model was fetched from a hub; the supervisor checks that it is complete before it starts ranks."""
 ENV_CACHE_CLEANUP: Final = "HETEROINFER_CACHE_CLEANUP"
-"""Commits that a fetch may remove from its cache; none if unset. Set in fetch pods only."""
+"""CacheCleanup as JSON: the commits that a fetch may remove from its cache; none if unset. Set in fetch pods
+only."""
 ENV_CA_BUNDLE: Final = "HETEROINFER_CA_BUNDLE"
 """File with additional trusted certificate authorities; unset without `model.caBundle`."""
 ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable

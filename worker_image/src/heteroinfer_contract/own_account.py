@@ -23,7 +23,7 @@ def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
     ids, so programs that call getpwuid for the name or the home of their user would fail.
     """
     user = os.getuid()
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(KeyError):  # the user has no account yet
         pwd.getpwuid(user)
         return
     if not accounts.is_symlink():

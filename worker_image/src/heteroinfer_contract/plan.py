@@ -220,10 +220,12 @@ class Plan(codec.JsonValue):
     @property
     def pods(self) -> tuple[PodAssignment, ...]:
         """The pods of the group, by index; pod 0 is the leader."""
+        ranks_by_pod: dict[int, list[RankAssignment]] = {}
+        for rank in self.ranks:
+            ranks_by_pod.setdefault(rank.pod, []).append(rank)
         return tuple(
-            PodAssignment(index=index, role=ranks[0].role, device=ranks[0].device, ranks=ranks)
-            for index in sorted({rank.pod for rank in self.ranks})
-            if (ranks := tuple(rank for rank in self.ranks if rank.pod == index))
+            PodAssignment(index=index, role=ranks[0].role, device=ranks[0].device, ranks=tuple(ranks))
+            for index, ranks in sorted(ranks_by_pod.items())
         )
 
     @property
@@ -256,11 +258,13 @@ class Plan(codec.JsonValue):
     @property
     def hash(self) -> str:
         """16 hex digits that identify this plan."""
-        return self._text_and_hash()[1]
+        _, plan_hash = self._text_and_hash()
+        return plan_hash
 
     def to_json(self) -> str:
         """Returns the canonical JSON text; without feed-forward ranks, the same text as older versions."""
-        return self._text_and_hash()[0]
+        text, _ = self._text_and_hash()
+        return text
 
     def _text_and_hash(self) -> list[str]:
         """Returns the JSON text and its hash; computes them at the first call."""
@@ -302,10 +306,10 @@ class Plan(codec.JsonValue):
     def _check_pods(self) -> None:
         """Checks pod indices and local ranks; raises ContractError."""
         pods = self.pods
+        are_numbered = [pod.index for pod in pods] == list(range(len(pods)))
         pods_in_rank_order = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
-        if [pod.index for pod in pods] != list(range(len(pods))) or pods_in_rank_order != sorted(
-            set(pods_in_rank_order)
-        ):
+        are_adjacent = pods_in_rank_order == sorted(set(pods_in_rank_order))
+        if not are_numbered or not are_adjacent:
             raise ContractError("Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent")
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
@@ -323,12 +327,13 @@ class Plan(codec.JsonValue):
                 f"{where}: stage and tensor_rank must be {stage} and {tensor_rank} "
                 f"(got {rank.stage} and {rank.tensor_rank})"
             )
-        before = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
-        same_stage = self.ranks[stage * self.tensor_parallel_size]
-        if rank.first_layer != before or not before < rank.end_layer == same_stage.end_layer:
+        first_layer = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
+        end_layer = self.ranks[stage * self.tensor_parallel_size].end_layer
+        has_layers = rank.end_layer > first_layer
+        if rank.first_layer != first_layer or rank.end_layer != end_layer or not has_layers:
             raise ContractError(
-                f"{where}: layers must begin at {before}, the end of the stage before, and be the same on "
-                f"all ranks of the stage (got {rank.first_layer}..{rank.end_layer})"
+                f"{where}: layers must begin at {first_layer}, the end of the stage before, and be the same "
+                f"on all ranks of the stage (got {rank.first_layer}..{rank.end_layer})"
             )
 
     def _check_feed_forward(self) -> None:

@@ -77,7 +77,7 @@ class PodLaunch:
 
     Attributes:
         group: `namespace/name/index`, for messages and metrics.
-        epoch: number of the group's start, at least 1; grows with each start.
+        epoch: number of the group's start; grows with each start.
         pod_index: this pod's index in the plan; 0 is the leader.
         addresses: addresses of all pods, by pod index.
         startup_timeout_s: longest time without progress between the connection of all pods and the readiness
@@ -125,7 +125,7 @@ class PodLaunch:
         return codec.from_mapping(cls, raw)
 
     def check(self) -> None:
-        """Checks that durations and ports are in range; raises ContractError that names the field."""
+        """Checks the epoch, durations, host names and ports; raises ContractError that names the field."""
         codec.at_least(0, "PodLaunch", epoch=self.epoch, drain_timeout_s=self.drain_timeout_s)
         codec.at_least(MIN_HEARTBEAT_TIMEOUT_S, "PodLaunch", heartbeat_timeout_s=self.heartbeat_timeout_s)
         for name in ("startup_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):

@@ -38,9 +38,10 @@ def format_bytes(size: float) -> str:
 
 def format_layers(layers: Sequence[int]) -> str:
     """Returns ascending layers as ranges, such as "0-3, 7"; as "spread over 3-47" if they are many ranges."""
+    # Within a run of consecutive layers, a layer's number minus its position is the same.
     runs = [
         [layer for _, layer in run]
-        for _, run in groupby(enumerate(layers), key=lambda each: each[1] - each[0])
+        for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1] - numbered[0])
     ]
     if len(runs) <= _SHOWN_RANGES:
         return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -37,8 +37,8 @@ class ReportGuard:
         """Returns the challenge if `credentials` are its first correct answer; None otherwise."""
         scheme, _, answer = credentials.partition(" ")
         challenge, _, code = answer.rpartition("/")
-        issued_s, _, rest = challenge.partition("/")
-        nonce, _, challenge_code = rest.partition("/")
+        issued_s, _, nonce_and_code = challenge.partition("/")
+        nonce, _, challenge_code = nonce_and_code.partition("/")
         self._answered_until_s = {
             answered: until_s for answered, until_s in self._answered_until_s.items() if until_s > now_s
         }
@@ -74,9 +74,10 @@ class ReportReader:
         return {CREDENTIALS_HEADER: f"{SCHEME} {self._challenge}/{self._key.code('read', self._challenge)}"}
 
     def read(self, headers: Mapping[str, str], body: str) -> str | None:
-        """Returns `body` if this reader may not read more than `body`; None if it must ask again.
+        """Returns `body`; None if the reader must ask again to get the full report.
 
-        After None, `headers` has the answer to the leader's challenge.
+        After None, `headers` contains the answer to the leader's challenge. A reader without the key gets the
+        public report.
 
         Raises:
             ContractError: the sender of the report does not have the key.

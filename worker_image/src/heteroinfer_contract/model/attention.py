@@ -87,8 +87,8 @@ def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         _layer_kind(attention, _config_of_layer(text, i))
         for i, attention in enumerate(_attention_kinds(text))
     ]
+    # The config counts the layers that share keys and values, which are the last layers.
     first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
-    # The config counts the sharing layers, which are the last layers.
     return tuple(replace(kind, shares_kv=0 < first_sharing <= index) for index, kind in enumerate(kinds))
 
 
@@ -105,45 +105,45 @@ def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
     (vllm/model_executor/models/gemma4.py::Gemma4Attention@v0.32.0). The result is the last layer if no layer
     shares.
     """
-    sharing = {kind.attention for kind in layers if kind.shares_kv}
-    caching = [(index, kind.attention) for index, kind in enumerate(layers) if not kind.shares_kv]
-    caches_read = [max((i for i, attention in caching if attention is each), default=0) for each in sharing]
+    sharing_kinds = {kind.attention for kind in layers if kind.shares_kv}
+    last_with_cache = {kind.attention: index for index, kind in enumerate(layers) if not kind.shares_kv}
+    caches_read = [last_with_cache.get(attention, 0) for attention in sharing_kinds]
     return min(caches_read, default=len(layers) - 1)
 
 
 def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
     """Returns the kind of each layer's attention, from the first reader that knows this form of config."""
-    number = int(text["num_hidden_layers"])
+    num_layers = int(text["num_hidden_layers"])
     for read in (_kinds_by_block, _kinds_by_list, _latent_kinds, _kinds_by_pattern, _kinds_by_interval):
-        kinds = read(text, number)
+        kinds = read(text, num_layers)
         if kinds is not None:
             return kinds
-    return [_kind_by_window(text, index) for index in range(number)]
+    return [_kind_by_window(text, index) for index in range(num_layers)]
 
 
-def _kinds_by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_block(text: Mapping[str, Any], num_layers: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with a block for each layer; None for another config."""
-    heads = [block_heads(text, index) for index in range(number)]
+    heads = [block_heads(text, index) for index in range(num_layers)]
     if all(number_of_heads is None for number_of_heads in heads):
         return None
     return [AttentionKind.NONE if number_of_heads == 0 else AttentionKind.FULL for number_of_heads in heads]
 
 
-def _kinds_by_list(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_list(text: Mapping[str, Any], num_layers: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with one word for each layer; None for another config."""
     types = _layer_types(text)
     if types is None:
         return None
     kinds = [
         _full_without_window(_KIND_BY_NAME.get(str(name), AttentionKind.FULL), text)
-        for name in types[:number]
+        for name in types[:num_layers]
     ]
     # Qwen3.8's files call layers with an indexer full (transformers' Qwen4ExpTextConfig.__post_init__).
     full, indexed = AttentionKind.FULL, AttentionKind.SPARSE
     return [indexed if kind is full and text.get("indexer_head_dim") else kind for kind in kinds]
 
 
-def _latent_kinds(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _latent_kinds(text: Mapping[str, Any], num_layers: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with latent attention; None for another config."""
     if not is_latent(text):
         return None
@@ -151,11 +151,11 @@ def _latent_kinds(text: Mapping[str, Any], number: int) -> Sequence[AttentionKin
     linear = text.get("linear_attn_config")
     if isinstance(linear, Mapping):  # Kimi-Linear counts layers from 1
         full = set(linear.get("full_attn_layers") or ())
-        return [latent if i + 1 in full else AttentionKind.LINEAR for i in range(number)]
-    return [latent] * number
+        return [latent if i + 1 in full else AttentionKind.LINEAR for i in range(num_layers)]
+    return [latent] * num_layers
 
 
-def _kinds_by_pattern(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_pattern(text: Mapping[str, Any], num_layers: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with one letter or number for each layer, or a list of layers.
 
     Returns None for another config.
@@ -163,32 +163,32 @@ def _kinds_by_pattern(text: Mapping[str, Any], number: int) -> Sequence[Attentio
     full, linear = AttentionKind.FULL, AttentionKind.LINEAR
     match text:
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
-            return [_NEMOTRON_LETTERS.get(letter, full) for letter in pattern[:number]]
+            return [_NEMOTRON_LETTERS.get(letter, full) for letter in pattern[:num_layers]]
         case {"sparse_attention_config": {"sparse_attention_freq": list(marks)}} | {
             "hybrid_layer_pattern": list(marks)  # MiniMax-M3: 1 is an index; MiMo-V2: 1 is a window
         }:
             other = AttentionKind.WINDOW if "hybrid_layer_pattern" in text else AttentionKind.SPARSE
-            return [other if mark else full for mark in marks[:number]]
+            return [other if mark else full for mark in marks[:num_layers]]
         case {"attn_layer_indices": list(indices)} | {"full_attn_idxs": list(indices)}:  # Bamba, LFM2
-            return [full if i in indices else linear for i in range(number)]
+            return [full if i in indices else linear for i in range(num_layers)]
         case {"attn_layer_period": int(period)}:  # Jamba
             offset = int(text.get("attn_layer_offset") or 0)
-            return [full if i % period == offset else linear for i in range(number)]
+            return [full if i % period == offset else linear for i in range(num_layers)]
         case {"model_type": "mamba" | "mamba2" | "falcon_mamba"}:
-            return [linear] * number
+            return [linear] * num_layers
     return None
 
 
-def _kinds_by_interval(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_interval(text: Mapping[str, Any], num_layers: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config in which every nth layer has full attention; None for another config."""
     kind = str(text.get("model_type", ""))
     if kind in ("llama4_text", "llama4"):
-        return [_llama4_kind(text, i) for i in range(number)]
+        return [_llama4_kind(text, i) for i in range(num_layers)]
     if kind not in _EVERY_NTH_IS_FULL:
         return None
     field, default, other = _EVERY_NTH_IS_FULL[kind]
     every = int(text.get(field) or default) if field else default
-    kinds = [AttentionKind.FULL if (i + 1) % every == 0 else other for i in range(number)]
+    kinds = [AttentionKind.FULL if (i + 1) % every == 0 else other for i in range(num_layers)]
     return [_full_without_window(each, text) for each in kinds]
 
 
@@ -218,8 +218,8 @@ def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
 
 def is_latent(text: Mapping[str, Any]) -> bool:
     """Reports whether vLLM caches latents instead of keys and values."""
-    has_latents = text.get("head_dim" if text.get("compress_ratios") else "kv_lora_rank") is not None
-    return text.get("model_type") in _LATENT_TYPES and has_latents
+    width_field = "head_dim" if text.get("compress_ratios") else "kv_lora_rank"
+    return text.get("model_type") in _LATENT_TYPES and text.get(width_field) is not None
 
 
 def _layer_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
@@ -335,28 +335,29 @@ def _linear_kind(text: Mapping[str, Any]) -> LayerKind:
 def _state_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the elements of a sequence's convolution state and of its recurrent state."""
 
-    def number(*names: str, default: int = 0) -> int:
+    def first_number(*names: str, default: int = 0) -> int:
+        """Returns the first of these fields that is set, or the default."""
         return next((int(text[name]) for name in names if text.get(name)), default)
 
     hidden = int(text["hidden_size"])
     if text.get("linear_num_value_heads"):  # gated delta net
-        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
-        values = number("linear_num_value_heads") * number("linear_value_head_dim")
-        kernel = number("linear_conv_kernel_dim", default=4)
-        return (2 * keys + values) * (kernel - 1), values * number("linear_key_head_dim")
+        keys = first_number("linear_num_key_heads") * first_number("linear_key_head_dim")
+        values = first_number("linear_num_value_heads") * first_number("linear_value_head_dim")
+        kernel = first_number("linear_conv_kernel_dim", default=4)
+        return (2 * keys + values) * (kernel - 1), values * first_number("linear_key_head_dim")
     linear = text.get("linear_attn_config")
     if isinstance(linear, Mapping):  # Kimi's delta attention
         width = int(linear["num_heads"]) * int(linear["head_dim"])
         kernel = int(linear.get("short_conv_kernel_size") or 4)
         return 3 * width * (kernel - 1), width * int(linear["head_dim"])
     if text.get("conv_L_cache"):  # LFM2's short convolution
-        return hidden * (number("conv_L_cache") - 1), 0
-    kernel = number("conv_kernel", "mamba_d_conv", default=4)
-    state = number("ssm_state_size", "mamba_d_state", "state_size", default=16)
-    heads = number("mamba_num_heads", "mamba_n_heads")
+        return hidden * (first_number("conv_L_cache") - 1), 0
+    kernel = first_number("conv_kernel", "mamba_d_conv", default=4)
+    state = first_number("ssm_state_size", "mamba_d_state", "state_size", default=16)
+    heads = first_number("mamba_num_heads", "mamba_n_heads")
     if not heads:  # Mamba 1
-        inner = number("mamba_expand", "expand", default=2) * hidden
+        inner = first_number("mamba_expand", "expand", default=2) * hidden
         return inner * (kernel - 1), inner * state
-    inner = heads * number("mamba_head_dim", "mamba_d_head", default=64)
-    groups = number("n_groups", "mamba_n_groups", default=1)
+    inner = heads * first_number("mamba_head_dim", "mamba_d_head", default=64)
+    groups = first_number("n_groups", "mamba_n_groups", default=1)
     return (inner + 2 * groups * state) * (kernel - 1), inner * state

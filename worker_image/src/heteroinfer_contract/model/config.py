@@ -75,11 +75,18 @@ def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
         Both are "" for a model without an encoder; each is "" if the config does not name it.
     """
     whole = served_config(config)
-    nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
+    nested = _nested_text_config(whole)
     if nested is None:
         return "", ""
     named = nested.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else "", str(nested.get("model_type") or "")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    return architecture, str(nested.get("model_type") or "")
+
+
+def _nested_text_config(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the language model's config inside the config of a model with an encoder, or None."""
+    nested_configs = (whole.get(key) for key in _TEXT_KEYS)
+    return next((nested for nested in nested_configs if isinstance(nested, Mapping)), None)
 
 
 def _first_dtype(*sources: Any) -> Any:
@@ -102,14 +109,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         config: a parsed config.json, or a params.json converted by `from_params`.
     """
     whole = served_config(config)
-    nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
+    nested = _nested_text_config(whole)
     text_part = whole if nested is None else nested
     defaults = DEFAULTS.get(str(text_part.get("model_type") or _type_of_nested_config(whole)), {})
-    # A default applies only if the field is missing under all its names. `null` is a value: no window.
     parts = [
         _under_usual_names(text_part[key]) for key in _PART_KEYS if isinstance(text_part.get(key), Mapping)
     ]
     nested_fields = {name: value for part in parts for name, value in part.items()}
+    # A default applies only if the field is missing under all its names. `null` is a value: no window.
     text = {**defaults, **whole, **text_part, **nested_fields, **_under_usual_names(text_part)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
     # vLLM looks for the type in this order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
@@ -157,6 +164,7 @@ def _rope_factor(text: Mapping[str, Any]) -> float:
         for each in by_layer or [rope]
         if each.get("rope_type", each.get("type")) not in _ROPE_TYPES_IN_LENGTH
     ]
+    # Of several factors, vLLM uses the last.
     return next((float(factor) for factor in reversed(factors) if factor), 1)
 
 

@@ -96,15 +96,12 @@ def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the part of a config.json that describes the quantization; None if the weights have none."""
-    return next(
-        (
-            found
-            for source in (config, text)
-            for key in ("quantization_config", "compression_config")
-            if isinstance(found := source.get(key), Mapping)
-        ),
-        None,
-    )
+    for source in (config, text):
+        for key in ("quantization_config", "compression_config"):
+            quantization = source.get(key)
+            if isinstance(quantization, Mapping):
+                return quantization
+    return None
 
 
 def _method_name(quantization: Mapping[str, Any]) -> str:
@@ -234,8 +231,9 @@ def has_limited_experts(text: Mapping[str, Any]) -> bool:
     GPT-OSS's single `swiglu_limit` does not count: it belongs to the activation. Source:
     vllm/model_executor/models/exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
     """
-    limits = [value for key in _LIMIT_KEYS if isinstance(value := text.get(key), list)]
-    return any(isinstance(limit, int | float) and limit > 0 for each in limits for limit in each)
+    values = (text.get(key) for key in _LIMIT_KEYS)
+    limits = [limit for limits in values if isinstance(limits, list) for limit in limits]
+    return any(isinstance(limit, int | float) and limit > 0 for limit in limits)
 
 
 def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
@@ -269,7 +267,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
 
 
 def limits_all_experts(text: Mapping[str, Any]) -> bool:
-    """Returns whether a config has one limit for the gates and ups of all experts (DeepSeek-V4).
+    """Reports whether a config has one limit for the gates and ups of all experts (DeepSeek-V4).
 
     GPT-OSS's `swiglu_limit` belongs to its activation. Source: vllm/models/deepseek_v4@v0.32.0.
     """

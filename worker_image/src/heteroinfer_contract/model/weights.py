@@ -129,7 +129,7 @@ class Weights:
     Attributes:
         layers: weights of the served layers, by number.
         encoder: encoders of images or audio, with their projections.
-        hears_audio: whether an encoder is for audio.
+        has_audio_encoder: whether an encoder is for audio.
         host_tables: tables that stay in the host's memory, on any device.
         other: everything else (final norm).
         dropped: weights that vLLM does not load.
@@ -139,7 +139,7 @@ class Weights:
     embedding: int = 0
     head: int = 0
     encoder: int = 0
-    hears_audio: bool = False
+    has_audio_encoder: bool = False
     layer_tables: int = 0
     host_tables: int = 0
     other: int = 0
@@ -224,7 +224,7 @@ def _add_tensor(
         weights.dropped += size
     elif name_parts & _ENCODERS or (name.startswith(encoder_prefixes) and not _EMBEDDING.search(name)):
         weights.encoder += size
-        weights.hears_audio |= bool(name_parts & _AUDIO)
+        weights.has_audio_encoder |= bool(name_parts & _AUDIO)
     elif _HOST_TABLES.search(name):
         weights.host_tables += size
     elif match := _LAYER.search(name):
