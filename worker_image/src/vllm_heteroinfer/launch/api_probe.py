@@ -49,7 +49,8 @@ async def _api_is_healthy(host: str, port: int) -> bool | None:
                     f"GET {names.PATH_API_HEALTH} HTTP/1.1\r\nHost: {server}\r\nConnection: close\r\n\r\n"
                 )
                 writer.write(request.encode())
-                return (await reader.readline()).split(b" ")[1:2] == [b"200"]
+                status_line = await reader.readline()
+                return status_line.split(b" ")[1:2] == [b"200"]
             finally:
                 writer.close()
     except TimeoutError:

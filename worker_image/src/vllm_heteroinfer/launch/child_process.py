@@ -52,9 +52,8 @@ class ProcessObservation:
 
 
 def parse_stat(stat: str) -> ProcessObservation:
-    """Parses the text of /proc/PID/stat (proc_pid_stat(5))."""
-    fields = stat[stat.rindex(")") + 2 :].split()
-    state, flags, status = fields[0], int(fields[6]), int(fields[49])
+    """Parses the text of /proc/PID/stat."""
+    state, flags, status = _stat_field(stat, 3), int(_stat_field(stat, 9)), int(_stat_field(stat, 52))
     if state in "ZXx" or flags & PF_EXITING:
         # The kernel also shows 0 if this process may not read the status. Then the exit code is known only
         # after the child was reaped.
@@ -62,6 +61,15 @@ def parse_stat(stat: str) -> ProcessObservation:
             state=ProcessState.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
         )
     return ProcessObservation(state=ProcessState.STOPPED if state in "Tt" else ProcessState.RUNNING)
+
+
+def _stat_field(stat: str, number: int) -> str:
+    """Returns a field of /proc/PID/stat by its number in proc_pid_stat(5), from 3 on.
+
+    Field 2, the name of the process, ends with the last parenthesis and may contain spaces.
+    """
+    fields_from_3 = stat[stat.rindex(")") + 2 :].split()
+    return fields_from_3[number - 3]
 
 
 def _read_stat(pid: int) -> str:
@@ -86,7 +94,8 @@ def count_voluntary_switches(pid: int) -> int:
 class StopClock:
     """Measures how long a process has been stopped without running in between.
 
-    cpulimit stops a process again and again. Such a process may be stopped at every check, but it runs.
+    For example, cpulimit stops a process again and again. Such a process may be stopped at every check, but
+    it runs between the checks.
     """
 
     def __init__(self) -> None:
@@ -302,6 +311,7 @@ def child_pids(parent: int | None = None) -> list[int]:
             stat = _read_stat(int(entry.name))
         except OSError:
             continue  # it has ended
-        if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:
+        parent_of_entry = int(_stat_field(stat, 4))
+        if parent_of_entry == parent:
             children.append(int(entry.name))
     return children

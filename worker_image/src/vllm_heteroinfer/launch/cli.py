@@ -223,12 +223,14 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
     try:
         plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
         trust_ca_bundle(env, _SCRATCH)
+        step_timeout_s = _step_timeout_s(env)
+        group_key = GroupKey.from_env(env)
         settings = SupervisorSettings(
             base_env=env,
             commands=commands,
             termination_message_path=path,
-            step_timeout_s=_step_timeout_s(env),
-            key=None if (key := GroupKey.from_env(env)) is None else key.of_epoch(launch.epoch),
+            step_timeout_s=step_timeout_s,
+            key=None if group_key is None else group_key.of_epoch(launch.epoch),
         )
         _check_launch(plan, launch)
         if env.get(names.ENV_MODEL_FETCHED) == "1":

@@ -20,6 +20,8 @@ HELLO_TIMEOUT_S = 5.0
 """Time-out for the identity of a new client, and for the leader's answer."""
 RETURN_POLL_S = 0.1
 """Interval of attempts to reconnect, and of checks for a lost peer."""
+_REFUSAL_TIMEOUT_S = 3 * RETURN_POLL_S
+"""Time for a port to refuse a connection; a machine that is gone refuses nothing."""
 REFUSALS = 2
 """Refused connections in a row that mean that no process listens on a port any longer."""
 
@@ -56,7 +58,7 @@ def build_pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
 async def refuses_connections(host: str, port: int) -> bool:
     """Returns whether a supervisor's port refuses connections, which means that the supervisor has ended."""
     try:
-        async with asyncio.timeout(RETURN_POLL_S * 3):
+        async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True

@@ -75,9 +75,10 @@ class ControlClient:
                 self._address = await look_up(leader.host, leader.control_port)
                 self._link = await self._try_connect(CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S)
             except (OSError, TimeoutError, ContractError) as error:
-                if str(error) != logged_error:
-                    logged_error = str(error)
-                    log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, error)
+                problem = str(error) or "no answer in time"
+                if problem != logged_error:
+                    logged_error = problem
+                    log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, problem)
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
@@ -134,7 +135,7 @@ class ControlClient:
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
-        """Stores the state of the group that the leader reports, or that the leader is stopping."""
+        """Stores the age of the group's last heartbeat, and whether the leader is stopping."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:
@@ -192,7 +193,7 @@ class ControlClient:
     def is_reconnecting_to_stopping_leader(self) -> bool:
         """Returns whether this pod lost the connection to a leader that was asked to stop.
 
-        The leader has ended, or will return.
+        The leader may have ended, or may accept a new connection.
         """
         return self._leader_stopping and self._reconnecting
 

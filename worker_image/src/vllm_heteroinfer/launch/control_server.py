@@ -96,7 +96,7 @@ class ControlServer:
     def lost_a_stopping_pod(self) -> bool:
         """Returns whether the connection to a pod that was asked to stop is lost.
 
-        The pod has ended, or will reconnect.
+        The pod may have ended, or may reconnect.
         """
         return bool(self._stopping & self._disconnected)
 
@@ -121,8 +121,7 @@ class ControlServer:
         Args:
             verdict: the failure that ended the group; None if this pod only stops.
             wait_for_missing_s: longest wait for pods that have not connected yet, in seconds. Without the
-            verdict, they
-                would try to connect until their startup time-out.
+                verdict, they would try to connect until their startup time-out.
         """
         if verdict is not None:
             self._verdict = verdict
@@ -201,7 +200,7 @@ class ControlServer:
                 "control port: refused %d connections so far (the last because %s). Check which clients "
                 "connect to this port",
                 self._num_refused,
-                error,
+                str(error) or f"it did not identify itself within {HELLO_TIMEOUT_S:g} s",
             )
 
     def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:

@@ -51,8 +51,10 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
     Returns:
         None if there are fewer CPUs than ranks and reserved ones.
     """
-    for core_lists in (_cores(cpus), [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]):
-        free = _without_reserved(core_lists, reserved)
+    whole_cores = _cores(cpus)
+    single_cpus = [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]
+    for units in (whole_cores, single_cpus):
+        free = _without_reserved(units, reserved)
         free_units = sum(len(node) for node in free.values())
         if free_units >= ranks:
             return _distribute(free, ranks, free_units // ranks)
@@ -68,7 +70,11 @@ def _cores(cpus: Sequence[Cpu]) -> list[list[Cpu]]:
 
 
 def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int, list[Cpu]]:
-    """Returns the first CPU of each unit by node, without the units that hold the reserved CPUs."""
+    """Returns the first CPU of each unit by node, without the units that hold the reserved CPUs.
+
+    Args:
+        units: lists of CPUs, each a core with its hyper-threads or a single CPU.
+    """
     nodes: dict[int, list[Sequence[Cpu]]] = defaultdict(list)
     for unit in units:
         nodes[unit[0].node].append(unit)
@@ -104,10 +110,11 @@ def _distribute(free_cpus: dict[int, list[Cpu]], ranks: int, threads: int) -> tu
 
 def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
     """Returns the most threads per rank with which each rank fits on one node; 0 if impossible."""
-    return next(
-        (threads for threads in range(max(sizes), 0, -1) if sum(size // threads for size in sizes) >= ranks),
-        0,
-    )
+    for threads in range(max(sizes), 0, -1):
+        ranks_that_fit = sum(size // threads for size in sizes)
+        if ranks_that_fit >= ranks:
+            return threads
+    return 0
 
 
 def _take_from_one_node(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:

@@ -68,9 +68,13 @@ _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
 def weigh(evidence: Evidence) -> Weight:
     """Classifies a failure; a lower Weight is more likely the first cause."""
-    failure = evidence.failure
-    if evidence.accused or evidence.lost is not None:
-        return Weight.ACCUSED if evidence.lost is None else _LOSSES[evidence.lost]
+    if evidence.lost is not None:
+        return _LOSSES[evidence.lost]
+    return Weight.ACCUSED if evidence.accused else _weigh_own_end(evidence.failure)
+
+
+def _weigh_own_end(failure: Failure) -> Weight:
+    """Classifies a failure that the process itself or its supervisor reported, without a lost peer."""
     code = 0 if failure.exit_code is None else failure.exit_code
     killed = -code in _NEVER_A_CONSEQUENCE
     match failure.reason:

@@ -23,7 +23,8 @@ def main() -> int:
 
 def _exit_on_sigterm(*_: object) -> None:
     """Ends a process that has started nothing yet; a supervisor later installs its own handler."""
-    os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of_signal(signal.SIGTERM))
+    is_supervisor = sys.argv[1:2] in ([], ["run"])  # `run` is the default
+    os._exit(_STOPPED if is_supervisor else exit_code_of_signal(signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ class Host:
         return max(1, min(len(self.cpus), quota))
 
     @property
-    def has_whole_cores(self) -> bool:
-        """Whether the pod has exclusive CPUs, so pinning slows down neither other pods nor itself."""
+    def has_exclusive_cpus(self) -> bool:
+        """Whether no other pod uses the pod's CPUs, so binding threads slows down neither pod."""
         return len(self.cpus) < self.machine_cpus and self.usable_cpus == len(self.cpus)
 
 
@@ -74,8 +74,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Builds the environment of one rank, without its channel.
 
-    `base_env` is the pod's environment, including `engine.env`. It overrides tuning (threads), but never
-    the variables that the plan sets.
+    `base_env` is the pod's environment, including `engine.env`. It overrides settings of threads and caches,
+    but never the variables that the plan sets.
 
     Raises:
         ContractError: the pod has fewer GPUs than GPU ranks, or its number of threads is not valid.
@@ -84,7 +84,7 @@ def rank_environment(
     env = {**base_env, **_device_settings(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
         env[names.ENV_VISIBLE_GPUS] = _gpu_of_rank(rank, base_env)
-        _add_relay(plan, launch, rank, env, host)
+        _add_relay_settings(plan, launch, rank, env, host)
         return env
     env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
@@ -94,7 +94,7 @@ def rank_environment(
         env.setdefault(name, value)
     env.setdefault(ONEDNN_CACHE, MAX_CACHED_PRIMITIVES)
     env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
-    _add_relay(plan, launch, rank, env, host)
+    _add_relay_settings(plan, launch, rank, env, host)
     if rank.feed_forward is not None:
         spin = spin_s(plan, launch, env, host)
         env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin))
@@ -103,8 +103,13 @@ def rank_environment(
     return env
 
 
-def _add_relay(plan: Plan, launch: PodLaunch, rank: RankAssignment, env: dict[str, str], host: Host) -> None:
-    """Adds the settings of the relay, if feed-forward ranks in other pods serve this rank."""
+def _add_relay_settings(
+    plan: Plan, launch: PodLaunch, rank: RankAssignment, env: dict[str, str], host: Host
+) -> None:
+    """Adds the settings of the relay, if feed-forward ranks in other pods serve this rank.
+
+    If CPU ranks of the machine are bound to cores, the relay gets the other CPUs.
+    """
     if not _has_relay(plan, rank):
         return
     env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin_s(plan, launch, env, host)))
@@ -116,6 +121,7 @@ def _add_relay(plan: Plan, launch: PodLaunch, rank: RankAssignment, env: dict[st
 
 
 def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
+    """Returns whether feed-forward ranks in other pods serve this rank."""
     if rank.feed_forward is not None:
         return False
     return any(each.pod != rank.pod for each in plan.feed_forward_ranks(rank.stage))
@@ -177,7 +183,7 @@ def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) 
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
         return None
-    if launch.cpu_binding is CpuBinding.AUTO and not host.has_whole_cores:
+    if launch.cpu_binding is CpuBinding.AUTO and not host.has_exclusive_cpus:
         return None
     ranks = ranks_on_machine(plan, launch, Device.CPU)
     cpu_sets = allocate(host.cpus, ranks=len(ranks), reserved=_reserved_cpus(plan, launch, host))
@@ -263,5 +269,8 @@ def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host
 
 def _memory_nodes(cpu_set: CpuSet | None, host: Host) -> str:
     """Returns the NUMA nodes for a rank's memory, or "" if the machine has only one node."""
-    nodes = sorted({cpu.node for cpu in host.cpus})
-    return ",".join(map(str, nodes if cpu_set is None else cpu_set.nodes)) if len(nodes) > 1 else ""
+    machine_nodes = sorted({cpu.node for cpu in host.cpus})
+    if len(machine_nodes) <= 1:
+        return ""
+    nodes = machine_nodes if cpu_set is None else cpu_set.nodes
+    return ",".join(map(str, nodes))

@@ -125,7 +125,8 @@ def address_of(interface: str) -> str:
     address = first_not_link_local(_addresses_of(interface))
     if address is None:
         raise ContractError(
-            f"network interface {interface!r} has no address. Set network.interface to another name or auto"
+            f"network interface {interface!r} has no address that other hosts reach. Set network.interface "
+            "to another name or auto"
         )
     return str(address)
 
@@ -149,7 +150,7 @@ def _addresses_of(interface: str) -> Iterator[IpAddress]:
         except OSError:
             pass  # the interface has no IPv4 address
         else:
-            yield ipaddress.IPv4Address(reply[20:24])
+            yield ipaddress.IPv4Address(reply[20:24])  # struct ifreq: the name, then a sockaddr_in
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         fields = line.split()
@@ -157,8 +158,8 @@ def _addresses_of(interface: str) -> Iterator[IpAddress]:
             yield ipaddress.IPv6Address(int(fields[0], 16))
 
 
-async def find_leader_address(launch: PodLaunch) -> str:
-    """Waits until DNS has the leader's own IP address. The caller must set a time-out.
+async def wait_for_leader_address(launch: PodLaunch) -> str:
+    """Waits until DNS has the leader's IP address, and returns it. The caller must set a time-out.
 
     A new name in a cluster can take half a minute to appear.
     """

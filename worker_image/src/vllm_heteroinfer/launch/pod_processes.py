@@ -160,7 +160,7 @@ class PodProcesses:
         """Starts a process without blocking the event loop, and watches its channel.
 
         Args:
-            child_sockets: sockets that the process inherits; this process's copies are closed.
+            child_sockets: sockets that the new process inherits; the supervisor's copies are closed.
         """
         process = await self._starts.call(lambda: self._keep_process(_start(to_start, child_sockets)))
         self._watch_channel(process)
@@ -184,7 +184,7 @@ class PodProcesses:
         return process
 
     def _watch_channel(self, process: SupervisedProcess) -> None:
-        """Reads the messages of a process as they come."""
+        """Makes the event loop read the messages of a process when they arrive."""
         asyncio.get_running_loop().add_reader(process.channel.fileno(), self._read_channel, process)
 
     def _adopt_forks(self, fork_client: ForkClient) -> None:
@@ -248,10 +248,10 @@ class PodProcesses:
     def engine_waits_s(self) -> float:
         """Age of the API server's call that its engine has not answered, in seconds; 0 without a call."""
         api = self._api
+        if api is None or api.last_message_awake_s is None:
+            return 0.0
         # Measured at the API server's last message. A silent API server does not report the engine's answer.
-        return (
-            0.0 if api is None or api.last_message_awake_s is None else api.busy_s(api.last_message_awake_s)
-        )
+        return api.busy_s(api.last_message_awake_s)
 
     def api_silent_s(self) -> float:
         """Seconds since the last message of the API server; 0 if the pod has no API server."""
@@ -372,13 +372,13 @@ class PodProcesses:
         process.failure_sent = True
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
         failure = build_failure(process, self._plan, self._launch.pod_index, observation)
-        accused = failure.rank not in (None, process.rank)
+        accused = failure.rank not in (None, process.rank)  # the process named another rank as the culprit
         evidence = Evidence(failure=failure, age_s=now_s - since_s, lost=process.lost, accused=accused)
         self._on_evidence(evidence)
 
 
 def _start(to_start: _ProcessToStart, child_sockets: Sequence[socket.socket]) -> SupervisedProcess:
-    """Starts a process. Closes this process's copies of `child_sockets`, which the process inherits."""
+    """Starts a process that inherits `child_sockets`. Closes the supervisor's copies of them."""
     channel, child_end = RankChannel.open_pair()
     with contextlib.ExitStack() as inherited:
         descriptors = [inherited.enter_context(each).fileno() for each in (child_end, *child_sockets)]

@@ -1,6 +1,6 @@
 """Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. PURE."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract.failure import Failure, FailureReason
@@ -9,6 +9,8 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
+_BRIEF_SILENCE_S = 1.0
+"""A rank that has sent its supervisor nothing for longer may be stuck."""
 SILENT_S = 10.0
 """A rank that has sent its supervisor nothing for longer is the most likely cause of a slow start."""
 
@@ -80,23 +82,27 @@ class GroupView:
         if self.missing_pods:
             return self.missing_pods[0]
         first = next(iter(self._most_suspicious_first()), None)
-        if first is None:
-            busy = None if self.api_healthy else self._busy_rank_to_blame()
-            return busy.pod if busy else None if self.api_healthy and self.engine_answers else 0
-        return 0 if self._waits_for_engine(first.rank) else first.pod
+        if first is not None:
+            return 0 if self._waits_for_engine(first.rank) else first.pod
+        if self.api_healthy:
+            return None if self.engine_answers else 0
+        busy = self._busy_rank_to_blame()
+        return busy.pod if busy else 0
 
     @property
     def awaited_rank(self) -> int | None:
         """The rank that the others wait for; None if they wait for a whole pod or the engine."""
+        if self.missing_pods:
+            return None
         first = next(iter(self._most_suspicious_first()), None)
-        if first is None:
-            busy = None if self.api_healthy or self.missing_pods else self._busy_rank_to_blame()
-            return busy.rank if busy else None
-        return None if self.missing_pods or self._waits_for_engine(first.rank) else first.rank
+        if first is not None:
+            return None if self._waits_for_engine(first.rank) else first.rank
+        busy = None if self.api_healthy else self._busy_rank_to_blame()
+        return busy.rank if busy else None
 
     def busy_ranks(self) -> list[RankBeat]:
         """Returns the beats of ranks that are busy, or have sent their supervisor nothing for a second."""
-        return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > SILENT_S / 10]
+        return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > _BRIEF_SILENCE_S]
 
     def _busy_rank_to_blame(self) -> RankStatus | None:
         """Returns the busy rank that an API server without an answer may wait for.
@@ -179,7 +185,7 @@ class StartClock:
         self._progress_at_s = 0.0
 
     def is_overdue(self, view: GroupView, now_s: float) -> bool:
-        """Returns whether an incomplete start has made no progress for too long.
+        """Records the progress in `view`. Returns whether the start has made no progress for too long.
 
         Args:
             now_s: seconds on a monotonic clock that pauses while the supervisor is not scheduled.
@@ -213,13 +219,13 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     slow = {beat.status.rank: beat for beat in believed_beats if beat.late_s > step_timeout_s / 2}
     if not late:
         return None
-    culprit = min(
-        late.values(), key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank)
+    culprit = _follow_waits(
+        min(
+            late.values(),
+            key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
+        ),
+        slow,
     )
-    seen = {culprit.status.rank}
-    while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
-        culprit = slow[culprit.waiting_for_rank]
-        seen.add(culprit.status.rank)
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
     others = sorted(set(late) - {rank})
     if is_silent:
@@ -238,3 +244,16 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
         pod=culprit.status.pod,
         rank=rank,
     )
+
+
+def _follow_waits(late: RankBeat, slow: Mapping[int, RankBeat]) -> RankBeat:
+    """Returns the last rank in the chain of ranks that wait for each other, from a late rank on.
+
+    Args:
+        slow: beats of the ranks that can be blamed, by rank. The chain ends before any other rank.
+    """
+    culprit, seen = late, {late.status.rank}
+    while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
+        culprit = slow[culprit.waiting_for_rank]
+        seen.add(culprit.status.rank)
+    return culprit

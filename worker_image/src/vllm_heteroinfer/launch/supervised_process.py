@@ -110,7 +110,7 @@ def build_beat(process: SupervisedProcess, assignment: RankAssignment, awake_s: 
 
 
 def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Returns the failure of this process, from its own report or else from its exit status."""
+    """Returns the failure of this process: of its engine, from its own report, or from its exit status."""
     rank = process.rank
     observed = Failure(
         reason=exit_reason(process),
@@ -122,21 +122,17 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
         time=time.time(),
     )
     process_name = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
+    phase = RankPhase(process.report.phase)
     if process.engine_end is not None:
-        engine_exit_code = process.engine_end.exit_code
-        observed, process_name = replace(observed, exit_code=engine_exit_code), f"the engine (pod {pod})"
-        return replace(
-            observed,
-            message=f"{process_name} {describe_exit(engine_exit_code, RankPhase(process.report.phase))}",
-        )
+        exit_code = process.engine_end.exit_code
+        message = f"the engine (pod {pod}) {describe_exit(exit_code, phase)}"
+        return replace(observed, exit_code=exit_code, message=message)
     if process.reported is not None:
         return _complete_report(process.reported, observed, plan, process_name)
     if seen.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
         return replace(observed, reason=reason, message=f"{process_name} {STOPPED}")
-    return replace(
-        observed, message=f"{process_name} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}"
-    )
+    return replace(observed, message=f"{process_name} {describe_exit(seen.exit_code, phase)}")
 
 
 def exit_reason(process: SupervisedProcess) -> FailureReason:

@@ -31,7 +31,7 @@ from vllm_heteroinfer.launch.control_client import ControlClient, Refused
 from vllm_heteroinfer.launch.control_server import ControlServer
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.engine_clock import EngineClock
-from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
+from vllm_heteroinfer.launch.host import observe_host, wait_for_leader_address, waited_for_cpu_s
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
 from vllm_heteroinfer.launch.readiness import GroupView, StartClock, find_stuck_rank
@@ -221,7 +221,7 @@ class Supervisor:
         while True:
             try:
                 async with asyncio.timeout(end_s - self._awake_s()):
-                    return await find_leader_address(self._launch)
+                    return await wait_for_leader_address(self._launch)
             except TimeoutError:
                 if self._awake_s() >= end_s:
                     raise
@@ -327,9 +327,8 @@ class Supervisor:
     def _on_evidence(self, evidence: Evidence) -> None:
         """Stores new evidence, sends it to the leader, and soon decides or expects the leader's verdict."""
         failure = evidence.failure
-        if self._outcome.done() or _duplicate_key(evidence) in {
-            _duplicate_key(known) for _, known in self._evidence
-        }:
+        known_keys = {_duplicate_key(known) for _, known in self._evidence}
+        if self._outcome.done() or _duplicate_key(evidence) in known_keys:
             return
         log.warning("%s: %s", failure.reason, failure.message)
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
@@ -470,7 +469,7 @@ class Supervisor:
         """Sends the verdict to the group, writes the termination message, and ends all processes."""
         announcement = start_task(
             self._announce(verdict),
-            name="telling",
+            name="announcement",
             failed=lambda error: log.error("the verdict may not have reached the other pods: %r", error),
         )
         if verdict is None:
@@ -483,14 +482,14 @@ class Supervisor:
             log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
         await asyncio.wait((announcement,))
         self._health.close()
-        log.info("ended")
+        log.info("the supervisor has ended")
 
     async def _write_termination_message(self, verdict: Failure) -> None:
         """Writes the failure to the termination message; does not wait long for a slow disk."""
         path, text = self._settings.termination_message_path, verdict.to_json()
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await call_aside("last word", lambda: termination_message.write(path, text))
+                await call_aside("failure", lambda: termination_message.write(path, text))
         except TimeoutError:
             log.error(
                 "the termination message was not written within %g s. Check the node's disk", WRITE_TIMEOUT_S
@@ -522,14 +521,12 @@ class Supervisor:
 
     def _not_ready_reason(self) -> str:
         """Returns the reason why this pod is not ready; "" if it is ready."""
+        verdict = self._outcome.result() if self._outcome.done() else None
+        if verdict is not None:
+            return f"{_ENDING}: {verdict.message}"
         if self._outcome.done() or self._processes.has_failing_process() or self._evidence or self._draining:
-            verdict = self._outcome.result() if self._outcome.done() else None
-            cause = (
-                verdict.message
-                if verdict
-                else ", ".join(evidence.failure.message for _, evidence in self._evidence)
-            )
-            return f"{_ENDING}: {cause or 'asked to stop'}"
+            causes = ", ".join(evidence.failure.message for _, evidence in self._evidence)
+            return f"{_ENDING}: {causes or 'asked to stop'}"
         if self._server is not None:
             return self._group_view().message
         assert self._client is not None
@@ -576,7 +573,7 @@ class Supervisor:
 
 
 def _duplicate_key(evidence: Evidence) -> tuple[object, ...]:
-    """Returns the key by which evidence is a duplicate; an accusation never duplicates an own report."""
+    """Returns a key that is equal for duplicates. An accusation never duplicates a process's own report."""
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 

@@ -164,10 +164,8 @@ class SupervisorLink:
 
     def describe_silence(self) -> str:
         """Returns a description of a silence that is too long, for a message about the peer."""
-        silent, limit = (
-            f"was silent for {self.silent_for_s():.1f} s",
-            f"the limit is {self.limit_s():.1f} s",
-        )
+        silent = f"was silent for {self.silent_for_s():.1f} s"
+        limit = f"the limit is {self.limit_s():.1f} s"
         if not self._is_acknowledged():
             return f"{silent}, and its machine does not respond ({limit}, network.heartbeatTimeout)"
         return (
