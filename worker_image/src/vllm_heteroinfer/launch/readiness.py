@@ -1,6 +1,6 @@
 """Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. PURE."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract.failure import Failure, FailureReason
@@ -246,7 +246,7 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     )
 
 
-def _follow_waits(late: RankBeat, slow: Mapping[int, RankBeat]) -> RankBeat:
+def _follow_waits(late: RankBeat, slow: dict[int, RankBeat]) -> RankBeat:
     """Returns the last rank in the chain of ranks that wait for each other, from a late rank on.
 
     Args:
