@@ -230,7 +230,7 @@ def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.Lo
     (model / f".removing-{commit_of(2)}").write_text("no folder")
     cleanup = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
     assert remove_unused(model, commit_of(9), cleanup, confirmed) == ()
-    assert "cannot remove unused commits" in caplog.text
+    assert "cannot remove all unused commits" in caplog.text
     assert len(list(model.iterdir())) == 6
 
 

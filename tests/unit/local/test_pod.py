@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (MOUNTED_ELSEWHERE, "spec.volumes[0].hostPath", "/m cannot be mounted at /model"),
     (pod(command=["sh", "-c"]), "spec.containers[0].command", "It must be the command of container worker"),
     (pod(lifecycle={}), "spec.containers[0].lifecycle", "Remove it"),
-    (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "Export the variable"),
+    (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "export the variable"),
     (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "has no ConfigMap none with key k"),
     (
         pod(env=[{"name": "A", "value": "$(B)"}]),

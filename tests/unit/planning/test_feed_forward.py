@@ -529,7 +529,7 @@ def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
     assert planned.remote is not None
     extra = format_bytes(peak_extra_bytes(planned.remote, planned.plan.engine, (0,)))
-    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} for the process and for "
+    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} more: for the process, "
     assert of_cpu.startswith(words)
     text = describe_plan(planned, "moe", ShownParts(explain=True))
     assert "role gpu, feed-forward: default rates for CPUs" in text
