@@ -5,11 +5,11 @@
 
 A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), `shared` (ours, and the
 GPU computes a part of the experts of prompts), or stock vLLM: `gpu` (all on the GPU), `uva`,
-`prefetch`. All start side by side and then idle but the one that is measured. Dummy
-weights, uniform routing, bf16 or FP8 block. A step is the time between steps while all requests
-decode. Before each cell of ours a process with the lane's variables reads memory (the stream), and
-once one copies pinned memory to the GPU (the link): a stock cell that beats the link is void, and nothing
-that copies whole layers can take less than their bytes over it.
+`prefetch`. Ours start first, since they measure the CPUs when they start; then stock's. All but the one
+that is measured are idle. Dummy weights, uniform routing, bf16 or FP8 block. A step is the time between
+steps while all requests decode. Before each cell of ours a process with the lane's variables reads memory
+(the stream), and once one copies pinned memory to the GPU (the link): a stock cell that beats the link is
+void, and nothing that copies whole layers can take less than their bytes over it.
 
 What is measured is printed and appended to `--results` at the same time; the tables come last, also after
 `--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
@@ -245,7 +245,8 @@ def plan_of(
         ring_bytes=ring_mib << 20,
         extra_args=("--load-format", "dummy", "--compilation-config", CAPTURE, "--no-enable-prefix-caching"),
     )
-    return replace(plan, ranks=(replace(plan.ranks[0], kv_cache_bytes=4 * GIB), *plan.ranks[1:]))
+    kv_bytes = int(options.kv_gib * GIB)
+    return replace(plan, ranks=(replace(plan.ranks[0], kv_cache_bytes=kv_bytes), *plan.ranks[1:]))
 
 
 def lane_counters(group: Group, rank: int) -> dict[str, float]:
@@ -505,6 +506,7 @@ class Stock:
             "cpu": options.cpu,
             "max_len": max_len_of(options),
             "chunk": options.chunk,
+            "kv_gib": options.kv_gib,
         }
         self.logs.mkdir(parents=True, exist_ok=True)
         env = {**STOCK_ENV, **routing(options.shape)}
@@ -564,7 +566,7 @@ def stock_part(given: Mapping[str, Any]) -> None:
     import vllm
 
     settings: dict[str, Any] = {
-        "kv_cache_memory_bytes": (GIB // 4 if given["cpu"] else 4 * GIB),
+        "kv_cache_memory_bytes": GIB // 4 if given["cpu"] else int(given["kv_gib"] * GIB),
         "gpu_memory_utilization": 0.1,  # others are on the GPU, and the KV cache's size is given
         "compilation_config": json.loads(CAPTURE),
         **{k: set(v) if isinstance(v, list) else v for k, v in given["offload"].items()},
@@ -649,20 +651,26 @@ class Cells:
         for number, way in enumerate(map(Way.parse, options.ways)):
             kind = Ours if way.kind in OURS else Stock
             self.running[way] = kind(way, options, model, logs / str(number))
-        with ThreadPoolExecutor(len(self.running)) as pool:
-            limit_s = min(options.start_timeout, self.left_s())
-            starts = {way: pool.submit(bring_up, one, limit_s) for way, one in self.running.items()}
+        ours = [way for way in self.running if way.kind in OURS]
+        for ways in filter(None, (ours, [way for way in self.running if way not in ours])):
+            self._bring_up(ways)
+        with contextlib.suppress(RuntimeError):
+            link.wait("READY", 60.0)
+            self.note(link=True, **link.ask({}, 60.0))
+        link.close()
+        print(f"  all started after {time.monotonic() - self._began:.0f} s", flush=True)
+
+    def _bring_up(self, ways: Sequence[Way]) -> None:
+        """Starts ways at the same time, and notes what each says or why it failed."""
+        with ThreadPoolExecutor(len(ways)) as pool:
+            limit_s = min(self.options.start_timeout, self.left_s())
+            starts = {way: pool.submit(bring_up, self.running[way], limit_s) for way in ways}
         for way, start in starts.items():
             error = start.exception()
             if error is None:
                 self.note(way=way.name, kind=way.kind, off=way.off, **start.result())
             else:
                 self.fail(way, error)
-        with contextlib.suppress(RuntimeError):
-            link.wait("READY", 60.0)
-            self.note(link=True, **link.ask({}, 60.0))
-        link.close()
-        print(f"  all started after {time.monotonic() - self._began:.0f} s", flush=True)
 
     def fail(self, way: Way, error: BaseException, **more: Any) -> None:
         """Notes a way that failed, and ends it."""
@@ -844,6 +852,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a batch, of every way")
     parser.add_argument("--ring-mib", type=int, default=1024, help="of `shared`")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="KV cache of each way on the GPU")
     parser.add_argument("--trace", action="store_true", help="show where the time of `shared` goes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
