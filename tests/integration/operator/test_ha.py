@@ -87,7 +87,7 @@ async def test_another_replica_takes_over(
             if end == "freeze":
                 one.process.send_signal(signal.SIGCONT)
                 assert await one.ended() == 1
-                assert "this process stops work" in one.said
+                assert "this process exits" in one.said
                 assert await held_by(server, installed, "two")
             await create_resource(server, namespace)
 
@@ -142,7 +142,7 @@ async def test_a_leader_paused_during_a_reconcile_writes_nothing(
             one.process.send_signal(signal.SIGCONT)
             assert await one.ended() == 1
             assert writes(proxy.requests[before:]) == [], one.said
-            assert "this process stops work" in one.said
+            assert "this process exits" in one.said
             assert "Traceback" not in one.said, one.said
             assert await held_by(server, installed, "two")
             (group,) = (await status_of(server, namespace))["groups"]
