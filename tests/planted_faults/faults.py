@@ -95,8 +95,8 @@ FAULTS: Final = (
     PlantedFault(
         name="collectives of one shape are not kept apart",
         path=f"{_WORKER}/distributed/bridge/header.py",
-        right="_LAYOUT.pack(*fields, *shape, *(0,) * (_MAX_DIMS - dims))",
-        wrong="_LAYOUT.pack(*fields, *(0,) * _MAX_DIMS)",
+        right="(*shape, *[0] * (_MAX_DIMS - dims))",
+        wrong="(*[0] * _MAX_DIMS,)",
         tests=("tests/unit/bridge",),
     ),
     PlantedFault(

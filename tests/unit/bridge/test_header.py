@@ -95,7 +95,8 @@ def test_describes_invalid_bytes_as_an_unknown_call() -> None:
 )
 def test_refuses_unsupported_tensors(shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(
-        ValueError, match=r"all_reduce: tensor must have at most 8 dims and dtype torch\.bool.*, got "
+        ValueError,
+        match=r"all_reduce: tensor must have at most 8 dims and one of the dtypes torch\.bool.* \(got ",
     ):
         pack_header(Operation.ALL_REDUCE, shape=shape, dtype=dtype, step=0, count=1, history=0)
 

@@ -24,7 +24,13 @@ HUB = AskedHub(
         (401, "", TOKEN, "MODEL_ACCESS_DENIED", "answers 401 for hf://o/m: said. Check the token, or give"),
         (403, "", "", "MODEL_ACCESS_DENIED", "answers 403 for hf://o/m: said. Give a token"),
         (503, "", TOKEN, "MODEL_HUB_UNREACHABLE", "answers 503 for hf://o/m: said. Check the network"),
-        (404, "EntryNotFound", TOKEN, "MODEL_NOT_FOUND", "answers 404 for hf://o/m: said$"),
+        (
+            404,
+            "EntryNotFound",
+            TOKEN,
+            "MODEL_NOT_FOUND",
+            "answers 404 for hf://o/m: said. Check spec.model.uri, and HF_ENDPOINT",
+        ),
     ],
 )
 def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason: str, words: str) -> None:

@@ -58,8 +58,8 @@ def test_selects_the_models_own_code_and_vocabularies() -> None:
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        ({"weight_map": {"t": "gone.safetensors"}}, "names gone.safetensors"),
-        ({"weight_map": {"t": "../../etc/passwd"}}, "names ../../etc/passwd"),
+        ({"weight_map": {"t": "gone.safetensors"}}, "no usable gone.safetensors, which"),
+        ({"weight_map": {"t": "../../etc/passwd"}}, "no usable ../../etc/passwd, which"),
         ({"weight_map": {}}, "names no files"),
         ([], "names no files"),
     ],
@@ -83,7 +83,7 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
     """A repository that was filled from one of our caches holds the marker of that cache."""
     files = listing((*SHARDED, MARKER_FILE, ".parts/x.json", ".lock"))
     assert MARKER_FILE not in names(describing_files(files))
-    with pytest.raises(FetchError, match=f"names {MARKER_FILE} files"):
+    with pytest.raises(FetchError, match=f"no usable {MARKER_FILE}, which"):
         weight_files(files, {"weight_map": {"t0": MARKER_FILE}})
 
 
@@ -101,7 +101,9 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
 )
 def test_an_index_must_not_name_files_that_the_cache_uses(name: str) -> None:
     files = listing((*SHARDED, name))
-    with pytest.raises(FetchError, match=r"that names .* files") as refused:
+    with pytest.raises(
+        FetchError, match=r"no usable .*, which model\.safetensors\.index\.json names"
+    ) as refused:
         weight_files(files, {"weight_map": {"t0": "model-00001-of-00002.safetensors", "t1": name}})
     assert refused.value.reason is FailureReason.MODEL_NOT_READABLE
 

@@ -161,7 +161,7 @@ def test_a_part_that_is_too_long_starts_over(store: ModelStore) -> None:
     ],
 )
 def test_reports_errors_of_the_file_system(store: ModelStore, number: int, reason: FailureReason) -> None:
-    refusal = store.write_error(OSError(number, "refused", "/model/x"))
+    refusal = store.cache_error(OSError(number, "refused", "/model/x"))
     assert refusal.reason is reason
     assert not refusal.is_temporary
 

@@ -140,22 +140,22 @@ def test_measures_the_peak_of_a_run(tmp_path: Path) -> None:
     write(tmp_path, status="Name:\tpython\nVmHWM:\t  3072 kB\nVmRSS:\t  1024 kB\n", clear_refs="")
     peak = headroom.PeakOfRun(tmp_path)
     assert (tmp_path / "clear_refs").read_text() == "5"
-    assert peak.above_rest_bytes() == 2 * MIB
+    assert peak.temporary_bytes() == 2 * MIB
 
 
 def test_without_vmhwm_the_peak_since_the_start_of_the_process_counts(tmp_path: Path) -> None:
     write(tmp_path, status="Name:\tpython\nVmRSS:\t  1024 kB\n")  # gVisor
     own_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert headroom.PeakOfRun(tmp_path).above_rest_bytes() >= own_peak_bytes - MIB > 0
+    assert headroom.PeakOfRun(tmp_path).temporary_bytes() >= own_peak_bytes - MIB > 0
 
 
 def test_the_peak_includes_memory_that_is_free_again() -> None:
     peak = headroom.PeakOfRun()
-    before = peak.above_rest_bytes()
+    before = peak.temporary_bytes()
     taken = bytearray(64 * MIB)
     taken[::4096] = b"x" * len(taken[::4096])
     del taken
-    assert peak.above_rest_bytes() - before > 60 * MIB
+    assert peak.temporary_bytes() - before > 60 * MIB
 
 
 def test_the_limiting_rank_is_reported() -> None:

@@ -10,7 +10,7 @@ ANSWERING = "vllm_heteroinfer.rank.answering_rank"
 
 def change(module: Any) -> None:
     """Has the lane read its trigger before each computation."""
-    compute = module.Lane._find_compute
+    compute = module.Lane._compute_of_layer
 
     def raising(lane: Any, layer: int) -> Any:
         text = os.environ["RAISES_FROM"]
@@ -18,7 +18,7 @@ def change(module: Any) -> None:
             raise OSError(Path(text).read_text())
         return compute(lane, layer)
 
-    module.Lane._find_compute = raising
+    module.Lane._compute_of_layer = raising
 
 
 if "RAISES" in os.environ:

@@ -186,7 +186,7 @@ class PipelineTransport:
         slot = next(self._recv_slots)
         rows = self._rows
         if slot.copied is not None:
-            slot.copied.synchronize()  # the hop before the last used this slot: its copy to the device
+            slot.copied.synchronize()  # the slot's earlier rows must be on the device before new rows arrive
         peer = self._group.prev_rank
         message = slot.host[:rows]
         with Conversation(peer, "a receive"):
@@ -214,8 +214,8 @@ class PipelineTransport:
         if unknown := set(tensor_dict) - set(slot.columns):
             raise RuntimeError(
                 f"pipeline hop: this stage sends {', '.join(sorted(unknown))}, but the next stage has no "
-                "buffer for it (the model's make_empty_intermediate_tensors lacks it). Use another "
-                "spec.parallelism.mode than Pipeline"
+                "buffer for it (the model's make_empty_intermediate_tensors lacks it). Use a "
+                "spec.parallelism.mode other than Pipeline"
             )
         for name, column in slot.columns.items():
             # A step may omit a column (Granite4Vision's features, if there is no image or this stage was the

@@ -80,7 +80,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
-    """Returns the arguments of rank 0, because server and engine need the same settings."""
+    """Returns the arguments of rank 0 with the middleware for a drain: server and engine share settings."""
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])

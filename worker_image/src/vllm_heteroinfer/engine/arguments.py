@@ -45,32 +45,35 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     # The planner checks this too. But a plan written by hand must not hang in its first captured graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
-    timeout_s = str(int(launch.startup_timeout_s))
-    return [
-        # The supervisor probes twice a second. A user's own value comes later and wins.
-        *("--disable-access-log-for-endpoints", names.PATH_API_HEALTH),
-        *engine.extra_args,
-        *("--model", engine.model),
-        *("--served-model-name", engine.served_name),
-        *("--dtype", engine.dtype),
-        *("--seed", str(engine.seed)),
-        *("--max-model-len", str(engine.max_model_len)),
-        *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
-        *("--max-num-seqs", str(engine.max_num_seqs)),
-        *("--block-size", str(engine.block_size)),
-        *("--kv-cache-memory-bytes", str(rank.kv_cache_bytes)),
-        *("--tensor-parallel-size", str(plan.tensor_parallel_size)),
-        *("--pipeline-parallel-size", str(plan.pipeline_parallel_size)),
+    timeout_s = int(launch.startup_timeout_s)
+    values = {
+        "--model": engine.model,
+        "--served-model-name": engine.served_name,
+        "--dtype": engine.dtype,
+        "--seed": engine.seed,
+        "--max-model-len": engine.max_model_len,
+        "--max-num-batched-tokens": engine.max_num_batched_tokens,
+        "--max-num-seqs": engine.max_num_seqs,
+        "--block-size": engine.block_size,
+        "--kv-cache-memory-bytes": rank.kv_cache_bytes,
+        "--tensor-parallel-size": plan.tensor_parallel_size,
+        "--pipeline-parallel-size": plan.pipeline_parallel_size,
+        "--distributed-timeout-seconds": timeout_s,
+        "--cpu-distributed-timeout-seconds": timeout_s,
+        "--host": addresses.bind_address(launch.leader.host),
+        "--port": launch.leader.api_port,
+    }
+    # The supervisor probes twice a second. A user's own value comes later and wins.
+    quiet = ["--disable-access-log-for-endpoints", names.PATH_API_HEALTH]
+    flags = [
         "--enforce-eager" if eager else "--no-enforce-eager",
-        *_scheduler_options(plan, rank),
-        *_autotuning_options(plan, rank),
         # The custom all-reduce uses shared memory of one node, which other pods cannot reach.
         "--disable-custom-all-reduce",
-        *("--distributed-timeout-seconds", timeout_s),
-        *("--cpu-distributed-timeout-seconds", timeout_s),
-        *("--host", addresses.bind_address(launch.leader.host)),
-        *("--port", str(launch.leader.api_port)),
+        *_scheduler_options(plan, rank),
+        *_autotuning_options(plan, rank),
     ]
+    options = [word for name, value in values.items() for word in (name, str(value))]
+    return [*quiet, *engine.extra_args, *options, *flags]
 
 
 def _scheduler_options(plan: Plan, rank: RankAssignment) -> list[str]:

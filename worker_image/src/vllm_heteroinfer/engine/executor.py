@@ -168,8 +168,8 @@ class GroupExecutor(MultiprocExecutor):
                 self._startup_deadline.left_s if self._startup_deadline is not None else CONTROL_TIMEOUT_S
             )
         deadline = Deadline.after(timeout)
-        send = method if isinstance(method, str) else cloudpickle.dumps(method)
-        self.rpc_broadcast_mq.enqueue((send, args, kwargs or {}, unique_reply_rank))
+        sent_method = method if isinstance(method, str) else cloudpickle.dumps(method)
+        self.rpc_broadcast_mq.enqueue((sent_method, args, kwargs or {}, unique_reply_rank))
         ranks = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
 
         def replies() -> Any:
@@ -216,7 +216,7 @@ class GroupExecutor(MultiprocExecutor):
         return [replies[rank] for rank in ranks]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        """Gives every rank the number of KV blocks that the tightest rank can hold, and logs that rank."""
+        """Gives every rank as many KV blocks as the rank with the least headroom, and logs that rank."""
         super().initialize_from_config(kv_cache_configs)
         headrooms_bytes = self.collective_rpc("kv_headroom_bytes")
         _logger.info(

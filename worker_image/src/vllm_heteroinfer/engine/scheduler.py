@@ -40,7 +40,8 @@ class PipelineScheduler(Scheduler):
                     # schedule() increments current_step first, and skips requests while current < eligible.
                     request.next_decode_eligible_step = self.current_step + 2
         output = super().schedule(throttle_prefills)
-        if count_tokens(output)[1]:
+        _, decode_tokens = count_tokens(output)
+        if decode_tokens:
             self._decodes_in_flight.add(id(output))
         return output
 

@@ -46,7 +46,8 @@ class AskedHub:
             code: the hub's header X-Error-Code, or "".
             answer_message: the answer's message for people, or "".
         """
-        problem = f"answers {status} for {self.model}{answer_message and ': '}{answer_message}"
+        details = f": {answer_message}" if answer_message else ""
+        problem = f"answers {status} for {self.model}{details}"
         if status in _BUSY:
             return self.unavailable_error(problem)
         reason, message = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {problem}"
@@ -54,7 +55,8 @@ class AskedHub:
             reason = FailureReason.MODEL_ACCESS_DENIED
             page = f"{self.endpoint}/{self.repository}"
             message = f"{self.model} is gated. Accept its licence at {page} with the account of the token"
-            message += "" if self.token else f", and {self.give_a_token}"
+            if not self.token:
+                message += f", and {self.give_a_token}"
         elif code == "RevisionNotFound":
             message = f"{self.model} has no revision {self.revision} at {self.endpoint}. Correct "
             message += "spec.model.revision"
@@ -66,6 +68,8 @@ class AskedHub:
             reason = FailureReason.MODEL_ACCESS_DENIED
             fix = f"{'check the token, or ' if self.token else ''}{self.give_a_token}"
             message += f". {fix[0].upper()}{fix[1:]}"
+        else:
+            message += f". Check spec.model.uri, and HF_ENDPOINT{self.environment}"
         return FetchError(reason, message)
 
     def no_answer_error(self, error: Exception) -> FetchError:
@@ -90,8 +94,11 @@ class AskedHub:
 
     def not_a_hub_error(self, problem: str) -> FetchError:
         """Builds the error for a server that does not behave like a hub."""
-        said = f"does not answer like a model hub: {problem}. Check HF_ENDPOINT{self.environment}"
-        return FetchError(FailureReason.MODEL_HUB_UNREACHABLE, f"{self.endpoint} {said}")
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"{self.endpoint} does not answer like a model hub: {problem}. Check HF_ENDPOINT"
+            f"{self.environment}",
+        )
 
     def offline_error(self) -> FetchError:
         """Builds the error for offline mode."""

@@ -125,13 +125,14 @@ def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[
 
     With each commit comes the Unix time at which a fetch last found it complete.
     """
-    others = [
-        (confirmed_s, folder)
-        for folder in model_folder.iterdir()
-        if folder.name != commit and is_commit(folder.name) and not folder.is_symlink()
-        if read_marker(folder) is not None and (confirmed_s := _confirmed_s(folder)) is not None
-    ]
-    newest_first = sorted(others, key=lambda each: (each[0], each[1].name), reverse=True)
+    others = []
+    for folder in model_folder.iterdir():
+        if folder.name == commit or not is_commit(folder.name) or folder.is_symlink():
+            continue
+        confirmed_s = _confirmed_s(folder)
+        if confirmed_s is not None and read_marker(folder) is not None:
+            others.append((confirmed_s, folder))
+    newest_first = sorted(others, key=lambda other: (other[0], other[1].name), reverse=True)
     return newest_first[keep - 1 :]
 
 

@@ -88,7 +88,8 @@ def _build_failure(options: FetchOptions, error: Exception) -> Failure:
     """Logs the error and converts it to a Failure."""
     reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
     has_fix = isinstance(error, ContractError)
-    message = str(error) if has_fix else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
+    model = f"{HUB_SCHEME}{options.repository}"
+    message = str(error) if has_fix else f"{model} cannot be fetched: {error!r}. Read the log of this pod"
     logger.error("%s: %s", reason, message, exc_info=None if has_fix else error)
     return Failure(reason=reason, message=message, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
 
@@ -154,7 +155,10 @@ def _answer_request(job: FetchJob, request: HealthRequest) -> HealthAnswer:
             content_type="application/json",
             headers={QUESTION_HEADER: question} if question else {},
         )
-    return HealthAnswer(status=HTTPStatus.NOT_FOUND, body=f"{names.PATH_HEALTHZ} or {names.PATH_FETCH}")
+    return HealthAnswer(
+        status=HTTPStatus.NOT_FOUND,
+        body=f"unknown path {request.path}. Use {names.PATH_HEALTHZ} or {names.PATH_FETCH}",
+    )
 
 
 async def _log_progress(job: FetchJob) -> NoReturn:

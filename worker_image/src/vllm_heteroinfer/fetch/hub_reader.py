@@ -183,7 +183,9 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
             fp.close()
             raise urllib.error.URLError(f"redirect to {target.scheme}:// refused: it must be http or https")
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if redirected is not None and target[:2] != urlsplit(req.full_url)[:2]:
+        source = urlsplit(req.full_url)
+        is_other_host = (target.scheme, target.netloc) != (source.scheme, source.netloc)
+        if redirected is not None and is_other_host:
             redirected.remove_header("Authorization")
         return redirected
 
@@ -197,7 +199,7 @@ def _size_bytes_of(sibling: Any) -> int:
 
 
 def _token(env: Mapping[str, str]) -> str:
-    """Finds the token in the environment or in the file of `hf auth login`; "" if there is none."""
+    """Returns the token from the environment or from the file of `hf auth login`; "" if there is none."""
     for name in (names.ENV_HUB_TOKEN, "HUGGING_FACE_HUB_TOKEN"):
         if token := "".join(env.get(name, "").split()):
             return token

@@ -255,7 +255,7 @@ class FetchJob:
                 with self._progress_clock.counted_call():
                     self._source.fetch(self._commit, file, part)
             except OSError as error:
-                raise store.write_error(error) from error
+                raise store.cache_error(error) from error
             if store.finish_part(file):
                 return
         raise FetchError(

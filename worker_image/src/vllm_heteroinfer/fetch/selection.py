@@ -86,9 +86,11 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     if index is not None:
         names = _file_names(index)
         absent = [name for name in names if name not in by_path]
-        if absent or not names:
+        if not names:
+            raise _not_servable_error(f"has an index ({INDEX_FILE}) that names no files", files)
+        if absent:
             raise _not_servable_error(
-                f"has an {INDEX_FILE} that names {', '.join(absent[:3]) or 'no'} files", files
+                f"has no usable {', '.join(absent[:3])}, which {INDEX_FILE} names", files
             )
         for name in names:
             if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):

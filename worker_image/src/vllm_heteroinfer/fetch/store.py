@@ -267,9 +267,9 @@ class ModelStore:
         try:
             yield
         except OSError as error:
-            raise self.write_error(error) from error
+            raise self.cache_error(error) from error
 
-    def write_error(self, error: OSError) -> FetchError:
+    def cache_error(self, error: OSError) -> FetchError:
         """Returns the FetchError for an error of the cache's file system."""
         if error.errno in _FULL:
             return FetchError(

@@ -27,13 +27,13 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_b
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
-    tightest = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
-    headroom = fitting_blocks[tightest.rank]
+    limiting = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
+    headroom = fitting_blocks[limiting.rank]
     by_plan = f" (the plan uses {blocks})" if headroom > blocks else ""
     blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
-        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
-        f"(role {tightest.role}, {tightest.device}) limits it: "
-        f"{format_bytes(headrooms_bytes[tightest.rank])} have space for {headroom} blocks{by_plan}; "
+        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {limiting.rank} "
+        f"(role {limiting.role}, {limiting.device}) limits it: "
+        f"{format_bytes(headrooms_bytes[limiting.rank])} have space for {headroom} blocks{by_plan}; "
         f"headroom in blocks: {blocks_by_rank}"
     )

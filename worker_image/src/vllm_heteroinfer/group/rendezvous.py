@@ -97,7 +97,8 @@ class GroupStore:
     """A store for an epoch of a group, on the leader's executor port.
 
     Attributes:
-        waits_for: called with the rank whose value this process waits for, and with None after the wait.
+        set_awaited_rank: called with the rank whose value this process waits for, and with None after the
+            wait.
     """
 
     def __init__(self, store: TCPStore, launch: PodLaunch) -> None:

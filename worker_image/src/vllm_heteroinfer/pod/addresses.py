@@ -20,9 +20,15 @@ def resolve(host: str) -> str:
         OSError: the host has no address; the message names the host.
     """
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return _first_address(host, None)
     except OSError as error:
         raise OSError(f"{host}: has no address ({error}). Check the DNS names of the group's pods") from error
+
+
+def _first_address(host: str, port: int | None) -> str:
+    """Returns the first IP address that the resolver has for a host."""
+    *_, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return str(socket_address[0])
 
 
 async def look_up(host: str, port: int) -> str:
@@ -34,7 +40,7 @@ async def look_up(host: str, port: int) -> str:
     def resolve_blocking() -> str:
         """Returns the first address of the host."""
         try:
-            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+            return _first_address(host, port)
         except UnicodeError as error:
             raise OSError(f"{host!r} is not a valid host name: {error}") from error
 

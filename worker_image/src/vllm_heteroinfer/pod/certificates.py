@@ -9,8 +9,10 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 
+_USER_VARIABLE: Final = "SSL_CERT_FILE"
+"""Variable in which a user may name another file with the system's authorities."""
 VARIABLES: Final = (
-    "SSL_CERT_FILE",
+    _USER_VARIABLE,
     "REQUESTS_CA_BUNDLE",
     "CURL_CA_BUNDLE",
     "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
@@ -50,10 +52,9 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
             f"model.caBundle: the key must contain certificates in PEM ({error}). Put the certificates of "
             "your authority into it, each with its BEGIN CERTIFICATE line"
         ) from error
-    user_files = [env[name] for name in VARIABLES[:1] if env.get(name)]
-    system_bundle = next(
-        (text for each in (*user_files, *SYSTEM_BUNDLES) if (text := _read_or_empty(Path(each)))), b""
-    )
+    files = (env.get(_USER_VARIABLE, ""), *SYSTEM_BUNDLES)
+    contents = (_read_or_empty(Path(file)) for file in files if file)
+    system_bundle = next(filter(None, contents), b"")
     combined = folder / _COMBINED
     combined.write_bytes(b"\n".join((system_bundle, *certificates, b"")))
     for name in VARIABLES:

@@ -130,7 +130,7 @@ class LineSender:
 
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
-        self._rest = b""
+        self._unsent = b""
 
     def send(self, line: str) -> bool:
         """Sends a line; returns whether the kernel took at least a part.
@@ -143,9 +143,9 @@ class LineSender:
         if not self.flush():
             return False
         whole_line = f"{line}\n".encode()
-        self._rest = whole_line
-        if not self.flush() and len(self._rest) == len(whole_line):
-            self._rest = b""
+        self._unsent = whole_line
+        if not self.flush() and len(self._unsent) == len(whole_line):
+            self._unsent = b""
             return False
         return True
 
@@ -155,12 +155,12 @@ class LineSender:
         Raises:
             OSError: the other end is gone.
         """
-        while self._rest:
+        while self._unsent:
             try:
-                sent = self._socket.send(self._rest)
+                sent = self._socket.send(self._unsent)
             except BlockingIOError:
                 return False
-            self._rest = self._rest[sent:]
+            self._unsent = self._unsent[sent:]
         return True
 
 
@@ -457,7 +457,7 @@ class LineBuffer:
     """Cuts a stream of bytes into lines. A line that is not complete may have at most MAX_LINE_BYTES."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete_line = b""
 
     def feed(self, chunk: bytes) -> list[str]:
         """Returns the lines that `chunk` completes.
@@ -465,8 +465,8 @@ class LineBuffer:
         Raises:
             ContractError: the unfinished last line is longer than MAX_LINE_BYTES.
         """
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
+        *lines, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
+        if len(self._incomplete_line) > MAX_LINE_BYTES:
             raise ContractError(
                 f"a message must have at most {MAX_LINE_BYTES} bytes (got a longer line). Check whether "
                 "another program uses this port or descriptor"

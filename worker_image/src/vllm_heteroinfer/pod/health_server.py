@@ -91,12 +91,13 @@ class HealthServer:
 
     def _route(self, request: bytes) -> HealthAnswer:
         """Parses a request and returns its answer."""
-        first, *rest = request.decode("latin-1").split("\r\n")
-        line = first.split(" ")
-        if len(line) != 3 or line[0] not in ("GET", "HEAD"):
-            return HealthAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body="GET and HEAD only")
-        headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
-        path = line[1].split("?", 1)[0]
+        request_line, *header_lines = request.decode("latin-1").split("\r\n")
+        words = request_line.split(" ")  # such as GET /healthz HTTP/1.1
+        if len(words) != 3 or words[0] not in ("GET", "HEAD"):
+            return HealthAnswer(status=HTTPStatus.METHOD_NOT_ALLOWED, body="use GET or HEAD")
+        fields = (line.partition(":") for line in header_lines)
+        headers = {name.lower(): value.strip() for name, _, value in fields}
+        path = words[1].split("?", 1)[0]
         return self._answer(HealthRequest(path=path, credentials=headers.get("authorization", "")))
 
 

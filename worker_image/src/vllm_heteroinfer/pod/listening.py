@@ -57,7 +57,9 @@ class ConnectionLimit:
         token = object()
         self._open[token] = end
         if len(self._open) > self._max_connections:
-            self._open.pop(next(iter(self._open)))()
+            oldest = next(iter(self._open))
+            close_oldest = self._open.pop(oldest)
+            close_oldest()
         try:
             yield
         finally:

@@ -8,11 +8,11 @@ def open_memfd(pid: int, fd: int, name: str, owner: str) -> int:
     """Opens another process's memory file, and returns this process's descriptor.
 
     Args:
-        pid: of the other process, in the PID namespace of the pod.
+        pid: id of the other process in the PID namespace of the pod.
         fd: descriptor in that process.
-        name: with which the file was created. In another PID namespace the same pid is another process, whose
-            file must not be changed.
-        owner: for the error, such as "the slab of the rank that it serves".
+        name: name with which the file was created. In another PID namespace the same pid is another process,
+            whose file must not be changed.
+        owner: description of the file for the error, such as "the slab of the rank that it serves".
 
     Raises:
         OSError: the file is not there, or has another name.

@@ -87,7 +87,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
     return SlabLine(context, lanes[0].rank, lanes.index(rank), replace(shape, lanes=len(lanes)))
 
 
-def _get_offer(context: RankContext, rank: int) -> Offer:
+def _wait_for_offer(context: RankContext, rank: int) -> Offer:
     """Waits for the offer of a slab by its owner, and returns the offer."""
     awaited = f"shared memory (slab) of rank {rank}"
     return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=awaited, rank=rank))
@@ -99,7 +99,7 @@ class SlabLine:
     def __init__(self, context: RankContext, owner: int, lane: int, shape: Shape) -> None:
         """Maps the slab of rank `owner`, in which this rank has a lane."""
         self._context, self._owner, self.lane = context, owner, lane
-        self.slab, self._nonce = connect(_get_offer(context, owner), lane, shape)
+        self.slab, self._nonce = connect(_wait_for_offer(context, owner), lane, shape)
         self._spin_ns = spin_time_ns(os.environ)
         calls, self._address = slab_library.load(), self.slab.address
         self._wait, self._answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
@@ -139,7 +139,7 @@ class PodLine:
         """Creates the pod's slab, and listens for the asking rank, which connects after `report_ready`."""
         self._context = context
         self._asking = served_rank(context.plan, context.rank).rank
-        offered = _get_offer(context, self._asking).shape
+        offered = _wait_for_offer(context, self._asking).shape
         check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
         self._lanes = pod_lanes(context.plan, context.rank)
         self._shape = replace(offered, lanes=len(self._lanes))
@@ -210,6 +210,7 @@ class PodLine:
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()
+        # n: the pod's rank n - 1 is late; -n: it failed.
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
         if result < -1:  # -1 is this rank itself, which raises its own error

@@ -50,11 +50,11 @@ def serve(context: RankContext) -> NoReturn:
     reporter.set_phase(RankPhase.LOADING, 0, rank.weight_bytes)
     shares = read_rate.agreed_shares(plan, rank, context.store, context.startup)
     asking = served_rank(plan, rank).rank
-    start = time.perf_counter()
+    wait_began = time.perf_counter()
     text = context.store.get(
         recipe_key(asking), context.startup, what=f"recipe of rank {asking}", rank=asking
     )
-    waited_s, start = time.perf_counter() - start, time.perf_counter()
+    load_began = time.perf_counter()
     recipe = Recipe.from_text(text)
     held = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
     context.metrics.weight_bytes.set(held.stored_bytes)
@@ -66,8 +66,8 @@ def serve(context: RankContext) -> NoReturn:
         len(held.parts),
         held.method,
         format_bytes(held.stored_bytes),
-        waited_s,
-        time.perf_counter() - start,
+        load_began - wait_began,
+        time.perf_counter() - load_began,
     )
     Lane(context, shape_of(recipe, context.launch.epoch, 1), held).run()
 
@@ -85,7 +85,7 @@ class Lane:
         ids = slab.ids if shape.topk else torch.zeros_like(slab.ids)
         weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
         views = AskViews(slab.x, ids, weights, slab.y[self._line.lane])
-        asks = self._build_request_views(views, shape.max_rows)
+        asks = self._limit_to_own_experts(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
         self._compute_by_layer = build_compute_functions(loaded_parts, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, loaded_parts)
@@ -105,6 +105,7 @@ class Lane:
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max(part.count for part in self._loaded_parts.parts.values())
         own = self._loaded_parts.own_experts
+        # The places of the largest of random numbers are distinct experts for each row.
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = AskViews(
             torch.randn((rows, shape.hidden)).to(dtype),
@@ -112,7 +113,7 @@ class Lane:
             torch.full((rows, topk), 1 / topk),
             torch.empty((rows, shape.hidden), dtype=dtype),
         )
-        all_computes = build_compute_functions(self._loaded_parts, self._build_request_views(views, rows))
+        all_computes = build_compute_functions(self._loaded_parts, self._limit_to_own_experts(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
@@ -120,7 +121,7 @@ class Lane:
             row_s = _measure_s(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
 
-    def _build_request_views(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
+    def _limit_to_own_experts(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
         """Returns these asks, limited to this rank's experts if it has whole experts."""
         own = self._loaded_parts.own_experts
         return views if own is None else OwnExpertAsks(views, own, rows)
@@ -140,7 +141,7 @@ class Lane:
                 start = time.perf_counter_ns()
                 try:
                     if rows.value:
-                        self._find_compute(layer.value)(rows.value)
+                        self._compute_of_layer(layer.value)(rows.value)
                 except BaseException:
                     line.answer(FAILED, 0, None, 0, 0)
                     raise
@@ -148,7 +149,7 @@ class Lane:
                 counted_rows = 0 if layer.value == PROBE_LAYER else rows.value
                 line.answer(0, counted_rows, ids, topk, time.perf_counter_ns() - start)
 
-    def _find_compute(self, layer: int) -> Compute:
+    def _compute_of_layer(self, layer: int) -> Compute:
         """Returns the function that answers asks for a layer.
 
         The probe's layer is answered with its input.

@@ -16,21 +16,20 @@ class ExpertMeter:
     def __init__(self, metrics: RankMetrics) -> None:
         """Creates the counters of a rank."""
         self.is_users_step = False
-        self._rows, self._copied = (
-            Counter(name, text, metric_names.RANK_LABELS, registry=metrics.registry).labels(*metrics.labels)
-            for name, text in (
-                (
-                    metric_names.GPU_EXPERT_ROWS_TOTAL,
-                    "Rows for which the GPU computed some experts, summed over layers",
-                ),
-                (
-                    metric_names.GPU_EXPERT_BYTES_TOTAL,
-                    "Bytes of experts' weights that were copied to the GPU",
-                ),
-            )
+
+        def counter(name: str, text: str) -> Counter:
+            labelled = Counter(name, text, metric_names.RANK_LABELS, registry=metrics.registry)
+            return labelled.labels(*metrics.labels)
+
+        self._rows = counter(
+            metric_names.GPU_EXPERT_ROWS_TOTAL,
+            "Rows for which the GPU computed some experts, summed over layers",
+        )
+        self._copied_bytes = counter(
+            metric_names.GPU_EXPERT_BYTES_TOTAL, "Bytes of experts' weights that were copied to the GPU"
         )
 
     def count(self, rows: int, copied_bytes: int) -> None:
         """Counts a layer of which the GPU computed some experts."""
         self._rows.inc(rows)
-        self._copied.inc(copied_bytes)
+        self._copied_bytes.inc(copied_bytes)

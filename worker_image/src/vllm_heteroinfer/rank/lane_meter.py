@@ -63,7 +63,7 @@ class LaneMeter:
         """Reports what changed since the last call: metrics, step times, and an ask that takes long."""
         current, last = self._slab.read_lane(self._lane), self._last
         self._last = current
-        steps = (self._slab.steps - self._steps) % 2**32
+        steps = (self._slab.steps - self._steps) % 2**32  # the slab's counter has 32 bits
         if steps or self._total_steps:  # before the first step, the asking rank only measures and warms up
             self._count(current, last)
         stuck = current.seen != current.answered and current.seen == last.seen

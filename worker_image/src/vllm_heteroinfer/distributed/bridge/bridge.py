@@ -35,7 +35,7 @@ from vllm_heteroinfer.distributed.bridge.header import (
 )
 from vllm_heteroinfer.distributed.bridge.shared_memory import SharedMemoryLink, choose_path
 from vllm_heteroinfer.distributed.bridge.staging import CudaStaging, Staging
-from vllm_heteroinfer.distributed.bridge.stream_signal import find_signal
+from vllm_heteroinfer.distributed.bridge.stream_signal import create_signal
 from vllm_heteroinfer.distributed.meter import Meter
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Bridge:
             group=group,
             ranks=tuple(ranks),
             index=tuple(ranks).index(rank),
-            listeners=tuple(i for i, (_, kind, _) in enumerate(rank_facts) if i and kind == "cpu"),
+            listeners=tuple(i for i, (_, kind, _) in enumerate(rank_facts) if i > 0 and kind == "cpu"),
         )
         self.listeners = tuple(ranks[i] for i in self._process_group.listeners)
         machines = {machine for _, _, machine in rank_facts}
@@ -112,7 +112,7 @@ class Bridge:
             self._link = SharedMemoryLink(slab, self._process_group, timeout_s=timeout_s, meter=meter)
             if device.type == "cuda":
                 proof_word = self._process_group.index * WORDS + PROOF
-                signal, publisher = find_signal(slab.words, slab.bytes.data_ptr(), device, proof_word)
+                signal, publisher = create_signal(slab.words, slab.bytes.data_ptr(), device, proof_word)
         staging = Staging()
         if device.type == "cuda":
             staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)

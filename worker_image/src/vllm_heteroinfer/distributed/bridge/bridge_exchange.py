@@ -85,9 +85,8 @@ class Exchange:
         low, high = needed or (0, max(counts))
         for part in range(num_parts(max(counts), per_part)):
             offset = part * per_part
-            own_part = own_elements[
-                offset : max(offset, min(offset + per_part, counts[self._process_group.index]))
-            ]
+            own_end = min(offset + per_part, counts[self._process_group.index])
+            own_part = own_elements[offset : max(offset, own_end)]
             if own_part.numel():
                 self._staging.copy_out(
                     self._link.outgoing(), own_part, form_of(own_part.dtype, own_part.shape), first=part == 0

@@ -62,26 +62,26 @@ class BridgeSlab:
     unlock: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, fd: int, num_ranks: int) -> None:
-        """Maps the memory of a descriptor, and finds lines, headers, announcements and parts of tensors."""
+        """Maps the memory of a descriptor, and creates the views of its regions."""
         self._memory = mmap.mmap(fd, slab_bytes(num_ranks), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         view = memoryview(self._memory)
-        lines = num_ranks * WORDS * 8
-        self.words = view[:lines].cast("q")
-        headers = num_ranks * PARTS * HEADER_BYTES
+        lines_bytes = num_ranks * WORDS * 8
+        self.words = view[:lines_bytes].cast("q")
+        headers_bytes = num_ranks * PARTS * HEADER_BYTES
         self.headers = [
-            [view[start : start + HEADER_BYTES] for start in _starts(lines, index, PARTS, HEADER_BYTES)]
+            [view[start : start + HEADER_BYTES] for start in _starts(lines_bytes, index, PARTS, HEADER_BYTES)]
             for index in range(num_ranks)
         ]
         self.announcements = [
             view[start : start + _ANNOUNCEMENT_BYTES]
-            for start in _starts(lines + headers, 0, MAX_UNREAD, _ANNOUNCEMENT_BYTES)
+            for start in _starts(lines_bytes + headers_bytes, 0, MAX_UNREAD, _ANNOUNCEMENT_BYTES)
         ]
-        first = _parts_offset(num_ranks)
+        first_part = _parts_offset(num_ranks)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts = [
             [
                 Buffer(self.bytes[start : start + PART_BYTES])
-                for start in _starts(first, index, PARTS, PART_BYTES)
+                for start in _starts(first_part, index, PARTS, PART_BYTES)
             ]
             for index in range(num_ranks)
         ]

@@ -32,7 +32,9 @@ _TAG = 0x4862
 group too."""
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
+"""Messages for each direction and peer: see `BridgeLink`."""
 _MAX_UNREAD = 16
+"""Number of announcements that may be unread."""
 _MISMATCH_GRACE_S = 1.0
 """Time that a rank waits after it found a mismatch, so that the other rank finds it too."""
 _LENGTH_BYTES = 8
@@ -142,7 +144,7 @@ class GlooLink:
     def _arrivals(self, slot: int) -> Iterator[int]:
         """Yields each peer once its message has arrived, the earliest first."""
 
-        def arrived(peer: int) -> int:
+        def wait_for_message(peer: int) -> int:
             """Waits for the message of a peer, and returns the peer."""
             self._wait_for(
                 self._in[peer][slot].works[0], peer, "a part of a collective operation", self.timeout_s
@@ -150,9 +152,9 @@ class GlooLink:
             return peer
 
         if self._wait_threads is None:  # there is at most one peer, so no order
-            yield from map(arrived, self._process_group.peers)
+            yield from map(wait_for_message, self._process_group.peers)
             return
-        futures = [self._wait_threads.submit(arrived, peer) for peer in self._process_group.peers]
+        futures = [self._wait_threads.submit(wait_for_message, peer) for peer in self._process_group.peers]
         for future in as_completed(futures):
             yield future.result()
 

@@ -73,12 +73,14 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
     code = _CODES.get(dtype)
     if code is None or dims > _MAX_DIMS:
         raise ValueError(
-            f"{operation.name.lower()}: tensor must have at most {_MAX_DIMS} dims and dtype "
-            f"{', '.join(_DTYPES)}, got {dtype} with {dims} dims. View it as a supported tensor"
+            f"{operation.name.lower()}: tensor must have at most {_MAX_DIMS} dims and one of the dtypes "
+            f"{', '.join(_DTYPES)} (got {dtype} with {dims} dims). View it as a supported tensor"
         )
     digest = 0 if sizes is None else zlib.crc32(struct.pack(f"={len(sizes)}q", *sizes))
-    fields = (operation, code, root, dims, step, count, history, 0, digest)
-    return _LAYOUT.pack(*fields, *shape, *(0,) * (_MAX_DIMS - dims)).ljust(HEADER_BYTES, b"\0")
+    part = 0
+    padded_shape = (*shape, *[0] * (_MAX_DIMS - dims))
+    header = _LAYOUT.pack(operation, code, root, dims, step, count, history, part, digest, *padded_shape)
+    return header.ljust(HEADER_BYTES, b"\0")
 
 
 _COUNTS_OFFSET = struct.calcsize("=BBhi")

@@ -87,7 +87,7 @@ class SharedMemoryLink:
         """Waits until this rank's own device has published its part, before the wait for peers begins.
 
         Raises:
-            TimeoutError: the device did not publish within the time-out, when the peers give up too.
+            TimeoutError: the device did not publish within the time-out, after which the peers give up too.
         """
         words, word = self._slab.words, self._line + WRITTEN
         waited_s = 0.0
@@ -160,12 +160,11 @@ class SharedMemoryLink:
         """Puts a message into the place for announcements; only the first rank may call it."""
         announced = self._announced + 1
         words = self._slab.words
+        overwritten = announced - MAX_UNREAD  # the announcement whose place the new announcement takes
         for peer in self._process_group.listeners:
             word = peer * WORDS + READ
-            if words[word] <= announced - 1 - MAX_UNREAD:
-                self._wait_and_report(
-                    partial(_word_exceeds, words, word, announced - 1 - MAX_UNREAD), peer, FREE_PLACE
-                )
+            if words[word] < overwritten:
+                self._wait_and_report(partial(_has_reached, words, word, overwritten), peer, FREE_PLACE)
         entry = self._slab.announcements[announced % MAX_UNREAD]
         entry[:8] = len(message).to_bytes(8, "little")
         entry[8 : 8 + len(message)] = message
@@ -199,8 +198,8 @@ class SharedMemoryLink:
         self._slab.unlock()
 
 
-def _word_exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
-    return words[word] > value
+def _has_reached(words: "memoryview[int]", word: int, value: int) -> bool:
+    return words[word] >= value
 
 
 def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:

@@ -95,10 +95,8 @@ class CudaStaging(Staging):
         """
         self._device, self._signal = device, signal
         self._mapped: dict[Buffer, Buffer] = {}
-        self._mapped_bytes, self.description = (
-            MAPPED_BYTES,
-            f"parts up to {MAPPED_BYTES} bytes are used in place, larger parts are copied",
-        )
+        self._mapped_bytes = MAPPED_BYTES
+        self.description = f"parts up to {MAPPED_BYTES} bytes are used in place, larger parts are copied"
         try:
             for buffer in buffers:
                 self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
@@ -129,9 +127,10 @@ class CudaStaging(Staging):
         small = self._is_small_part = form.num_bytes <= self._mapped_bytes
         self._copies_out += 1
         timed = not small or self._copies_out % _SAMPLE == 0
-        # A timed small copy counts for all small copies since the last timed one.
-        self._time_factor = 0 if not timed else _SAMPLE if small else 1
+        self._time_factor = 0
         if timed:
+            # A timed small copy counts for all small copies since the last timed one.
+            self._time_factor = _SAMPLE if small else 1
             self._copy_out_time.begin(self._time_factor)
         if small:
             _copy_by_kernel(self._mapped[buffer].view_as(form), source)

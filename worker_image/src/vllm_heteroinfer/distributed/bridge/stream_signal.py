@@ -64,7 +64,7 @@ class StreamSignal:
         torch.cuda.current_stream(self._device).query()
 
 
-def find_signal(
+def create_signal(
     words: "memoryview[int]", address: int, device: torch.device, proof_word: int
 ) -> tuple[StreamSignal | None, str]:
     """Creates a signal, if the driver supports it. Returns the signal and a description for the log.

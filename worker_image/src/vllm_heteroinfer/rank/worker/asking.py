@@ -43,12 +43,10 @@ class _RemoteLoad(ModelLoad):
         planned_layers: Collection[int],
         publish: Callable[[Recipe], None],
     ) -> None:
-        self._config, self._parts, self._planned_layers, self._publish = (
-            config,
-            parts,
-            planned_layers,
-            publish,
-        )
+        self._config = config
+        self._parts = parts
+        self._planned_layers = planned_layers
+        self._publish = publish
         self._remote: frozenset[str] = frozenset()
 
     def model_built(self, model: Any, loader: Any) -> None:
@@ -74,7 +72,7 @@ class Asking(RankMode):
     _watch: Watch
 
     def __init__(self, context: RankContext, device: torch.device, config: Any) -> None:
-        """Finds the layers and the feed-forward ranks of this rank in the plan."""
+        """Reads this rank's feed-forward ranks and their layers from the plan."""
         self._context, self._device, self._config = context, device, config
         self._ranks = context.plan.feed_forward_ranks(context.rank.stage)
         self._lanes = asking_lanes(context.plan, context.rank)
@@ -168,12 +166,12 @@ class Asking(RankMode):
             offers,
             context.reporter.set_gpu_experts_from,
             ring_bytes=own.ring_bytes,
-            captured_rows=self._find_captured_rows(),
+            captured_rows=self._max_captured_rows(),
             device=self._device,
             meter=self._meter,
         )
 
-    def _find_captured_rows(self) -> int:
+    def _max_captured_rows(self) -> int:
         """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
         compilation = self._config.compilation_config
         if compilation.cudagraph_mode == CUDAGraphMode.NONE:

@@ -31,7 +31,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     """vLLM's CPU worker as one rank of a group."""
 
     def init_device(self) -> None:
-        """Joins the process groups, after allocating memory on the NUMA nodes of the rank's cores.
+        """Joins the process groups. Before, makes the kernel use memory of the rank's own NUMA nodes.
 
         vLLM's worker binds memory strictly to the node of its first CPU, and the model may not fit there
         (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
@@ -76,7 +76,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         return headroom.host_headroom(
             available_bytes=available,
             share=headroom.share_of_memory(context.plan, context.launch, context.rank),
-            activations_bytes=self._peak.above_rest_bytes(),
+            activations_bytes=self._peak.temporary_bytes(),
         )
 
     @torch.inference_mode()

@@ -108,8 +108,12 @@ def follow(
                 break
             count += 1
             run_tokens.clear()
-            (forward if event is Event.FORWARD else logits)(value)
-            expected = [value] if event is Event.FORWARD else []
+            expected: list[int] = []
+            if event is Event.FORWARD:
+                expected = [value]
+                forward(value)
+            else:
+                logits(value)
             if run_tokens != expected:
                 raise FollowError(
                     f"{phase}: the model must run with {expected} tokens, as announced (got {run_tokens}). "

@@ -45,11 +45,13 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         """Loads like the mixin, and installs the timer of forward passes."""
         super().load_model(**kwargs)
         if self.context.metrics.writes_metrics:
-            DeviceTimer(self.model_runner, self.context.metrics.set_device_timer)
+            time_forward_passes(self.model_runner, self.context.metrics.set_device_timer)
 
     def report_transports(self) -> None:
         """Reports the transport of tensors between GPUs, from NCCL's log of the warm-up."""
-        for transport in sorted(self._nccl_log.used_transports()) if self._nccl_log else ():
+        if self._nccl_log is None:
+            return
+        for transport in sorted(self._nccl_log.used_transports()):
             self.context.metrics.record_path("ranks", transport)
 
     def begin_profile(self) -> None:
@@ -78,19 +80,23 @@ def memory_share(rank: RankAssignment, total_bytes: int) -> float:
     return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)
 
 
-class DeviceTimer:
-    """Times forward passes by CUDA events. Wraps `_model_forward` of one model runner.
+def time_forward_passes(runner: Any, report: Callable[[Callable[[], float]], None]) -> None:
+    """Replaces `runner._model_forward`, so that CUDA events time each forward pass.
 
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._model_forward@v0.32.0 is made for overriding.
+
+    Args:
+        report: called for each forward pass with a function that returns the pass's seconds on the device.
+            That function waits for the forward pass, so call it only after the step.
     """
+    runner._model_forward = _TimedForward(runner, report)
+
+
+class _TimedForward:
+    """A runner's `_model_forward`, timed by CUDA events."""
 
     def __init__(self, runner: Any, report: Callable[[Callable[[], float]], None]) -> None:
-        """Wraps `runner._model_forward`.
-
-        Args:
-            report: called for each forward pass with a function that returns the pass's seconds on the
-                device. That function waits for the forward pass, so call it only after the step.
-        """
+        """Keeps the runner's own `_model_forward`, which this object calls."""
         self._forward = runner._model_forward
         self._report = report
         self._events = cycle(
@@ -99,7 +105,6 @@ class DeviceTimer:
                 for _ in range(_EVENT_PAIRS)
             ]
         )
-        runner._model_forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward pass between two events."""

@@ -20,7 +20,7 @@ from vllm_heteroinfer.group.engine_calls import count_tokens, is_first_request
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker import headroom, modes, sampling, weight_loading
-from vllm_heteroinfer.rank.worker.prompt_logprobs import PromptLogprobsInParts
+from vllm_heteroinfer.rank.worker.prompt_logprobs import compute_prompt_logprobs_in_parts
 from vllm_heteroinfer.rank.worker.rank_mode import RankMode
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class GroupWorkerMixin:
         super().init_device()  # type: ignore[misc]
         communicators.forget_shared_memory(get_tp_group(), get_world_group())
         self.mode = modes.connect(self.context, self.device, self.vllm_config)
-        PromptLogprobsInParts(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
+        compute_prompt_logprobs_in_parts(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights, then connects the model with other ranks."""
@@ -208,7 +208,7 @@ class GroupWorkerMixin:
         """Times a call of the current step; adds its collectives' time as a wait for peers."""
         metrics = self.context.metrics
         metrics.begin_call()
-        communicators.take_wait_s()
+        communicators.take_wait_s()  # collectives before this call do not count
         yield
         metrics.add_wait(communicators.take_wait_s())
         metrics.end_call()

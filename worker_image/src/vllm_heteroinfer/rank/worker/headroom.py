@@ -107,7 +107,7 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
 
 
 class PeakOfRun:
-    """Peak of this process's temporary memory, from construction to `above_rest_bytes`."""
+    """Peak of this process's temporary memory, from construction to `temporary_bytes`."""
 
     def __init__(self, process: Path = Path("/proc/self")) -> None:
         self._process = process
@@ -116,7 +116,7 @@ class PeakOfRun:
         with contextlib.suppress(OSError), (process / "clear_refs").open("w") as file:
             file.write(_RESET_PEAK)
 
-    def above_rest_bytes(self) -> int:
+    def temporary_bytes(self) -> int:
         """Peak of the resident set since construction, minus the current resident set, in bytes."""
         status = (self._process / "status").read_text()
         try:

@@ -17,7 +17,7 @@ _MASK_BITS = 1024
 
 
 def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
-    """Allocates new memory of this process on `nodes`, or logs why this is impossible.
+    """Makes the kernel take new memory of this process from `nodes`, or logs why it cannot.
 
     Does nothing without nodes.
     """
@@ -30,7 +30,7 @@ def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
 
 
 def prefer_nodes(nodes: Sequence[int]) -> str:
-    """Allocates new memory of this process on `nodes`. Returns the reason for a failure, or "".
+    """Makes the kernel take new memory of this process from `nodes`. Returns the reason for a failure, or "".
 
     A single node is preferred, not required: if it is full, memory comes from other nodes. Several nodes are
     interleaved, so that the process reads from all of them at the same time.
@@ -38,10 +38,10 @@ def prefer_nodes(nodes: Sequence[int]) -> str:
     Args:
         nodes: at least one.
     """
-    mask = (ctypes.c_ulong * (_MASK_BITS // (8 * ctypes.sizeof(ctypes.c_ulong))))()
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
     for node in nodes:
-        mask[node // bits] |= 1 << node % bits
+        mask[node // word_bits] |= 1 << node % word_bits
     mode = MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE
     try:
         libnuma = ctypes.CDLL(_LIBNUMA, use_errno=True)

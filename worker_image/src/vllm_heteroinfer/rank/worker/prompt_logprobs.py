@@ -9,23 +9,27 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def compute_prompt_logprobs_in_parts(runner: Any, rows: int) -> None:
+    """Replaces a runner's `_get_prompt_logprobs_dict`, so that it computes a prompt in parts.
+
+    Args:
+        rows: limit of tokens in a part. The plan reserves memory for the logits of `max_num_seqs` tokens,
+            which a step samples.
+    """
+    runner._get_prompt_logprobs_dict = PromptLogprobsInParts(runner, rows)
+
+
 class PromptLogprobsInParts:
-    """Replaces a runner's `_get_prompt_logprobs_dict`; calls vLLM's method for parts of a prompt.
+    """A runner's `_get_prompt_logprobs_dict` that calls vLLM's method for each part of a prompt.
 
     vLLM's method continues a prompt where the previous step ended, so each part looks like a step.
     """
 
     def __init__(self, runner: Any, rows: int) -> None:
-        """Replaces the method on this runner only, as an instance attribute.
-
-        Args:
-            rows: limit of tokens in a part. The plan reserves memory for the logits of `max_num_seqs`
-                tokens, which a step samples.
-        """
+        """Keeps vLLM's method, which this object calls."""
         self._runner = runner
         self._rows = rows
         self._compute_part = runner._get_prompt_logprobs_dict
-        runner._get_prompt_logprobs_dict = self
 
     def __call__(self, hidden_states: Any, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Any]:
         """Returns the log-probabilities of each prompt that ends with this step, by request.

@@ -98,7 +98,7 @@ def release_pages(tensors: Iterable[Any]) -> int:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     freed_bytes = 0
     for address, num_bytes in storages.items():
-        first_page = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        first_page = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # rounded up
         length = (address + num_bytes - first_page) // mmap.PAGESIZE * mmap.PAGESIZE
         if length <= 0:
             continue

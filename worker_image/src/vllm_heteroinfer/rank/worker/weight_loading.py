@@ -63,7 +63,8 @@ def _build_counting_loader(
         def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
             """Adds the sizes of the files to the total."""
             prepared = super()._prepare_weights(*args, **kwargs)
-            self.total_bytes += sum(Path(file).stat().st_size for file in prepared[1])
+            weight_files = prepared[1]
+            self.total_bytes += sum(Path(file).stat().st_size for file in weight_files)
             return prepared
 
         def load_weights(self, model: Any, model_config: Any) -> None:
