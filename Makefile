@@ -37,7 +37,7 @@ quickstart: setup  ## serves a small model on this machine, from its files to to
 	@$(BIN)/python -m tests.quickstart
 
 # Tests with limits of seconds start when no other test computes, and a test of a real node runs alone. Tests
-# without such limits get the remaining CPU time, and a tenth of theirs (.ci/idle explains why not less).
+# without such limits run at the same time, at a tenth of the priority (.ci/idle explains why not lower).
 test: need-root check  ## runs the tests that CI runs; root
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
@@ -96,8 +96,8 @@ images: need-root setup  ## builds the images of this tree before the tests need
 
 need-root:
 	@if [ "$$(id -u)" != 0 ]; then \
-	  echo "make $(MAKECMDGOALS) starts a real Kubernetes node (containerd, kubelet, network name spaces) and must be" >&2; \
-	  echo "root: run it as root, or run the rest with: make check integration" >&2; exit 1; fi
+	  echo "make $(MAKECMDGOALS): needs root, because it starts a real Kubernetes node (containerd, kubelet, network" >&2; \
+	  echo "namespaces). Run it as root, or run the tests that need no root: make check integration" >&2; exit 1; fi
 .PHONY: need-root
 
 cluster-tests: need-root setup  ## tests the test cluster itself, once for each state of tests/cluster; root
@@ -152,7 +152,7 @@ bench: setup  ## compares our CPU group with stock vLLM in one run
 # Reports missing requirements before it installs anything.
 need-gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
-	  { echo "make $(MAKECMDGOALS) needs an NVIDIA GPU: nvidia-smi found none" >&2; exit 1; }
+	  { echo "make $(MAKECMDGOALS): needs an NVIDIA GPU (nvidia-smi lists none). Run it on a machine with one" >&2; exit 1; }
 setup-gpu: need-gpu
 	@if [ -n "$(GPU_PYTHON)" ]; then $(GPU_RUN) -m vllm_heteroinfer.kernels.build >/dev/null; \
 	else ./.ci/setup "$(PYTHON)" $(VENV) "" $(GPU_VENV); fi

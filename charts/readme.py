@@ -65,15 +65,16 @@ def describe(schema: dict[str, Any], comments: dict[str, Comment]) -> dict[str, 
     """Returns the schema with the comment of each value as its description."""
 
     def described(node: dict[str, Any], path: str) -> dict[str, Any]:
-        rest = {name: value for name, value in node.items() if name != "description" or not path}
-        said = {"description": comments[path].text} if path in comments and comments[path].text else {}
+        """Returns a part of the schema; a part without a comment keeps its own description."""
+        other_fields = {name: value for name, value in node.items() if name != "description" or not path}
+        description = {"description": comments[path].text} if path in comments and comments[path].text else {}
         if path and path not in comments and "description" in node:
-            said = {"description": node["description"]}
+            description = {"description": node["description"]}
         properties = {
             name: described(child, f"{path}.{name}" if path else name)
             for name, child in node.get("properties", {}).items()
         }
-        return {**said, **rest, **({"properties": properties} if properties else {})}
+        return {**description, **other_fields, **({"properties": properties} if properties else {})}
 
     return described(schema, "")
 
@@ -106,14 +107,17 @@ def render_readme() -> str:
 
 def _leaves(values: dict[str, Any], comments: dict[str, Comment], path: str = "") -> list[tuple[str, Any]]:
     """Returns path and default of each value that has a comment of its own and no commented part."""
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in values.items():
-        whole = f"{path}{name}"
-        nested = isinstance(value, dict) and any(
-            comment.text and each.startswith(f"{whole}.") for each, comment in comments.items()
-        )
-        found += _leaves(value, comments, f"{whole}.") if nested else [(whole, value)]
-    return found
+        full_path = f"{path}{name}"
+        commented_parts = [
+            part for part, comment in comments.items() if comment.text and part.startswith(f"{full_path}.")
+        ]
+        if isinstance(value, dict) and commented_parts:
+            leaves += _leaves(value, comments, f"{full_path}.")
+        else:
+            leaves.append((full_path, value))
+    return leaves
 
 
 def _show(value: Any) -> str:

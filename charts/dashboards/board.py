@@ -176,10 +176,12 @@ def render(board: Board) -> str:
 
 
 def _datasource() -> dict[str, Any]:
+    """Returns the choice of the Prometheus data source at the top of a dashboard."""
     return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
 def _variable(variable: Variable) -> dict[str, Any]:
+    """Returns a choice at the top of a dashboard; a choice of several values begins with all values."""
     query = f"label_values({variable.series}, {variable.label})"
     return {
         "name": variable.name,
@@ -197,10 +199,12 @@ def _variable(variable: Variable) -> dict[str, Any]:
 
 
 def _at(position: Position) -> dict[str, int]:
+    """Returns a position under Grafana's names."""
     return {"x": position.x, "y": position.y, "w": position.width, "h": position.height}
 
 
 def _heading(number: int, row: Row, position: Position) -> dict[str, Any]:
+    """Returns the heading of a row of panels."""
     return {
         "id": number,
         "type": "row",
@@ -212,7 +216,7 @@ def _heading(number: int, row: Row, position: Position) -> dict[str, Any]:
 
 
 def _panel(number: int, panel: Panel, position: Position) -> dict[str, Any]:
-    instant = panel.kind is not Kind.TIME
+    """Returns a panel. Only a panel over time queries a range; the others query the newest values."""
     transformations = _transformations(panel)
     return {
         "id": number,
@@ -221,14 +225,16 @@ def _panel(number: int, panel: Panel, position: Position) -> dict[str, Any]:
         "description": panel.text,
         "gridPos": _at(position),
         "datasource": _DATASOURCE,
-        "targets": [_target(query, index, panel, instant) for index, query in enumerate(panel.queries)],
+        "targets": [_target(query, index, panel) for index, query in enumerate(panel.queries)],
         "fieldConfig": {"defaults": _field(panel), "overrides": []},
         "options": _options(panel),
         **({"transformations": transformations} if transformations else {}),
     }
 
 
-def _target(query: Query, index: int, panel: Panel, instant: bool) -> dict[str, Any]:
+def _target(query: Query, index: int, panel: Panel) -> dict[str, Any]:
+    """Returns a query of a panel; `index` is its place among the panel's queries."""
+    instant = panel.kind is not Kind.TIME
     return {
         "refId": chr(ord("A") + index),
         "datasource": _DATASOURCE,
@@ -241,39 +247,43 @@ def _target(query: Query, index: int, panel: Panel, instant: bool) -> dict[str, 
 
 
 def _field(panel: Panel) -> dict[str, Any]:
+    """Returns the settings of a panel's values: unit, colours, thresholds, axis and link."""
     colours = ("green", "orange", "red")
     values = [None, *panel.thresholds]
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "unit": panel.unit,
         "color": {"mode": "palette-classic" if panel.kind in {Kind.TIME, Kind.STACK} else "thresholds"},
         "thresholds": {
             "mode": "absolute",
-            "steps": [{"color": c, "value": v} for c, v in zip(colours, values, strict=False)],
+            "steps": [
+                {"color": colour, "value": value} for colour, value in zip(colours, values, strict=False)
+            ],
         },
         "min": 0,
     }
     if panel.most is not None:
-        found["max"] = panel.most
+        defaults["max"] = panel.most
     if panel.kind is Kind.TIME:
-        found["custom"] = {
+        defaults["custom"] = {
             "lineWidth": 1,
             "fillOpacity": 60 if panel.stacked else 10,
             "showPoints": "never",
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
         }
     if panel.kind is Kind.TABLE:
-        del found["min"]
+        del defaults["min"]
     if panel.link:
-        found["links"] = [
+        defaults["links"] = [
             {
                 "title": "Group",
                 "url": "/d/heteroinfer-group?var-group=${__field.labels.group}&${__url_time_range}",
             }
         ]
-    return found
+    return defaults
 
 
 def _options(panel: Panel) -> dict[str, Any]:
+    """Returns Grafana's options for a panel of this kind."""
     last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     match panel.kind:
         case Kind.STAT:

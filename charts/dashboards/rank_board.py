@@ -137,7 +137,7 @@ RANK: Final = Board(
                     f"max({m.LOCKED_MEMORY_LIMIT_BYTES}{{{OF_RANK}}})",
                     unit="bytes",
                     width=6,
-                    text="ulimit -l. RDMA needs it large.",
+                    text="Limit of locked memory (ulimit -l). RDMA needs a high limit.",
                 ),
             ),
         ),

@@ -76,7 +76,7 @@ def test_tokens_equal_those_of_the_reference(experts: Resource, expected: list[l
     assert [(rank["rank"], rank["device"]) for rank in ranks] == [(0, "CPU"), (1, "CPU")]
 
 
-def test_the_feed_forward_rank_has_computed(experts: Resource) -> None:
+def test_the_feed_forward_rank_counts_computed_rows(experts: Resource) -> None:
     (pod,) = experts.pods()
     ports = (names.DEFAULT_METRICS_PORT, names.DEFAULT_METRICS_PORT + 1)
     texts = [experts.cluster.pod_http(pod["status"]["podIP"], port, "/metrics")[1] for port in ports]

@@ -58,7 +58,7 @@ def fixed_division(part: str) -> dict[str, str]:
 @pytest.mark.parametrize("shares", [(BY_RATE,), (BY_RATE, BY_RATE)], ids=["one", "two"])
 @pytest.mark.parametrize("by_experts", [False, True], ids=["columns", "experts"])
 @pytest.mark.parametrize("part", ["0.5", "1"])
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_those_of_transformers(
     shares: tuple[int, ...], by_experts: bool, part: str, tmp_path: Path
 ) -> None:
     """In float32, in every step, since nothing is captured."""

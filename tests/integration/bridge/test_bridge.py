@@ -192,7 +192,7 @@ def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_rank()
     )
 
 
-def test_another_dev_shm_does_not_matter() -> None:
+def test_the_bridge_works_if_a_rank_has_another_dev_shm() -> None:
     wrapper = (
         "unshare",
         "--mount",

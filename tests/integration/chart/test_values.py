@@ -365,7 +365,7 @@ def test_the_operators_policy_opens_the_ports_of_dns_that_the_operators_own_poli
         assert found == {(port, protocol) for port in (53, 5353) for protocol in ("TCP", "UDP")}
 
 
-def test_the_environment_that_the_chart_has_no_values_for_is_extra(tmp_path: Path) -> None:
+def test_extra_env_sets_variables_of_the_operator_and_helm_test(tmp_path: Path) -> None:
     given = [{"name": "HETEROINFER_RESYNC_SECONDS", "value": "60"}]
     objects = render(tmp_path, {"extraEnv": given})
     for each in objects:

@@ -74,7 +74,7 @@ def test_the_spec_classes_and_the_api_server_accept_good_resources(server: Serve
     assert seen["accepted"] > 50, seen
 
 
-def test_models_and_api_server_agree_on_changed_resources(server: Server) -> None:
+def test_the_spec_classes_and_the_api_server_agree_on_changed_resources(server: Server) -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=600, deadline=None, suppress_health_check=SHARED, phases=PHASES)
@@ -90,12 +90,12 @@ def test_models_and_api_server_agree_on_changed_resources(server: Server) -> Non
 @pytest.mark.parametrize(
     "name", ["", "a", "a" * 40, "a" * 41, "a" * 254, "1a", "A", "a.b", "a-", "a_b", "a-1", None, 1]
 )
-def test_models_and_api_server_accept_the_same_names(name: Any, server: Server) -> None:
+def test_the_spec_classes_and_the_api_server_accept_the_same_names(name: Any, server: Server) -> None:
     body = {**GOOD, "metadata": {"name": name}}
     assert (by_models(body) is None) == (by_server(server, body)[0] is None)
 
 
-def test_every_status_of_the_models_is_stored_unchanged(server: Server) -> None:
+def test_every_status_of_the_status_classes_is_stored_unchanged(server: Server) -> None:
     created = server.create({**GOOD, "metadata": {"name": "with-status"}}, dry_run=False)
 
     @settings(max_examples=100, deadline=None, suppress_health_check=SHARED, phases=PHASES)

@@ -3,7 +3,7 @@
 from tests.integration.kernels.probe_answers import ask_forked
 
 
-def test_choices_layouts_and_memory() -> None:
+def test_gpu_experts_choose_like_cpus_and_map_the_offered_memory() -> None:
     answer = ask_forked("tests.integration.feed_forward.gpu_experts_probe")
     assert not any(answer["choices"].values()), answer["choices"]
     assert not any(answer["misplaced"].values()), answer["misplaced"]

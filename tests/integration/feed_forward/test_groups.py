@@ -246,7 +246,7 @@ def test_reports_weights_that_the_checkpoint_lacks(lost: str, words: str, tmp_pa
 
 @pytest.mark.feed_forward_matrix
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_tokens_by_experts_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_tokens_of_whole_experts_equal_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     model = make_model(architecture, tmp_path)
     engine = tiny_models.ENGINE.get(architecture, {})
     with serving(architecture, model, tmp_path, shares=BY_EXPERTS, by_experts=True, **engine) as group:
@@ -258,7 +258,9 @@ def test_tokens_by_experts_are_those_of_transformers(architecture: str, tmp_path
 @pytest.mark.feed_forward_matrix
 @pytest.mark.parametrize("shares", [ONE, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("architecture", ALL)
-def test_tokens_are_those_of_transformers(architecture: str, shares: tuple[int, ...], tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(
+    architecture: str, shares: tuple[int, ...], tmp_path: Path
+) -> None:
     model = make_model(architecture, tmp_path)
     engine = tiny_models.ENGINE.get(architecture, {})
     if words := REFUSED.get((architecture, shares)):

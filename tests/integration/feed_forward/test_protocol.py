@@ -29,7 +29,7 @@ def test_every_answer_is_right(lanes: int) -> None:
     assert got["exit_codes"] == [0] * lanes
 
 
-def test_a_wrong_answer_is_seen() -> None:
+def test_the_check_counts_wrong_answers() -> None:
     assert play("wrong", "--count", "1000")["right"] == 499
 
 
@@ -41,7 +41,7 @@ def test_a_killed_lane_is_reported() -> None:
     assert got["exit_codes"] == [0, -9]
 
 
-def test_a_stop_ends_every_wait() -> None:
+def test_a_stopped_slab_ends_every_wait() -> None:
     got = play("stopped", "--lanes", "2")
     assert got["seconds"] < 1.0
     assert got["exit_codes"] == [0, 0]

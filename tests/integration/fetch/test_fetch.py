@@ -194,7 +194,7 @@ def test_an_interrupted_download_continues_where_it_stopped(hub: HubServer, cach
     check_folder(hub, cache)
 
 
-def test_a_network_that_breaks_is_waited_out(hub: HubServer, cache: Path) -> None:
+def test_a_download_continues_after_each_broken_connection(hub: HubServer, cache: Path) -> None:
     hub.break_after_bytes = CHUNK_BYTES * 3 // 2  # of each connection
     with fetching(hub, cache) as fetch:
         fetch.model()
@@ -205,7 +205,7 @@ def test_a_network_that_breaks_is_waited_out(hub: HubServer, cache: Path) -> Non
     assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "what came before a break came again"
 
 
-def test_a_hub_that_is_away_is_reported_and_waited_for(hub: HubServer, cache: Path) -> None:
+def test_a_busy_hub_is_reported_and_the_download_waits(hub: HubServer, cache: Path) -> None:
     hub.refuse_with = 503
     with fetching(hub, cache) as fetch:
         progress = fetch.wait_for(lambda progress: "trying again" in progress.message)

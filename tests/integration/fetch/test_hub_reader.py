@@ -180,7 +180,7 @@ def test_a_private_model_without_a_token_is_refused_with_the_remedy(hub: HubServ
     assert "export HF_TOKEN" in str(error)
 
 
-def test_a_token_that_the_hub_does_not_know(hub: HubServer, tmp_path: Path) -> None:
+def test_an_unknown_token_is_refused_as_denied_access(hub: HubServer, tmp_path: Path) -> None:
     error = refused(hub, tmp_path, HF_TOKEN=TOKEN)
     assert error.reason is FailureReason.MODEL_ACCESS_DENIED
     assert "answers 401" in str(error)

@@ -49,7 +49,7 @@ def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
     assert left == "CPU linear layers with torch.float32 weights: vLLM computes them (oneDNN)"
 
 
-def test_a_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None:
+def test_an_output_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "heads", *usable)
     assert all(gap < ROUNDING for gap in answer["gaps"])
     assert answer["lookup"], "an embedding's table is still there to be looked up"
@@ -85,7 +85,7 @@ def test_vllm_still_needs_the_patch() -> None:
     assert answer == {"linear": linear, "head": [128, 64]}, f"is the patch {CPU_LINEAR.id} still needed?"
 
 
-def test_positions_are_turned_by_their_own_angles_where_there_is_an_axis_of_heads() -> None:
+def test_rotary_embedding_is_right_if_queries_have_an_axis_of_heads() -> None:
     """Of vLLM alone they are right only for flat queries and keys."""
     of_vllm, patched, reverted, in_part = ask_forked(PROBE, "rope")
     assert {kind for kind, gap in of_vllm.items() if gap > ROTARY} == {
@@ -98,7 +98,7 @@ def test_positions_are_turned_by_their_own_angles_where_there_is_an_axis_of_head
     assert all(gap < 2.0**-5 for gap in in_part.values()), in_part
 
 
-def test_experts_are_chosen_and_weighed_as_by_sums_written_out() -> None:
+def test_experts_are_chosen_and_weighted_as_in_a_plain_computation() -> None:
     gaps = ask_forked(PROBE, "router")
     assert len(gaps) == 16
     assert all(gap < ROTARY for gap in gaps.values()), gaps
@@ -123,7 +123,7 @@ def test_four_bits_have_the_bytes_that_plans_count() -> None:
         assert part == pytest.approx(float(counted), rel=1e-4), (name, group, kind)
 
 
-def test_norms_of_eager_ranks_are_sums_written_out() -> None:
+def test_norms_of_eager_ranks_equal_a_plain_computation() -> None:
     """By vLLM's operation for CPUs; by torch for rows of no whole vectors, and for bf16 that it cuts off.
 
     Cutting off takes 2^-9 of the size of a number in bf16, and rounding nothing. Compiled ranks keep torch's.

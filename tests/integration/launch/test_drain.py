@@ -72,7 +72,7 @@ def ask_to_stop(group: TinyGroup, *pods: int) -> float:
 
 
 @pytest.mark.parametrize("asked", [(0, 1), (0,), (1,)], ids=str)
-def test_a_request_under_way_ends_before_the_group_does(tmp_path: Path, asked: tuple[int, ...]) -> None:
+def test_a_running_request_ends_before_its_group(tmp_path: Path, asked: tuple[int, ...]) -> None:
     with tiny_group(tmp_path) as group:
         request = serve_slowly(group)
         ask_to_stop(group, *asked)

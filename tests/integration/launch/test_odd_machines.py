@@ -186,7 +186,7 @@ def test_a_slow_dns_name_does_not_delay_the_end(tmp_path: Path) -> None:
         assert group.wait_exits(time.monotonic() + 10) == [0, 0]
 
 
-def test_a_last_word_that_cannot_be_left_is_in_the_log(tmp_path: Path) -> None:
+def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path: Path) -> None:
     env = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),

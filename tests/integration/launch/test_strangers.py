@@ -129,7 +129,7 @@ def test_open_ports_do_not_reveal_the_group(tmp_path: Path) -> None:
         assert (whole.group_uid, whole.epoch, whole.plan_hash) == ("uid-1", 2, group.plan.hash)
 
 
-def test_a_head_is_answered_without_a_body(tmp_path: Path) -> None:
+def test_a_head_request_is_answered_without_a_body(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1,)) as group:
         group.start()
         group.wait_ready()
@@ -174,7 +174,7 @@ def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
         lives_on(group)
 
 
-def test_a_hello_that_the_network_swallows_ends_no_epoch(tmp_path: Path) -> None:
+def test_a_lost_hello_ends_no_epoch(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group, wired(group) as wire:
         group.wait_ready()
         wire.swallows = 1

@@ -190,7 +190,7 @@ async def test_an_answer_in_pieces_is_read_completely() -> None:
 @pytest.mark.parametrize(
     "body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MAX_REPORT_BYTES), "\ufffd"]
 )
-async def test_a_200_without_a_report_is_ignored(leader: Leader, body: str) -> None:
+async def test_a_200_answer_without_a_report_is_ignored(leader: Leader, body: str) -> None:
     leader.body = body
     client = LeaderClient()
     try:
@@ -230,7 +230,7 @@ async def test_an_unready_leader_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-async def test_a_leader_that_timed_out_is_not_waited_for_again_soon(ready: bool) -> None:
+async def test_a_leader_that_timed_out_is_skipped_for_a_while(ready: bool) -> None:
     now, asked = 100.0, 0
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

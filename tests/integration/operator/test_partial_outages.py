@@ -82,7 +82,7 @@ async def inspect_pod(server: ApiServer, namespace: str) -> str:
     return str(await until("the inspect pod", find, timeout_s=30))
 
 
-async def test_lists_without_influence_do_not_delay_a_start(
+async def test_a_failed_list_of_budgets_does_not_delay_a_start(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path
 ) -> None:
     async with operator(proxy.kubeconfig, tmp_path / "one", watch_namespaces=namespace) as process:

@@ -159,7 +159,7 @@ async def test_termination_messages_are_truncated_as_in_kubernetes(tmp_path: Pat
         assert ended.termination.message == ("why" * 4000)[:4096]
 
 
-async def test_a_termination_message_that_cannot_be_read_ends_the_pod_all_the_same(tmp_path: Path) -> None:
+async def test_a_pod_ends_even_if_its_termination_message_cannot_be_read(tmp_path: Path) -> None:
     program = f"import os, sys; os.mkdir(os.environ['{names.ENV_TERMINATION_MESSAGE_PATH}']); sys.exit(3)"
     async with _cluster(tmp_path, program) as running:
         await running.run(CreateObject(manifest=pod()))

@@ -200,7 +200,7 @@ def with_spec(objects: list[dict[str, Any]], name: str, spec: dict[str, Any]) ->
 
 
 @every_version
-async def test_a_tightened_list_leaves_status_and_restarts_of_old_specs(
+async def test_a_stricter_list_still_allows_status_writes_and_restarts_of_old_specs(
     version: Path, plane: Cluster, tmp_path: Path
 ) -> None:
     """A spec that the older list took is refused now: its group runs on, and starts again as it was made."""

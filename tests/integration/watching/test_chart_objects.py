@@ -81,7 +81,7 @@ def test_the_rules_equal_the_file_with_the_url_of_the_runbooks(plane: Cluster) -
         assert alerts[name] == rule
 
 
-def test_an_alert_can_be_left_out_waited_for_and_labelled(plane: Cluster) -> None:
+def test_an_alert_can_be_removed_delayed_and_labelled(plane: Cluster) -> None:
     changes = (
         "prometheusRule.alerts.HeteroInferGroupFailed.enabled=false",
         "prometheusRule.alerts.HeteroInferGroupNotReady.for=40m",

@@ -33,7 +33,7 @@ def test_a_model_that_fails_with_a_kv_cache_never_turns_ready(tmp_path: Path) ->
             assert "head" in failure.message, failure
 
 
-def test_the_first_tokens_count_nowhere(model: Path, tmp_path: Path) -> None:
+def test_no_metric_counts_the_groups_first_request(model: Path, tmp_path: Path) -> None:
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()

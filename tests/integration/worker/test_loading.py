@@ -51,7 +51,7 @@ def load(model: Path, load_format: str) -> dict[str, object]:
     return found
 
 
-def test_each_tensor_is_counted_and_the_whole_is_the_files(model: Path) -> None:
+def test_each_tensor_is_counted_and_the_total_is_that_of_the_files(model: Path) -> None:
     found = load(model, "auto")
     files_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     said = found["said"]

@@ -55,7 +55,7 @@ print(json.dumps(seen))
 """
 
 
-def test_a_request_that_arrived_apart_waits_for_the_batch_under_way(model: Path, tmp_path: Path) -> None:
+def test_a_later_request_joins_the_running_batch_after_its_prefill(model: Path, tmp_path: Path) -> None:
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     env = environment(plan, 0)
     alone, decodes, arrived, held, together = run_script(
