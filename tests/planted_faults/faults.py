@@ -181,7 +181,11 @@ FAULTS: Final = (
         path=f"{_WORKER}/feed_forward/compute.py",
         right="torch.sub(ids, self._own.first, out=",
         wrong="torch.sub(ids, 0, out=",
-        tests=("tests/integration/feed_forward/test_groups.py", "-k", "tokens_of_whole_experts and qwen3_moe"),
+        tests=(
+            "tests/integration/feed_forward/test_groups.py",
+            "-k",
+            "tokens_of_whole_experts and qwen3_moe",
+        ),
     ),
     PlantedFault(
         name="the slowest feed-forward rank has the largest share",
