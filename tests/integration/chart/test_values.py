@@ -210,8 +210,8 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
             "resources: the memory request must be at most the limit 512Mi (got 1Gi)",
         ),
         (
-            {"resources.limits.cpu": 0.049},
-            "resources: the cpu request must be at most the limit 0.049 (got 50m)",
+            {"resources.limits.cpu": 0.099},
+            "resources: the cpu request must be at most the limit 0.099 (got 100m)",
         ),
         (
             {"podResources.inspect.limits.memory": "1e6"},
@@ -341,6 +341,20 @@ def test_a_request_up_to_its_limit_is_accepted(asked: Any, limit: Any, tmp_path:
     values = {"resources.requests.memory": asked, "resources.limits.memory": limit}
     (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
     assert find_container(deployment)["resources"]["requests"]["memory"] == asked
+
+
+def test_probes_allow_a_slow_start_and_detect_a_hang(tmp_path: Path) -> None:
+    """With 50m of CPU a start took 40 s until the port answered."""
+    (deployment,) = (o for o in render(tmp_path, {}) if o["kind"] == "Deployment")
+    container = find_container(deployment)
+
+    def patience_s(probe: str) -> int:
+        return int(container[probe]["periodSeconds"] * container[probe]["failureThreshold"])
+
+    assert patience_s("startupProbe") == 300
+    assert patience_s("livenessProbe") == 60
+    assert container["livenessProbe"]["timeoutSeconds"] <= container["livenessProbe"]["periodSeconds"]
+    assert container["resources"]["requests"]["cpu"] == "100m"
 
 
 def test_with_the_nodes_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
