@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
-from heteroinfer_contract.model_fetch import FetchProgress
+from heteroinfer_contract.model_fetch import CacheCleanup, FetchProgress
 from heteroinfer_operator.api.resource import ResourceKey as ResourceKey  # noqa: PLC0414 - re-exported
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0414 - re-exported
@@ -102,8 +102,8 @@ class PodView:
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
         unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
         defaulted: requests and limits that a LimitRange set for the worker container, or "".
-        commits_in_use: commits that a fetch pod must not remove from its cache; None for a pod that removes
-            no commit.
+        cleanup: commits that a fetch pod must not remove from its cache; None for a pod that removes no
+            commit.
     """
 
     name: str
@@ -130,7 +130,7 @@ class PodView:
     lost_owner: bool = False
     unknown: str = ""
     defaulted: str = ""
-    commits_in_use: tuple[str, ...] | None = None
+    cleanup: CacheCleanup | None = None
 
     @property
     def ended(self) -> bool:

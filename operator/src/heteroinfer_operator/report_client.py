@@ -15,7 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import QUESTION_HEADER, FetchProgress
-from heteroinfer_contract.report_access import CREDENTIALS_HEADER, ReportReader
+from heteroinfer_contract.report_access import CREDENTIALS_HEADER, SCHEME, ReportReader
 
 MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
@@ -25,8 +25,7 @@ _CONNECT_SHARE: Final = 0.8
 connection means more than a missing answer."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Connection errors caused by this machine, which prove nothing about the pod."""
-_QUESTION: Final = re.compile(r"[0-9A-Za-z]{0,64}", re.ASCII)
-"""The text of a question. The operator returns it in a header, which cannot contain every character."""
+_QUESTION: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -59,21 +58,22 @@ class ReportClient:
                     break
         return parse_report(text)
 
-    async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> tuple[FetchProgress, str]:
-        """Returns a pod's progress of fetching a model, and its open question (QUESTION_HEADER) or "".
+    async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> tuple[FetchProgress, int | None]:
+        """Returns a pod's progress of fetching a model, and the number of its open question, or None.
 
         Raises:
             NO_ANSWER: the request failed (any class of this tuple).
         """
         text, headers = await self._get(host, port, names.PATH_FETCH, timeout_s)
-        question = headers.get(QUESTION_HEADER, "")
-        if not _QUESTION.fullmatch(question):
-            raise ContractError(f"{QUESTION_HEADER} must be up to 64 letters and digits (got {question!r})")
-        return FetchProgress.from_json(text), question
+        question = headers.get(QUESTION_HEADER)
+        if question is not None and not _QUESTION.fullmatch(question):
+            raise ContractError(f"{QUESTION_HEADER} must be a number of up to 4 digits (got {question!r})")
+        return FetchProgress.from_json(text), None if question is None else int(question)
 
-    async def confirm_question(self, host: str, port: int, question: str, *, timeout_s: float) -> None:
-        """Confirms a pod's question about commits in use; raises one of NO_ANSWER."""
-        await self._get(host, port, names.PATH_FETCH, timeout_s, {CREDENTIALS_HEADER: question})
+    async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
+        """Confirms a pod's question about commits in use with its token; raises one of NO_ANSWER."""
+        headers = {CREDENTIALS_HEADER: f"{SCHEME} {token}"}
+        await self._get(host, port, names.PATH_FETCH, timeout_s, headers)
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:
         """Returns whether a readiness probe of this path succeeds."""

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_contract.report_access import CREDENTIALS_HEADER
 from heteroinfer_operator.report_client import NO_ANSWER, ReportClient
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer
@@ -61,17 +62,27 @@ class Fetch:
         except OSError:
             return None
 
-    def confirm_removal(self) -> None:
-        """Confirms that its list of commits in use is complete, as the operator does, once it asks."""
+    def confirm_removal(self, token: str, credentials: Sequence[str]) -> None:
+        """Sends a token as the operator does, once the fetch asks.
+
+        Args:
+            token: the token of the question.
+            credentials: values of the header `Authorization` to send before. None may confirm the question.
+        """
 
         async def confirm() -> bool:
             client = ReportClient()
             try:
                 with contextlib.suppress(*NO_ANSWER):
                     _, question = await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0)
-                    if question:
-                        await client.confirm_question("127.0.0.1", self._port, question, timeout_s=5.0)
-                    return bool(question)
+                    if question is None:
+                        return False
+                    for value in credentials:
+                        self._send(value)
+                    _, still_open = await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0)
+                    assert still_open == question, "one of these credentials confirmed the question"
+                    await client.confirm_question("127.0.0.1", self._port, token, timeout_s=5.0)
+                    return True
                 return False
             finally:
                 await client.close()
@@ -81,6 +92,13 @@ class Fetch:
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
+
+    def _send(self, credentials: str) -> None:
+        """Sends a request with these credentials."""
+        url = f"http://127.0.0.1:{self._port}{names.PATH_FETCH}"
+        request = urllib.request.Request(url, headers={CREDENTIALS_HEADER: credentials})
+        with _NO_PROXY.open(request, timeout=5):
+            pass
 
     def wait_for(self, accept: Callable[[FetchProgress], bool]) -> FetchProgress:
         """Returns the first progress that `accept` takes."""

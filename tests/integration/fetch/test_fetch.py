@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from heteroinfer_contract.model_fetch import (
     MARKER_FILE,
     CacheCleanup,
     CompleteModel,
+    hash_token,
     model_folder,
 )
 from heteroinfer_contract.model_files import read_profile
@@ -340,13 +341,16 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     marker = cache / model_folder(MODEL, first.commit) / MARKER_FILE
     assert marker.exists()
 
-    def clean(*in_use: str, asks: bool = False) -> None:
-        cleanup = CacheCleanup(keep=1, in_use=in_use, listed_s=time.time())
+    hashes = tuple(map(hash_token, ("token of question 0", "token of question 1")))
+
+    def clean(*in_use: str, token: str = "", strangers: Sequence[str] = ()) -> str:
+        cleanup = CacheCleanup(keep=1, in_use=in_use, listed_s=time.time(), token_hashes=hashes)
         env = {names.ENV_CACHE_CLEANUP: cleanup.to_json()}
         with fetching(hub, cache, "--revision", second.commit, **env) as fetch:
-            if asks:
-                fetch.confirm_removal()
+            if token:
+                fetch.confirm_removal(token, strangers)
             fetch.model()
+            return fetch.said
 
     clean()
     assert marker.exists(), "it was fetched lately"
@@ -354,7 +358,10 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     os.utime(marker, (hours_ago_s, hours_ago_s))
     clean(first.commit)
     assert marker.exists(), "it is in use"
-    clean(asks=True)
+    # A stranger that reaches the port, can read the pod's environment, and has the token of another question.
+    guesses = ["0", "HeteroInfer 0", f"HeteroInfer {hashes[0]}", "HeteroInfer token of question 1"]
+    said = clean(token="token of question 0", strangers=guesses)
+    assert said.count("refused a confirmation without the token of question 0") == 1
     assert not marker.parent.exists()
     check_folder(hub, cache)
 

@@ -60,6 +60,11 @@ class Installation:
         kubeconfig.write_text(yaml.safe_dump(config))
         kubeconfig.chmod(0o600)
 
+    @property
+    def key(self) -> dict[str, str]:
+        """Settings with which an operator uses the release's key."""
+        return {"namespace": self.release, "key_secret": f"{self.release}-heteroinfer-operator-key"}
+
 
 @pytest.fixture
 def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callable[..., Installation]]:

@@ -19,11 +19,13 @@ from heteroinfer_contract.model_fetch import (
     CacheCleanup,
     FetchedModel,
     FetchProgress,
+    hash_token,
 )
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.report_access import CREDENTIALS_HEADER
+from heteroinfer_contract.report_access import CREDENTIALS_HEADER, SCHEME
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.integration.operator.api_proxy import api_proxy
 from tests.integration.operator.life import Install, bind, condition, serve_epoch, status_of, stored
 from tests.integration.operator.running_operator import (
     PROFILE,
@@ -85,19 +87,23 @@ class Asking:
     """The answers of a fetch pod.
 
     Attributes:
-        question: its open question, or "".
+        question: number of its open question, or None.
         confirmed: time of the first confirmation of each question, by the monotonic clock.
+        hashes: hashes of the tokens in the pod's environment.
     """
 
     progress: FetchProgress
-    question: str = ""
-    confirmed: dict[str, float] = field(default_factory=dict)
+    question: int | None = None
+    confirmed: dict[int, float] = field(default_factory=dict)
+    hashes: tuple[str, ...] = ()
 
     def answer(self, request: web.Request) -> web.Response:
-        if confirmed := request.headers.get(CREDENTIALS_HEADER, ""):
-            self.confirmed.setdefault(confirmed, time.monotonic())
-        is_open = bool(self.question) and self.question not in self.confirmed
-        headers = {QUESTION_HEADER: self.question} if is_open else {}
+        if CREDENTIALS_HEADER in request.headers:
+            scheme, _, token = request.headers[CREDENTIALS_HEADER].partition(" ")
+            assert scheme == SCHEME
+            self.confirmed.setdefault(self.hashes.index(hash_token(token)), time.monotonic())
+        is_open = self.question is not None and self.question not in self.confirmed
+        headers = {QUESTION_HEADER: str(self.question)} if is_open else {}
         return web.Response(text=self.progress.to_json(), headers=headers)
 
 
@@ -334,7 +340,8 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
 ) -> None:
     """Three resources download into one claim of the user: `other` first, `early` meanwhile, `tiny` later."""
     await create_claim(server, namespace, "shared")
-    async with operator(install().kubeconfig, tmp_path / "log") as process:
+    release = install()
+    async with operator(release.kubeconfig, tmp_path / "log", **release.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
         fetch = await the_fetch(server, namespace, "other")
@@ -367,29 +374,36 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
         assert (cleanup.keep, COMMIT in cleanup.in_use) == (1, True)
 
 
+async def run_fetch(server: ApiServer, namespace: str, asking: Asking) -> None:
+    """Creates a resource that may remove commits from claim `shared`, and runs its fetch pod."""
+    await apply(server, namespace, hub_spec(cache={"claimName": "shared", "keep": 1}))
+    fetch = await the_fetch(server, namespace)
+    cleanup = cleanup_of(fetch)
+    assert cleanup is not None
+    assert COMMIT not in cleanup.in_use
+    asking.hashes = cleanup.token_hashes
+    name = fetch["metadata"]["name"]
+    await run_pod(server, namespace, name)
+    address = {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
+    await server.merge(POD.path(namespace, name, "status"), {"status": address})
+
+
 async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """The operator confirms the fetch's list. Then resource `late` names a commit, and the fetch asks."""
     await create_claim(server, namespace, "shared")
-    asking = Asking(FetchProgress(commit="a" * 40, done_bytes=1, total_bytes=2), "first")
-    async with operator(install().kubeconfig, tmp_path / "log") as process, telling(asking):
+    release = install()
+    asking = Asking(FetchProgress(commit="a" * 40, done_bytes=1, total_bytes=2), 0)
+    async with operator(release.kubeconfig, tmp_path / "log", **release.key) as process, telling(asking):
         await process.working()
-        await apply(server, namespace, hub_spec(cache={"claimName": "shared", "keep": 1}))
-        fetch = await the_fetch(server, namespace)
-        cleanup = cleanup_of(fetch)
-        assert cleanup is not None
-        assert COMMIT not in cleanup.in_use
-        name = fetch["metadata"]["name"]
-        await run_pod(server, namespace, name)
-        address = {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
-        await server.merge(POD.path(namespace, name, "status"), {"status": address})
+        await run_fetch(server, namespace, asking)
 
         async def is_confirmed() -> bool:
-            return "first" in asking.confirmed
+            return 0 in asking.confirmed
 
         await until("the confirmation", is_confirmed, timeout_s=30, said=lambda: process.said)
-        asking.question = "second"
+        asking.question = 1
         model = {"uri": f"pvc://shared/acme--tiny/{COMMIT}"}
         await apply(server, namespace, {**SPEC, "model": model}, "late")
 
@@ -405,6 +419,46 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
             return any(pod["metadata"]["labels"][names.LABEL_RESOURCE] == "late" for pod in pods)
 
         await until("the inspect pod of `late`", inspected, timeout_s=90, said=lambda: process.said)
-        waited_s = time.monotonic() - asking.confirmed["first"]
+        waited_s = time.monotonic() - asking.confirmed[0]
         assert waited_s > CONFIRMED_S - 1, "the fetch may remove the commit until then"
-        assert "second" not in asking.confirmed
+        assert 1 not in asking.confirmed
+
+
+async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    """The watch of resources is silent, so the cache lacks resource `late`, which names a commit."""
+    await create_claim(server, namespace, "shared")
+    release = install()
+    asking = Asking(FetchProgress(commit="a" * 40, done_bytes=1, total_bytes=2))
+    async with (
+        api_proxy(release.kubeconfig, tmp_path / "through") as proxy,
+        operator(tmp_path / "through", tmp_path / "log", **release.key) as process,
+        telling(asking),
+    ):
+        await process.working()
+        await run_fetch(server, namespace, asking)
+        proxy.inject(rf"/{names.PLURAL}\?.*watch=true", hang=True)
+        model = {"uri": f"pvc://shared/acme--tiny/{COMMIT}"}
+        await apply(server, namespace, {**SPEC, "model": model}, "late")
+        asking.question = 0
+        lists = proxy.count(rf"namespaces/{namespace}/{names.PLURAL}\?limit", "GET")
+
+        async def has_listed() -> bool:
+            return proxy.count(rf"namespaces/{namespace}/{names.PLURAL}\?limit", "GET") > lists
+
+        await until("a list for the question", has_listed, timeout_s=30, said=lambda: process.said)
+        late = HETERO_INFERENCE.path(namespace, "late")
+
+        async def waits() -> bool:
+            return bool((await server.get(late)).get("status"))
+
+        await until("the list brings `late` to the operator", waits, timeout_s=30, said=lambda: process.said)
+        assert asking.confirmed == {}
+        await server.delete(late, {})
+        proxy.heal()
+
+        async def is_confirmed() -> bool:
+            return 0 in asking.confirmed
+
+        await until("the confirmation", is_confirmed, timeout_s=60, said=lambda: process.said)

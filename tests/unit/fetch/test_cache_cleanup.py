@@ -11,7 +11,13 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_cache import read_marker
-from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, REMOVE_WITHIN_S, CacheCleanup
+from heteroinfer_contract.model_fetch import (
+    LOCK_FILE,
+    MARKER_FILE,
+    REMOVE_WITHIN_S,
+    CacheCleanup,
+    hash_token,
+)
 from vllm_heteroinfer.fetch.cache_cleanup import RECENT_S, CleanupQuestion, clock_s, remove_unused
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.fetch_pod import read_cleanup
@@ -105,40 +111,47 @@ def test_a_commit_that_a_fetch_confirms_after_the_question_stays(cache: Path, cl
 
 
 def test_only_the_answer_to_the_open_question_counts() -> None:
-    question = CleanupQuestion()
+    question = CleanupQuestion([hash_token("first"), hash_token("second")])
     answers: list[float | None] = []
 
-    def ask() -> str:
+    def ask() -> int | None:
         thread = threading.Thread(target=lambda: answers.append(question.ask()))
         thread.start()
         deadline = time.monotonic() + 10
-        while not question.text and time.monotonic() < deadline:
+        while question.number is None and time.monotonic() < deadline:
             time.sleep(0.001)
         threads.append(thread)
-        return question.text
+        return question.number
 
     threads: list[threading.Thread] = []
     asked_s = clock_s()
-    first = ask()
-    question.confirm("guessed")
+    assert not question.confirm("first"), "it has not asked yet"
+    assert ask() == 0
+    for wrong in ("", "0", "guessed", hash_token("first"), "second", "\udcff"):
+        assert not question.confirm(wrong)
     assert not answers
-    question.confirm(first)
+    assert question.confirm("first")
     threads[0].join(10)
     (until_s,) = answers
     assert until_s is not None
     assert asked_s + REMOVE_WITHIN_S <= until_s <= clock_s() + REMOVE_WITHIN_S
-    assert question.text == "", "it asks no more"
-    second = ask()
-    question.confirm(first)
-    assert len(answers) == 1, "an answer to an earlier question"
-    question.confirm(second)
+    assert question.number is None, "it asks no more"
+    assert ask() == 1
+    assert not question.confirm("first"), "an answer to an earlier question"
+    assert len(answers) == 1
+    assert question.confirm("second")
     threads[1].join(10)
     assert len(answers) == 2
+    assert question.ask() is None, "no token is left"
 
 
 def test_a_question_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_heteroinfer.fetch.cache_cleanup.REMOVE_WITHIN_S", 0.01)
-    assert CleanupQuestion().ask() is None
+    question = CleanupQuestion([hash_token("late"), hash_token("next")])
+    assert question.ask() is None
+    assert not question.confirm("late")
+    assert question.ask() is None
+    assert CleanupQuestion([]).ask() is None, "an operator without tokens created the pod"
 
 
 def test_keeps_commits_locked_by_another_fetch(cache: Path) -> None:

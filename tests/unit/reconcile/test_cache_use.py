@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_key import KEY_BYTES, CleanupKey
+from heteroinfer_contract.model_fetch import MAX_QUESTIONS, CacheCleanup, hash_token
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import (
     CacheUser,
@@ -18,16 +20,20 @@ from heteroinfer_operator.cluster import (
     ResourceView,
 )
 from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.model_pods import model_pod_name
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
 from heteroinfer_operator.reconcile.cache_use import (
     claim_to_clean,
     claims_without_fetch,
     find_blocking_cleanup,
     find_cleanup,
+    find_token,
     is_list_complete,
 )
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
+KEY = CleanupKey.of_operator(b"k" * KEY_BYTES)
 URI = "hf://acme/llama"
 A, B, C, D = (letter * 40 for letter in "abcd")
 
@@ -60,7 +66,7 @@ def in_use(
 ) -> tuple[str, ...] | None:
     others = tuple(CacheUser(resource=each, objects=objects) for each in other_cache_users)
     observation = ResourceObservation(resource=own, objects=objects, other_cache_users=others)
-    cleanup = find_cleanup(parse_spec(own.spec), observation, NOW)
+    cleanup = find_cleanup(parse_spec(own.spec), observation, NOW, KEY)
     return None if cleanup is None else cleanup.in_use
 
 
@@ -141,7 +147,7 @@ def test_a_fetch_of_another_model_does_not_block_cleanup() -> None:
 def test_a_users_claim_is_cleaned_only_on_request() -> None:
     assert in_use(resource(cache={"claimName": "models"})) is None
     made = ResourceObservation(resource=resource(cache={"size": "1Gi"}), other_cache_users=())
-    cleanup = find_cleanup(parse_spec(made.resource.spec), made, NOW)
+    cleanup = find_cleanup(parse_spec(made.resource.spec), made, NOW, KEY)
     assert cleanup is not None
     assert cleanup.keep == 2
 
@@ -168,7 +174,8 @@ def test_keep_changes_neither_claim_nor_revision() -> None:
 
 
 def fetch_pod(*commits: str) -> PodView:
-    return PodView(name="one-fetch", uid="p", labels={}, created=NOW, commits_in_use=commits)
+    cleanup = CacheCleanup(keep=1, in_use=commits, listed_s=1.0)
+    return PodView(name="one-fetch", uid="p", labels={}, created=NOW, cleanup=cleanup)
 
 
 def is_complete(*other_cache_users: ResourceView, objects: tuple[dict[str, Any], ...] = ()) -> bool:
@@ -200,7 +207,7 @@ def test_a_list_is_complete_if_it_has_all_commits_that_resources_use_now() -> No
 
 def test_an_unknown_list_or_unknown_users_confirm_nothing() -> None:
     observation = ResourceObservation(resource=resource(**CACHE), other_cache_users=())
-    assert not is_list_complete(observation, replace(fetch_pod(), commits_in_use=None))
+    assert not is_list_complete(observation, replace(fetch_pod(), cleanup=None))
     assert not is_list_complete(replace(observation, other_cache_users=None), fetch_pod())
     refused = replace(resource(**CACHE), spec={"model": 1})
     assert not is_list_complete(replace(observation, resource=refused), fetch_pod())
@@ -223,3 +230,56 @@ def test_zero_keeps_all_commits() -> None:
     assert in_use(resource(cache={"size": "1Gi"})) is not None
     assert in_use(resource(cache={"size": "1Gi", "keep": 0})) is None
     assert claim_to_clean(resource(cache={"size": "1Gi", "keep": 0})) == ""
+
+
+# Tokens of the operator
+
+
+def created_fetch(own: ResourceView, now: datetime = NOW, key: CleanupKey = KEY, **model: Any) -> PodView:
+    """Returns the fetch pod that the operator creates for a resource."""
+    spec = parse_spec({**own.spec, "model": {**own.spec["model"], **model}})
+    observation = ResourceObservation(resource=own, other_cache_users=())
+    cleanup = find_cleanup(spec, observation, now, key)
+    assert cleanup is not None
+    stored = CacheCleanup.from_json(cleanup.to_json())  # as the operator reads it from the pod
+    name = model_pod_name(spec, Owner(key=own.key, uid=own.uid))
+    return PodView(name=name, uid="p", labels={}, created=now, cleanup=stored)
+
+
+def test_each_question_of_each_pod_has_its_own_token() -> None:
+    own = resource(**CACHE)
+    pod = created_fetch(own)
+    assert pod.cleanup is not None
+    tokens = [find_token(KEY, own.uid, pod, number) for number in range(MAX_QUESTIONS)]
+    assert [hash_token(token or "") for token in tokens] == list(pod.cleanup.token_hashes)
+    others = [
+        created_fetch(own, NOW + timedelta(seconds=1)),  # a later pod of the same name
+        created_fetch(own, revision="main"),
+        created_fetch(replace(own, uid="recreated")),
+    ]
+    assert others[0].name == pod.name
+    found = {find_token(KEY, "recreated" if pod is others[2] else own.uid, pod, 0) for pod in others}
+    assert None not in found
+    assert len({*tokens, *found}) == MAX_QUESTIONS + 3
+    assert all(token not in pod.cleanup.to_json() for token in tokens if token)
+
+
+def test_the_operator_gives_no_token_that_the_pod_does_not_know() -> None:
+    own = resource(**CACHE)
+    pod = created_fetch(own)
+    assert find_token(KEY, own.uid, pod, MAX_QUESTIONS) is None
+    assert find_token(KEY, "another resource", pod, 0) is None
+    assert find_token(KEY, own.uid, replace(pod, name="another-pod"), 0) is None
+    assert find_token(CleanupKey.of_operator(b"n" * KEY_BYTES), own.uid, pod, 0) is None
+    assert pod.cleanup is not None
+    other_list = replace(pod.cleanup, in_use=(A,))
+    assert find_token(KEY, own.uid, replace(pod, cleanup=other_list), 0) is None
+    grown = replace(pod.cleanup, keep=pod.cleanup.keep + 1)
+    assert find_token(KEY, own.uid, replace(pod, cleanup=grown), 0) is None
+    earlier = replace(pod.cleanup, token_hashes=())  # an operator without tokens created the pod
+    assert find_token(KEY, own.uid, replace(pod, cleanup=earlier), 0) is None
+
+
+def test_without_a_key_a_fetch_removes_no_commit() -> None:
+    observation = ResourceObservation(resource=resource(**CACHE), other_cache_users=())
+    assert find_cleanup(parse_spec(observation.resource.spec), observation, NOW, None) is None

@@ -1,17 +1,19 @@
 """Models in images on nodes whose programs are too old for image volumes."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from heteroinfer_operator.kube.trim import node_view
-from heteroinfer_operator.nodes.demand import REQUIRED
+from heteroinfer_operator.nodes.demand import MAX_AFFINITY_BYTES, REQUIRED
 from heteroinfer_operator.nodes.image_volumes import describe_old_program
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair, waits
 
+TERM = {"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}
 URI = f"oci://registry.test/llama@sha256:{'a' * 64}"
 OLD, NEW = "containerd://1.7.20", "containerd://2.1.4"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -92,6 +94,27 @@ def test_the_model_pod_waits_for_a_node_that_can_mount_the_image() -> None:
     world = world_with(node("a", OLD), cordoned, node("c", OLD))
     (inspect,) = world.pods
     assert excluded(world, inspect) == ["a", "c"]
+
+
+def test_thousands_of_old_nodes_do_not_make_a_pod_that_the_api_server_refuses() -> None:
+    old = [node(f"old-{number:04}.{'x' * 40}", OLD) for number in range(5000)]
+    new = [
+        replace(node(f"new-{number:04}", NEW), requested={"memory": float(number)}) for number in range(2000)
+    ]
+    full = replace(node("new-full", NEW), requested={"memory": 512.0 * 2**30})
+    template = {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [TERM, TERM]}}}}
+    role = {**cpu_pair()["roles"][0], "template": template}
+    world = World(spec=cpu_pair(model={"uri": URI}, roles=[role]), nodes=(*old, full, *new))
+    world.settle()
+    (inspect,) = world.pods
+    affinity = world.manifests[inspect]["spec"]["affinity"]
+    assert len(json.dumps(affinity)) < 1.1 * MAX_AFFINITY_BYTES
+    terms = affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+    assert all(term["matchExpressions"] == TERM["matchExpressions"] for term in terms)
+    assert {field["operator"] for term in terms for field in term["matchFields"]} == {"In"}
+    named = excluded(world, inspect)
+    assert len(named) > 300
+    assert sorted(set(named)) == [each.name for each in new[: len(set(named))]], "the emptiest nodes first"
 
 
 def test_worker_pods_use_nodes_that_can_mount_the_image() -> None:

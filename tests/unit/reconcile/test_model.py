@@ -122,7 +122,7 @@ class Cleaned(World):
         return replace(super().observe(), cleanup_pods=self.cleanup_pods)
 
     def begin_cleanup(self) -> None:
-        pod = PodView(name="other-fetch", uid="p", labels={}, created=self.now, commits_in_use=())
+        pod = PodView(name="other-fetch", uid="p", labels={}, created=self.now)
         self.cleanup_pods = (CleanupPod(pod=pod, claims=("models",)),)
 
 
@@ -137,6 +137,25 @@ def test_a_resource_waits_for_a_fetch_that_may_remove_its_commit() -> None:
     world.cleanup_pods = ()
     world.settle()
     assert [name for name in world.pods if "-inspect-" in name]
+
+
+def test_the_status_of_an_earlier_model_goes_while_a_fetch_may_remove_commits() -> None:
+    world = Cleaned(spec=cpu_pair(model={"uri": "file:///models/tiny"}))
+    world.serve()
+    before, commit = world.status["model"], f"pvc://models/acme--llama/{NEXT_COMMIT}"
+    assert before["phase"] == "Ready"
+    world.begin_cleanup()
+    world.change_spec(model={"uri": commit})
+    world.step()
+    assert world.condition("ModelReady") == ("Unknown", "CacheCleaning")
+    waiting = world.status["model"]
+    assert waiting["phase"] == "Pending"
+    assert waiting["key"] not in ("", before["key"])
+    assert "profile" not in waiting
+    world.cleanup_pods = ()
+    world.settle()
+    assert world.status["model"]["key"] == waiting["key"]
+    assert world.status["model"]["phase"] == "Inspecting"
 
 
 def test_a_group_that_runs_keeps_its_pods_while_a_fetch_may_remove_commits() -> None:

@@ -135,6 +135,22 @@ class RecordKey:
         return hmac.compare_digest(code.encode(errors="replace"), self.code(*parts).encode())
 
 
+@dataclass(frozen=True, slots=True)
+class CleanupKey:
+    """The key by which the operator confirms that a fetch may remove commits from a cache."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of_operator(cls, operator_key: bytes) -> "CleanupKey":
+        """Derives this key from the operator's own key; no pod has this key."""
+        return cls(_mac(operator_key, "cleanup"))
+
+    def token(self, *parts: str) -> str:
+        """Returns the token that confirms one question of one pod, as hex; `parts` identify both."""
+        return _mac(self.secret, "confirmation", *parts).hex()
+
+
 def _mac(secret: bytes, purpose: str, *parts: str) -> bytes:
     """Returns the HMAC of a purpose and its parts.
 

@@ -4,6 +4,7 @@ Stdlib only; pure. A cache has a folder `ORG--MODEL/COMMIT/` for each model and 
 names that they have in the hub. The marker is written last: a folder without a marker is incomplete.
 """
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ CONFIRMED_S: Final = 30.0
 may remove. The fetch asked before the confirmation, so it stops at least 15 s earlier."""
 QUESTION_HEADER: Final = "X-HeteroInfer-Question"
 """Header of an answer on /fetch, with which a fetch asks whether its list of commits in use is still
-complete. The operator confirms by a request with the header's text as its credentials."""
+complete. The value is the number of the question, from 0. The operator confirms with the token of this
+question as the credentials of a request."""
+MAX_QUESTIONS: Final = 8
+"""Most questions of one fetch. A question without an answer in time counts, too."""
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 """Matches a whole commit name of a hub; the name becomes part of a path."""
@@ -80,16 +84,24 @@ class CacheCleanup(codec.JsonValue):
         keep: number of most recently fetched commits that stay, besides those in use; at least 1.
         in_use: commits that a resource uses.
         listed_s: Unix time at which `in_use` was listed, in seconds.
+        token_hashes: hash of the token that confirms each question, by number. Only the operator can compute
+            the tokens, so the reader of a pod's environment cannot confirm a question.
     """
 
     reads_tolerantly = True
     keep: int
     in_use: tuple[str, ...]
     listed_s: float
+    token_hashes: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Checks that at least one commit stays; raises ContractError."""
         codec.at_least(1, "CacheCleanup", keep=self.keep)
+
+
+def hash_token(token: str) -> str:
+    """Returns the hash of a token (SHA-256, hex), by which a fetch recognizes the token."""
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

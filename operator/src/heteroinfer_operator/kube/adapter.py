@@ -1,6 +1,7 @@
 """KubeCluster implements the interface of cluster.py on the API server."""
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,9 +36,15 @@ from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.cache_use import claim_to_clean, claims_without_fetch, is_list_complete
 from heteroinfer_operator.reconcile.reading import with_implied_labels
+from heteroinfer_operator.stored_fields import UnreadableError
+
+logger = logging.getLogger(__name__)
 
 _READ_S: Final = 0.75
 """How long a reconcile waits for a resource whose cached copy is old."""
+_LIST_S: Final = 1.0
+"""How long a reconcile waits for the list of a namespace's resources, while a fetch asks. The status must be
+true within 2 s."""
 
 
 class KubeCluster:
@@ -108,7 +115,7 @@ class KubeCluster:
             self._groups.limit_tests_to(key, labelled_pods)
             groups, fetch = await asyncio.gather(
                 self._groups.observe(labelled_pods, anew=unwatched),
-                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, resource)),
+                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
             )
             for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
@@ -159,24 +166,47 @@ class KubeCluster:
         claim = "" if has_fetch_pod else claim_to_clean(resource)
         return self._cluster_state.other_cache_users(resource.key, claim) if claim else None
 
-    def _confirm_cleanup(self, resource: ResourceView, pod: PodRecord) -> bool:
+    async def _confirm_cleanup(self, key: ResourceKey, pod: PodRecord) -> bool:
         """Reports whether a fetch pod's list of commits in use is complete, and records a confirmation.
 
-        All values are from one moment. A resource that appears later sees the confirmation, and waits.
+        A watch may be silent for longer than a minute before it counts as broken. So this method first lists
+        the namespace's resources, unless the cached resources already show that the list is incomplete.
         """
-        claim = claim_to_clean(resource)
-        if claim not in pod.claims:
+        if not self._is_list_complete(key, pod):
             return False
-        children = self._cluster_state.children(resource.key, resource.uid)
-        observation = ResourceObservation(
-            resource=resource,
-            objects=tuple(child.stored for child in children),
-            other_cache_users=self._cluster_state.other_cache_users(resource.key, claim),
-        )
-        is_complete = is_list_complete(observation, pod.view)
+        try:
+            async with asyncio.timeout(_LIST_S):
+                await self._cluster_state.resources.list_namespace(key.namespace)
+        except (ApiError, UnreadableError, TimeoutError) as error:
+            logger.warning(
+                "%s: the removal of old commits by pod %s is not confirmed now, because the resources of the "
+                "namespace cannot be listed: %r. The operator asks again",
+                key,
+                pod.view.name,
+                error,
+            )
+            return False
+        # No await from here on. A resource that the watch reports later sees the confirmation, and waits.
+        is_complete = self._is_list_complete(key, pod)
         if is_complete:
             self._confirmed.add(pod.view.uid)
         return is_complete
+
+    def _is_list_complete(self, key: ResourceKey, pod: PodRecord) -> bool:
+        """Reports whether a fetch pod's list has all commits that the cached resources use."""
+        resource = self._cluster_state.resources.cached(key)
+        if resource is None or resource.uid != pod.owner_uid:
+            return False
+        claim = claim_to_clean(resource)
+        if claim not in pod.claims:
+            return False
+        children = self._cluster_state.children(key, resource.uid)
+        observation = ResourceObservation(
+            resource=resource,
+            objects=tuple(child.stored for child in children),
+            other_cache_users=self._cluster_state.other_cache_users(key, claim),
+        )
+        return is_list_complete(observation, pod.view)
 
     async def _read_resource(self, key: ResourceKey) -> ResourceView | None:
         """Returns the resource, or None if it does not exist or another operator serves it.

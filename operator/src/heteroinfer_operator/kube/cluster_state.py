@@ -428,7 +428,7 @@ class ClusterState:
         return tuple(
             CleanupPod(pod=pod.view, claims=pod.claims)
             for pod in (cache.values() if cache is not None else ())
-            if pod.view.commits_in_use is not None
+            if pod.view.cleanup is not None
             and pod.view.termination is None
             and pod.key.namespace == namespace
             and not claims.isdisjoint(pod.claims)

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_key import EpochKey
+from heteroinfer_contract.group_key import CleanupKey, EpochKey
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.report_access import CHALLENGE_LIFE_S, ReportReader
@@ -17,6 +17,7 @@ from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import derive_group_key, group_key_secret_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.reconcile.cache_use import find_token
 from heteroinfer_operator.report_client import NO_ANSWER, ReportClient, is_reached, is_unreached
 
 logger = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ class LeaderClient:
         return answer.status
 
     async def observe_fetch(
-        self, pods: Iterable[PodRecord], may_confirm: Callable[[PodRecord], bool]
+        self, pods: Iterable[PodRecord], may_confirm: Callable[[PodRecord], Awaitable[bool]]
     ) -> FetchProgress | None:
         """Returns the progress of the pod that fetches the model. Confirms the pod's question, if it asks.
 
@@ -269,14 +270,21 @@ class LeaderClient:
                     progress, question = await self._client.read_fetch(
                         pod.ip, pod.health_port, timeout_s=TIMEOUT_S
                     )
-                    if question and may_confirm(pod):
+                    token = self._find_token(pod, question)
+                    if token is not None and await may_confirm(pod):
                         await self._client.confirm_question(
-                            pod.ip, pod.health_port, question, timeout_s=TIMEOUT_S
+                            pod.ip, pod.health_port, token, timeout_s=TIMEOUT_S
                         )
                     return progress
                 except NO_ANSWER as error:
                     logger.debug("%s: pod %s sent no valid progress: %r", pod.key, pod.view.name, error)
         return None
+
+    def _find_token(self, pod: PodRecord, question: int | None) -> str | None:
+        """Returns the token that confirms a question of a fetch pod, or None if it cannot be confirmed."""
+        if question is None or self._operator_key is None:
+            return None
+        return find_token(CleanupKey.of_operator(self._operator_key), pod.owner_uid, pod.view, question)
 
     async def _request_report(self, pod: PodRecord, *, ready: bool) -> _Answer:
         """Requests a report from a leader."""

@@ -16,6 +16,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NamespacedName
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import ResourceRecord
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+from heteroinfer_operator.stored_fields import as_object
 
 
 class ResourceCache:
@@ -122,8 +123,30 @@ class ResourceCache:
             self._announced.pop(key, None)
         if self._outdated.get(key, 0) == outdated:
             self._outdated.pop(key, None)
-        record = cache.get(name)
+        return self.cached(key)
+
+    def cached(self, key: ResourceKey) -> ResourceView | None:
+        """Returns a resource from the cache; None if it is not cached or another operator serves it."""
+        cache = self._find_cache(key)
+        record = cache.get(_namespaced_name(key)) if cache is not None else None
         return record.view if record is not None and record.is_ours else None
+
+    async def list_namespace(self, namespace: str) -> None:
+        """Reads all resources of a namespace from the API server into the cache, for a silent watch.
+
+        The request names no resourceVersion, so the answer has all earlier writes. Resources that are gone
+        stay until the watch reports them.
+
+        Raises:
+            ApiError: the API server refused or did not answer.
+            UnreadableError: a resource has no metadata.
+        """
+        cache = self._by_scope.get(None) or self._by_scope.get(namespace)
+        if cache is None:
+            return
+        async for page in self._server.list_pages(HETERO_INFERENCE.path(namespace), {}):
+            for item in page.get("items") or ():
+                cache.store_written(as_object(item, "item"))
 
     def store_written(self, stored: Manifest) -> None:
         """Updates the cache from the API server's answer to a write."""

@@ -341,7 +341,7 @@ def find_key_secret(stored: Manifest) -> str:
     return ""
 
 
-def find_commits_in_use(stored: Manifest) -> tuple[str, ...] | None:
+def find_cleanup_list(stored: Manifest) -> CacheCleanup | None:
     """Returns the commits that a fetch pod must not remove, or None for a pod that removes no commit.
 
     The environment of a pod never changes, so the list is the list that the pod reads.
@@ -350,7 +350,7 @@ def find_commits_in_use(stored: Manifest) -> tuple[str, ...] | None:
         for variable in as_objects(container.get("env"), "env"):
             if variable.get("name") == names.ENV_CACHE_CLEANUP:
                 try:
-                    return CacheCleanup.from_json(as_text(variable.get("value"), "value")).in_use
+                    return CacheCleanup.from_json(as_text(variable.get("value"), "value"))
                 except ContractError:  # the pod cannot read it either
                     return None
     return None
@@ -399,7 +399,7 @@ def pod_view(stored: Manifest) -> PodView:
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
         still_running=_find_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
         defaulted=find_limit_range_values(stored),
-        commits_in_use=find_commits_in_use(stored),
+        cleanup=find_cleanup_list(stored),
     )
 
 

@@ -3,6 +3,7 @@
 Must not import kopf, a client, os, time, random or logging.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
@@ -26,6 +27,9 @@ REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 PODS: Final = "pods"
 """Name of the resource that counts pods. Every pod requests 1."""
 
+MAX_AFFINITY_BYTES: Final = 2**16
+"""Limit of an affinity that names nodes, as JSON. The API server stores objects of up to 1.5 MiB."""
+_NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _HARD: Final = ("NoSchedule", "NoExecute")
 
@@ -143,7 +147,7 @@ def _read_tolerations(spec: Manifest) -> Iterable[Manifest]:
 
 def preferred_node(node: str) -> dict[str, Any]:
     """Builds a node affinity term that prefers one node."""
-    fields = [{"key": "metadata.name", "operator": "In", "values": [node]}]
+    fields = [{"key": _NODE_NAME, "operator": "In", "values": [node]}]
     return {"weight": 100, "preference": {"matchFields": fields}}
 
 
@@ -152,11 +156,32 @@ def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     return _add_to_affinity(affinity, "matchExpressions", [expression])
 
 
-def exclude_nodes(affinity: Manifest, names: Iterable[str]) -> dict[str, Any]:
-    """Adds the requirement that a pod uses none of these nodes to an affinity; returns the new affinity."""
-    # The API server accepts only one name for each requirement.
-    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in names]
-    return _add_to_affinity(affinity, "matchFields", fields)
+def exclude_nodes(affinity: Manifest, names: Iterable[str], others: Sequence[str]) -> dict[str, Any]:
+    """Adds the requirement that a pod uses none of these nodes to an affinity; returns the new affinity.
+
+    The API server accepts only one name for each requirement, so thousands of excluded nodes would make a pod
+    that the API server refuses. If the affinity would exceed MAX_AFFINITY_BYTES, the pod instead requires one
+    of the first `others`, as many as fit. It then cannot use nodes that join the cluster later.
+
+    Args:
+        others: nodes that the pod may use; not empty.
+    """
+    fields = [{"key": _NODE_NAME, "operator": "NotIn", "values": [name]} for name in names]
+    excluding = _add_to_affinity(affinity, "matchFields", fields)
+    if len(json.dumps(excluding)) <= MAX_AFFINITY_BYTES:
+        return excluding
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    given_terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
+    terms: list[dict[str, Any]] = []
+    num_bytes = 0
+    for name in others:
+        field = {"key": _NODE_NAME, "operator": "In", "values": [name]}
+        new_terms = _add_to_terms(given_terms, "matchFields", [field])
+        num_bytes += len(json.dumps(new_terms))
+        if terms and num_bytes > MAX_AFFINITY_BYTES:
+            break
+        terms += new_terms
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
 def with_required_label(demand: PodDemand, expression: Manifest) -> PodDemand:

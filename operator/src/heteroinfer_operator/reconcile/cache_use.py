@@ -3,16 +3,19 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup, is_commit
+from heteroinfer_contract.group_key import CleanupKey
+from heteroinfer_contract.model_fetch import HUB_SCHEME, MAX_QUESTIONS, CacheCleanup, hash_token, is_commit
 from heteroinfer_operator.api import HeteroInferenceSpec, ModelPhase, parse_stored_spec
 from heteroinfer_operator.cluster import Manifest, PodView, ResourceObservation, ResourceView
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.model_pods import model_pod_name
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
 
 DEFAULT_KEEP: Final = 2
@@ -39,13 +42,43 @@ def claim_to_clean(resource: ResourceView) -> str:
 
 
 def find_cleanup(
-    spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime
+    spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime, key: CleanupKey | None
 ) -> CacheCleanup | None:
-    """Returns the commits that a fetch must keep in its cache, or None if they are unknown."""
+    """Returns the commits that a fetch must keep in its cache, or None if the fetch may remove no commit.
+
+    Args:
+        key: without this key the operator cannot confirm a removal.
+    """
     num_kept, in_use = _num_kept_commits(spec), _find_all_commits(spec, observation)
-    if num_kept is None or in_use is None:
+    if num_kept is None or in_use is None or key is None:
         return None
-    return CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
+    cleanup = CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
+    owner = Owner(key=observation.resource.key, uid=observation.resource.uid)
+    pod_name = model_pod_name(spec, owner)
+    tokens = [_build_token(key, owner.uid, pod_name, cleanup, number) for number in range(MAX_QUESTIONS)]
+    return replace(cleanup, token_hashes=tuple(map(hash_token, tokens)))
+
+
+def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> str | None:
+    """Returns the token that confirms a question of a fetch pod.
+
+    Returns None if the pod does not know this token. For example, the operator's key was replaced after the
+    pod was created, or another program created the pod.
+    """
+    cleanup = pod.cleanup
+    if cleanup is None or number >= len(cleanup.token_hashes):
+        return None
+    token = _build_token(key, owner_uid, pod.name, cleanup, number)
+    return token if cleanup.token_hashes[number] == hash_token(token) else None
+
+
+def _build_token(key: CleanupKey, owner_uid: str, pod_name: str, cleanup: CacheCleanup, number: int) -> str:
+    """Returns the token of one question of one pod about one list.
+
+    The list has the time at which it was written, so a later pod of the same name has other tokens.
+    """
+    text = replace(cleanup, token_hashes=()).to_json()
+    return key.token(owner_uid, pod_name, text, str(number))
 
 
 def is_list_complete(observation: ResourceObservation, pod: PodView) -> bool:
@@ -54,7 +87,7 @@ def is_list_complete(observation: ResourceObservation, pod: PodView) -> bool:
         in_use = _find_all_commits(parse_stored_spec(observation.resource.spec), observation)
     except SpecError:
         return False
-    return in_use is not None and pod.commits_in_use is not None and in_use <= {*pod.commits_in_use}
+    return in_use is not None and pod.cleanup is not None and in_use <= {*pod.cleanup.in_use}
 
 
 def find_blocking_cleanup(observation: ResourceObservation) -> PodView | None:
@@ -63,7 +96,8 @@ def find_blocking_cleanup(observation: ResourceObservation) -> PodView | None:
     The resource must not begin to use the commit meanwhile. A fetch marks its commit as used in the cache.
     """
     for cleanup_pod in observation.cleanup_pods:
-        listed = cleanup_pod.pod.commits_in_use or ()
+        cleanup = cleanup_pod.pod.cleanup
+        listed = () if cleanup is None else cleanup.in_use
         for claim in cleanup_pod.claims:
             try:
                 commit = _commit_of_claim(observation.resource.spec, claim)

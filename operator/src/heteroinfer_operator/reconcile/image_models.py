@@ -1,7 +1,7 @@
 """Models in images: nodes for the pod that reads the model, and advice for pods whose mount fails. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from heteroinfer_operator.api import HeteroInferenceSpec
@@ -19,16 +19,28 @@ _PULL_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "CreateCon
 """Reasons of the kubelet that a missing image or object explains."""
 
 
-def find_nodes_without_images(
-    spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
-) -> tuple[tuple[str, ...], str]:
-    """Finds the nodes that the pod that reads a model from an image must not use.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageNodes:
+    """The nodes for the pod that reads a model from an image.
 
-    Returns:
-        Nodes that select the pod but cannot mount the image; and why no node can mount it, or "".
+    Attributes:
+        unable: names of nodes that select the pod but cannot mount the image.
+        able: names of the other nodes that select the pod, nodes with the most free memory first.
+        problem: why no node can mount the image, or "".
+    """
+
+    unable: tuple[str, ...] = ()
+    able: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None) -> ImageNodes:
+    """Finds the nodes that can mount a model's image, and the nodes that cannot.
+
+    Both are empty for other models, and if the operator may not read nodes.
     """
     if nodes is None or not mounts_images(spec, None):
-        return (), ""
+        return ImageNodes()
     demand = pod_demand("model", {}, template_fields(model_template(spec)), {})
     demand_with_image = replace(demand, mounts_images=True)
     candidates = [node for node in nodes if find_lasting_obstacle(demand, node) is None]
@@ -37,12 +49,23 @@ def find_nodes_without_images(
         if obstacle := find_lasting_obstacle(demand_with_image, node):
             by_obstacle.setdefault(obstacle, []).append(node.name)
     unable = tuple(name for group in by_obstacle.values() for name in group)
-    if not unable or len(unable) < len(candidates):
-        return unable, ""
+    if len(unable) < len(candidates):
+        excluded = frozenset(unable)
+        others = [node for node in candidates if node.name not in excluded]
+        others.sort(key=lambda node: (not node.schedulable, -_free_memory_bytes(node), node.name))
+        return ImageNodes(unable=unable, able=tuple(node.name for node in others))
     described = ", ".join(
         f"{name_nodes(group)} {obstacle.describe(len(group))}" for obstacle, group in by_obstacle.items()
     )
-    return unable, f"{spec.model.uri}: no node can mount this image: {described}. {FIX}"
+    return ImageNodes(
+        unable=unable,
+        problem=f"{spec.model.uri}: no node can mount this image: {described}. {FIX}" if unable else "",
+    )
+
+
+def _free_memory_bytes(node: NodeView) -> float:
+    """Returns the allocatable memory of a node that no pod requests."""
+    return node.allocatable.get("memory", 0.0) - node.requested.get("memory", 0.0)
 
 
 def with_image_volume_advice(

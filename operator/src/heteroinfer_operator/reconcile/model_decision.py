@@ -9,7 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchProgress, is_commit
+from heteroinfer_contract.model_fetch import CONFIRMED_S, CacheCleanup, FetchedModel, FetchProgress, is_commit
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import format_bytes
@@ -33,6 +33,7 @@ from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.demand import exclude_nodes
 from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
+from heteroinfer_operator.reconcile.image_models import ImageNodes
 from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.startup import describe_wait, is_container_blocked
@@ -44,6 +45,8 @@ _FIRST_RETRY_S: Final = 30.0
 """Wait after the first failed model pod; each further failure doubles it. The user may fix the cause."""
 _MAX_RETRY_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
+_CHECK_CLEANUP_EVERY_S: Final = 2.0
+"""Seconds between checks whether a fetch pod may still remove commits."""
 _NUM_PROGRESS_STEPS: Final = 100
 """The status shows the progress of a fetch in this many steps, which limits the number of its writes."""
 _STOP_GRACE_S: Final = 2
@@ -60,7 +63,8 @@ class ModelContext:
         progress: progress that the fetch pod reports now, or None.
         unreadable_since: time of the last failure of a group to read the model, or None.
         cleanup: files that a new fetch may remove from its cache, or None.
-        nodes_without_images: nodes that a new model pod must not use, because they cannot mount its image.
+        image_nodes: nodes that can mount the model's image, and nodes that cannot.
+        blocking_pod: pod that may now remove a commit that the resource begins to use, or None.
     """
 
     spec: HeteroInferenceSpec
@@ -74,7 +78,8 @@ class ModelContext:
     unreadable_since: datetime | None
     now: datetime
     cleanup: CacheCleanup | None = None
-    nodes_without_images: tuple[str, ...] = ()
+    image_nodes: ImageNodes = ImageNodes()  # noqa: RUF009 - frozen
+    blocking_pod: PodView | None = None
 
     @property
     def uri(self) -> str:
@@ -133,6 +138,9 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         if status is not None and _is_status_of_model(status, model_key)
         else ModelStatus(key=model_key)
     )
+    if context.blocking_pod is not None:
+        other_pods = [pod for pod in pods if pod.name != model_pod_name(context.spec, context.owner)]
+        return _wait_for_cleanup(last_status, context.blocking_pod, _build_deletes(context, other_pods))
     profile = _read_stored_profile(context, last_status)
     if profile is not None:
         return ModelDecision(
@@ -158,6 +166,22 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         else _check_model_pod(context, last_status, pod)
     )
     return replace(decision, deletes=(*decision.deletes, *_build_deletes(context, other_pods)))
+
+
+def _wait_for_cleanup(stored: ModelStatus, pod: PodView, deletes: tuple[DeleteObject, ...]) -> ModelDecision:
+    """Returns the decision while a pod may remove a commit that the resource begins to use.
+
+    The status is already that of the resource's model, and no longer that of an earlier model.
+    """
+    return ModelDecision(
+        status=stored,
+        holds=None,
+        reason="CacheCleaning",
+        message=f"waiting at most {CONFIRMED_S:.0f} s, because pod {pod.name} may now remove old "
+        "commits from a claim that this resource mounts",
+        deletes=deletes,
+        look_again_s=_CHECK_CLEANUP_EVERY_S,
+    )
 
 
 def _is_status_of_model(status: ModelStatus, key: str) -> bool:
@@ -202,9 +226,9 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
         context.cleanup,
         security=context.pod_security,
     )
-    if context.nodes_without_images:
-        pod_spec = manifest["spec"]
-        pod_spec["affinity"] = exclude_nodes(pod_spec.get("affinity", {}), context.nodes_without_images)
+    if context.image_nodes.unable:
+        pod_spec, nodes = manifest["spec"], context.image_nodes
+        pod_spec["affinity"] = exclude_nodes(pod_spec.get("affinity", {}), nodes.unable, nodes.able)
     return replace(_decide_in_progress(context, stored, ""), creates=(CreateObject(manifest=manifest),))
 
 

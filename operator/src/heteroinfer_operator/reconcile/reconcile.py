@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from heteroinfer_contract import names
-from heteroinfer_contract.model_fetch import CONFIRMED_S
+from heteroinfer_contract.group_key import CleanupKey
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import (
     ConditionStatus,
@@ -41,7 +41,7 @@ from heteroinfer_operator.reconcile.believed_group import check_against_pods
 from heteroinfer_operator.reconcile.cache_use import find_blocking_cleanup, find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
-from heteroinfer_operator.reconcile.image_models import find_nodes_without_images, with_image_volume_advice
+from heteroinfer_operator.reconcile.image_models import find_image_nodes, with_image_volume_advice
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
 from heteroinfer_operator.reconcile.model_decision import (
@@ -87,8 +87,6 @@ from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _CHECK_SHORTAGE_EVERY_S = 60.0
 """Seconds between checks of a group without capacity, if no event reports free capacity."""
-_CHECK_CLEANUP_EVERY_S = 2.0
-"""Seconds between checks whether a fetch pod may still remove commits."""
 _CHECK_STEP_TIMES_EVERY_S = 60.0
 """Seconds between checks of a serving group's step times."""
 
@@ -219,16 +217,7 @@ def _decide_model(
     """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
-    if (cleanup_pod := find_blocking_cleanup(observation)) is not None:
-        return ModelDecision(
-            status=status.model or ModelStatus(),
-            holds=None,
-            reason="CacheCleaning",
-            message=f"waiting at most {CONFIRMED_S:.0f} s, because pod {cleanup_pod.name} may now remove old "
-            "commits from a claim that this resource mounts",
-            look_again_s=_CHECK_CLEANUP_EVERY_S,
-        )
-    nodes_without_images, no_node = find_nodes_without_images(target.spec, observation.nodes)
+    image_nodes = find_image_nodes(target.spec, observation.nodes)
     context = ModelContext(
         spec=target.spec,
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
@@ -240,18 +229,19 @@ def _decide_model(
         progress=observation.fetch,
         unreadable_since=unreadable_since(status.groups),
         now=node_loss.now,
-        cleanup=find_cleanup(target.spec, observation, node_loss.now),
-        nodes_without_images=nodes_without_images,
+        cleanup=find_cleanup(target.spec, observation, node_loss.now, _derive_cleanup_key(options)),
+        image_nodes=image_nodes,
+        blocking_pod=find_blocking_cleanup(observation),
     )
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     decision = decide_model(context, status.model, pods)
-    if no_node and decision.creates:
+    if image_nodes.problem and decision.creates:
         return replace(
             decision,
             creates=(),
             holds=False,
             reason="ImageVolumesNotSupported",
-            message=no_node,
+            message=image_nodes.problem,
             look_again_s=_CHECK_SHORTAGE_EVERY_S,
         )
     if (
@@ -264,6 +254,11 @@ def _decide_model(
     isolation = Isolation.from_setting(options.egress, observation.restricted_selectors)
     closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
     return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
+
+
+def _derive_cleanup_key(options: Options) -> CleanupKey | None:
+    """Returns the key that confirms removals from caches; None in an installation without a key."""
+    return None if options.operator_key is None else CleanupKey.of_operator(options.operator_key)
 
 
 def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> ModelDecision:

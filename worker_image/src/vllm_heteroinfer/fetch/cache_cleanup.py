@@ -4,15 +4,18 @@ The operator's list may be outdated when it is read: another resource may have b
 fetch asks the operator before it removes anything, and removes nothing without an answer. A resource that
 begins to use a commit after the answer either waits (`pvc://`), or its own fetch touches the marker of the
 commit. The folder of a commit is renamed in one step, under its lock, before its files are removed.
+
+Any process that reaches the fetch could send an answer. So each question has a token that only the operator
+can compute, and the pod's environment has the hash of each token. A token confirms one question only.
 """
 
+import hmac
 import logging
 import os
-import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +25,7 @@ from heteroinfer_contract.model_fetch import (
     MARKER_FILE,
     REMOVE_WITHIN_S,
     CacheCleanup,
+    hash_token,
     is_commit,
 )
 from vllm_heteroinfer.fetch.locking import try_lock_file
@@ -38,33 +42,50 @@ _REMOVING: Final = ".removing-"
 class CleanupQuestion:
     """The question to the operator whether a fetch may remove commits now. Thread-safe.
 
+    Args:
+        token_hashes: hash of the token that confirms each question, by number. If all are used, the operator
+            can confirm no other question.
+
     Attributes:
-        text: random text of the open question; "" if there is none.
+        number: number of the open question; None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token_hashes: Sequence[str]) -> None:
+        self._token_hashes = tuple(token_hashes)
         self._changed = threading.Condition()
-        self._confirmed = ""
-        self.text = ""
+        self._num_asked = 0
+        self._is_confirmed = False
+        self._was_refused = False
+        self.number: int | None = None
 
-    def confirm(self, text: str) -> None:
-        """Records that the operator confirmed a question. Any text but the open question's is ignored."""
+    def confirm(self, token: str) -> bool:
+        """Confirms the open question. Returns whether the token is that of the open question."""
         with self._changed:
-            if text == self.text:
-                self._confirmed = text
-                self._changed.notify_all()
+            if self.number is None:
+                return False
+            if not hmac.compare_digest(hash_token(token), self._token_hashes[self.number]):
+                if not self._was_refused:  # once, so that strangers cannot fill the log
+                    logger.warning("refused a confirmation without the token of question %d", self.number)
+                self._was_refused = True
+                return False
+            self._is_confirmed = True
+            self._changed.notify_all()
+            return True
 
     def ask(self) -> float | None:
         """Asks the operator. Returns the time until which commits may be removed; None without an answer.
 
         The time is a time of `clock_s`. It counts from the question, so a late answer prolongs nothing.
         """
-        text, until_s = secrets.token_hex(16), clock_s() + REMOVE_WITHIN_S
+        until_s = clock_s() + REMOVE_WITHIN_S
         with self._changed:
-            self.text = text
-            is_confirmed = self._changed.wait_for(lambda: self._confirmed == text, REMOVE_WITHIN_S)
-            self.text = ""
-        return until_s if is_confirmed else None
+            if self._num_asked == len(self._token_hashes):
+                return None
+            self.number, self._is_confirmed = self._num_asked, False
+            self._num_asked += 1
+            self._changed.wait_for(lambda: self._is_confirmed, REMOVE_WITHIN_S)
+            self.number = None
+            return until_s if self._is_confirmed else None
 
 
 def clock_s() -> float:

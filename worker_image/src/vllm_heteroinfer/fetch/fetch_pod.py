@@ -15,6 +15,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, QUESTION_HEADER, CacheCleanup
 from heteroinfer_contract.printable import printable
+from heteroinfer_contract.report_access import SCHEME
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
@@ -142,18 +143,19 @@ async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
 
 
 def _answer_request(job: FetchJob, request: HealthRequest) -> HealthAnswer:
-    """Answers a request to the health port. The credentials of a request for progress confirm a question."""
+    """Answers a request to the health port. The token of a request for progress confirms the question."""
     if request.path == names.PATH_HEALTHZ:
         return HealthAnswer(status=HTTPStatus.OK, body="ok")
     if request.path == names.PATH_FETCH:
-        if request.credentials:
-            job.question.confirm(request.credentials)
-        question = job.question.text
+        scheme, _, token = request.credentials.partition(" ")
+        if scheme == SCHEME:
+            job.question.confirm(token)
+        number = job.question.number
         return HealthAnswer(
             status=HTTPStatus.OK,
             body=job.progress().to_json(),
             content_type="application/json",
-            headers={QUESTION_HEADER: question} if question else {},
+            headers={} if number is None else {QUESTION_HEADER: str(number)},
         )
     return HealthAnswer(
         status=HTTPStatus.NOT_FOUND,

@@ -80,7 +80,7 @@ class FetchJob:
         self._wanted: tuple[FetchedFile, ...] = ()
         self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
-        self.question = CleanupQuestion()
+        self.question = CleanupQuestion(() if options.cleanup is None else options.cleanup.token_hashes)
 
     def find_stall(self) -> FetchError | None:
         """Returns an error if no new byte was stored for longer than `patience_s`, otherwise None.
