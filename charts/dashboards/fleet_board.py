@@ -66,7 +66,7 @@ FLEET: Final = Board(
             title="What to fix first",
             panels=(
                 Panel(
-                    title="Ready, and why not (0: not ready)",
+                    title="Ready resources (1) and others (0), with the reason",
                     kind=Kind.TABLE,
                     queries=(
                         Query(expr=f'sort({m.RESOURCE_CONDITION}{{condition="Ready", {IN_NAMESPACE}}})'),

@@ -53,7 +53,7 @@ GROUP: Final = Board(
                     text="Grows with each start of the group. The number itself is not the number of starts.",
                 ),
                 stat(
-                    "Ranks seen of those planned",
+                    "Planned ranks with metrics",
                     f"count(count by (rank) ({m.HEARTBEAT_AGE_SECONDS}{{{OF_GROUP}}}))"
                     f" / max({m.GROUP_RANKS}{{{OF_GROUP}}})",
                     unit="percentunit",
@@ -87,7 +87,7 @@ GROUP: Final = Board(
                     text="The longest bar sets the pace: give this rank fewer layers, or a faster machine.",
                 ),
                 Panel(
-                    title="A second of each rank",
+                    title="How each rank spends a second",
                     kind=Kind.STACK,
                     queries=tuple(
                         Query(expr=rate(metric, OF_GROUP, "rank"), legend=word) for word, metric in SHARES
@@ -168,7 +168,7 @@ GROUP: Final = Board(
                     ),
                 ),
                 Panel(
-                    title="Requests ended a second, by how",
+                    title="Requests ended a second, by finish reason",
                     queries=(
                         Query(expr=rate(ANSWERED, OF_GROUP, "finished_reason"), legend="{{finished_reason}}"),
                     ),
@@ -183,7 +183,7 @@ GROUP: Final = Board(
                     queries=(Query(expr=f"max({KV_USED}{{{OF_GROUP}}})", legend="in use"),),
                     unit="percentunit",
                     most=1.0,
-                    text="At 1 requests wait or are preempted: see Preemptions.",
+                    text="If the cache is full, requests wait or are preempted (see the next panel).",
                     width=6,
                 ),
                 Panel(

@@ -56,7 +56,7 @@ def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
         unit: columns that must stay together: a quantization group, a kernel's block.
 
     Raises:
-        ContractError: there are fewer units than ranks, or `total` is not a multiple of the unit.
+        ContractError: there are several ranks, and fewer units than ranks or a part of a unit is left.
     """
     units = total // unit
     if total % unit and len(shares) > 1:

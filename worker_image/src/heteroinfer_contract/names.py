@@ -110,7 +110,7 @@ Tests and measurements set it, so that one machine computes as machines without 
 ENV_BRIDGE: Final = "HETEROINFER_BRIDGE"
 """`auto` (default): shared memory inside a pod or machine, else gloo. `shared_memory`, `gloo`: force one."""
 USER_ENV: Final = (ENV_METRICS, ENV_CPU_LINEAR, ENV_BRIDGE)
-"""Variables that a user may set in `engine.env`; all other names with this prefix are reserved."""
+"""Variables that a user may set in `engine.env`; other names that begin with HETEROINFER_ are reserved."""
 ENV_NETWORK_INTERFACE: Final = "HETEROINFER_NETWORK_INTERFACE"
 ENV_CPU_BINDING: Final = "HETEROINFER_CPU_BINDING"
 """`Auto`, `Always` or `Never`: whether threads of CPU ranks are bound to cores."""

@@ -26,7 +26,7 @@ class Device(StrEnum):
 MAX_WORLD_SIZE = 256
 """Maximum number of ranks in a group."""
 MAX_LANES = 24
-"""Maximum number of feed-forward ranks in the pod of an asking rank and of other pods with such ranks."""
+"""Maximum of the feed-forward ranks in an asking rank's pod plus the other pods that compute for it."""
 
 
 class Mode(StrEnum):
@@ -371,12 +371,11 @@ class Plan(codec.JsonValue):
             raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
         served = self.stage(rank.stage)[0]
         peers = self.feed_forward_ranks(rank.stage)
-        misplaced = rank.pod != served.pod and any(
-            each.feed_forward is None or each.stage != rank.stage
-            for each in self.ranks
-            if each.pod == rank.pod
+        ranks_of_pod = [other for other in self.ranks if other.pod == rank.pod]
+        has_allowed_pod = rank.pod == served.pod or all(
+            other.feed_forward is not None and other.stage == rank.stage for other in ranks_of_pod
         )
-        if rank.device is not Device.CPU or misplaced or rank.tensor_rank != peers.index(rank):
+        if rank.device is not Device.CPU or not has_allowed_pod or rank.tensor_rank != peers.index(rank):
             raise ContractError(
                 f"{where}: feed-forward rank {peers.index(rank)} of stage {rank.stage} must be a CPU rank in "
                 f"pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks of this stage, "
@@ -397,8 +396,8 @@ class Plan(codec.JsonValue):
             )
         first = peers[0].feed_forward
         assert first is not None
-        by_rate = first.share == BY_RATE
-        if share.share < 0 or by_rate != (share.share == BY_RATE):
+        both_or_none_by_rate = (share.share == BY_RATE) == (first.share == BY_RATE)
+        if share.share < 0 or not both_or_none_by_rate:
             raise ContractError(
                 f"{where}: share must be {BY_RATE} (by measured rate) on all feed-forward ranks of stage "
                 f"{rank.stage}, or at least 1 on each (got {share.share}, and {first.share} on rank "

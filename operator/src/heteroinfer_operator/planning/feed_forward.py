@@ -199,7 +199,7 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
         largest = max(sets, key=lambda each: each.pods)
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because one "
-            f"GPU supports {MAX_LANES} feed-forward ranks in its pod and other pods together (got "
+            f"GPU supports {MAX_LANES} in all of its pod's feed-forward ranks and such pods (got "
             f"{largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
