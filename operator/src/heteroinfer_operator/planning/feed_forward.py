@@ -198,9 +198,9 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
     if lanes > MAX_LANES:
         largest = max(sets, key=lambda each: each.pods)
         raise PlanError(
-            f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because one "
-            f"GPU supports {MAX_LANES} in all of its pod's feed-forward ranks and such pods (got "
-            f"{largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
+            f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because a "
+            f"GPU sends rows to at most {MAX_LANES} feed-forward ranks of its own pod and other pods together "
+            f"(got {largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
