@@ -199,7 +199,7 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
         largest = max(sets, key=lambda each: each.pods)
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because a "
-            f"GPU sends rows to at most {MAX_LANES} feed-forward ranks of its own pod and other pods together "
+            f"GPU sends rows to at most {MAX_LANES} feed-forward ranks of its own pod and other pods in all "
             f"(got {largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
