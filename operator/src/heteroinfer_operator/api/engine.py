@@ -8,12 +8,14 @@ from pydantic import AfterValidator, Field
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import (
     ByteSize,
+    Duration,
     Model,
     ObjectName,
     Port,
     ValidationRule,
     When,
     cel_text,
+    duration_rule,
     map_list,
 )
 from heteroinfer_operator.api.env_vars import EnvVar
@@ -81,6 +83,7 @@ class EngineSpec(Model):
             got_cel=(f"self.args.filter(a, {_IS_MISSING})[0]",),
             got_values=lambda engine: (_missing_file(engine),),
         ),
+        duration_rule("maxTimeBetweenTokens", "max_time_between_tokens", least="10ms", most="10m"),
     )
 
     image: Image | None = None
@@ -104,6 +107,10 @@ class EngineSpec(Model):
     """Most tokens of a step, of all requests together. A longer prompt takes several steps, and other
     requests wait during each step. Default: 8,192 without CPU ranks, 2,048 with CPU ranks, and up to 16,384
     in mode FeedForward if memory and predicted times allow."""
+    max_time_between_tokens: Duration | None = None
+    """Limit of the time between two tokens of a request while vLLM computes the prompts of other requests.
+    The plan reduces the tokens of a step until a step takes no longer, by prediction; long prompts then take
+    more steps, so their first token comes later. Default: no limit."""
     eager: When = When.AUTO
     """Whether vLLM runs without CUDA graphs and torch.compile. Auto: depends on device and mode."""
     shm_size: ByteSize = "8Gi"

@@ -37,7 +37,8 @@ from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.mode_choice import ModeChoice, ModeOption
-from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.planning.prediction import Prediction, predict
+from heteroinfer_operator.planning.step_limit import time_between_tokens
 
 _NODE_OF_OPTIONS = "(--gpus)"
 """Name of the only node, if the options --gpus or --gpu-memory describe the node."""
@@ -267,13 +268,15 @@ def _dump_errors(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
 
 def _dump_plan(planned: Planned) -> dict[str, Any]:
     """Returns a plan with its predictions and notes as JSON values."""
+    has_limit = planned.request.spec.engine.max_time_between_tokens is not None
     return {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
         "limitingRank": planned.limiting_rank,
         "nodes": {str(pod): node for pod, node in planned.node_assignment.nodes.items()},
-        "predictedStepMs": _dump_step_ms(planned),
+        "predictedStepMs": _dump_prediction(predict(planned.plan, planned.rates)),
+        **({"timeBetweenTokensMs": _dump_prediction(time_between_tokens(planned))} if has_limit else {}),
         **({} if planned.choice is None else {"modeChoice": _dump_mode_choice(planned.choice)}),
         "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
     }
@@ -304,8 +307,7 @@ def _dump_mode_choice(choice: ModeChoice) -> dict[str, Any]:
     }
 
 
-def _dump_step_ms(planned: Planned) -> dict[str, float]:
-    """Returns the predicted time of a step and its range, in milliseconds."""
-    step = predict(planned.plan, planned.rates)
-    values = {"predicted": step.step_s, "least": step.least_s, "most": step.most_s}
+def _dump_prediction(prediction: Prediction) -> dict[str, float]:
+    """Returns a predicted time and its range, in milliseconds."""
+    values = {"predicted": prediction.step_s, "least": prediction.least_s, "most": prediction.most_s}
     return {name: round(seconds * 1e3, 2) for name, seconds in values.items()}

@@ -21,6 +21,7 @@ from heteroinfer_operator.commands.plan_figures import (
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, three_digits
 from heteroinfer_operator.planning.mode_choice import ModeChoice, describe_load
 from heteroinfer_operator.planning.planner import Planned
+from heteroinfer_operator.planning.step_limit import time_between_tokens
 
 _HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
 
@@ -149,6 +150,7 @@ def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> l
     first = f"{spread(figures.first_token)} after a prompt of {count(figures.prompt, 'token')}"
     rows += [
         ("first token", f"{first}. Limit: {limit}"),
+        *_describe_time_between_tokens(planned),
         ("requests", describe_requests(planned, figures)),
     ]
     if not_measured:
@@ -157,6 +159,20 @@ def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> l
     if domain is not None:
         rows.append(("nodes", f"all with {domain[0]}={domain[1]}"))
     return rows
+
+
+def _describe_time_between_tokens(planned: Planned) -> list[tuple[str, str]]:
+    """Returns the time between tokens beside prompts, if the resource limits it."""
+    limit = planned.request.spec.engine.max_time_between_tokens
+    if limit is None:
+        return []
+    steps = f"in steps of {count(planned.plan.engine.max_num_batched_tokens, 'token')}"
+    return [
+        (
+            "between tokens",
+            f"at most {spread(time_between_tokens(planned))} beside prompts, {steps}. Limit: {limit}",
+        )
+    ]
 
 
 def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:

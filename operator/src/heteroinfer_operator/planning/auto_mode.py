@@ -7,7 +7,6 @@ from typing import Final, TypeAlias
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import ChosenMode, HeteroInferenceSpec, LoadSpec, RoleSpec, candidate_modes
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
-from heteroinfer_operator.planning import planner
 from heteroinfer_operator.planning.alternatives import ALTERNATIVES
 from heteroinfer_operator.planning.concurrency import requests_at_once
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
@@ -15,6 +14,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.mode_choice import LoadFigures, ModeChoice, ModeOption
 from heteroinfer_operator.planning.planner import GroupRequest, Planned
 from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token
+from heteroinfer_operator.planning.step_limit import plan_within_limit
 from heteroinfer_operator.quantity import parse_bytes
 
 PlanMode: TypeAlias = Callable[[GroupRequest], Planned]
@@ -50,7 +50,7 @@ class _TriedMode:
 
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     """Returns the plan of a group, and chooses the mode if the spec has none. Raises PlanError."""
-    return plan_any_mode(request, lambda with_mode: planner.make_plan(with_mode, inventory))
+    return plan_any_mode(request, lambda with_mode: plan_within_limit(with_mode, inventory))
 
 
 def plan_any_mode(request: GroupRequest, plan: PlanMode) -> Planned:
@@ -210,7 +210,7 @@ def _memory_gains(
     for chosen in modes_without_memory:
         for memory, spec in _with_more_memory(chosen.apply_to(request.spec), inventory):
             try:
-                planned = planner.make_plan(replace(request, spec=spec), inventory)
+                planned = plan_within_limit(replace(request, spec=spec), inventory)
             except PlanError:
                 continue
             total_s = predict_load(planned, load).total_s
