@@ -138,7 +138,7 @@ class Cell:
         """Returns the seconds that the planner says."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
 
-        feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
+        feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
         if self.what == "step":
             load = StepLoad(requests=self.requests, context=self.context)
             return forecast(plan, sizes, rates, load, feed_forward_wait).step_s

@@ -84,7 +84,7 @@ def _answer(profile: ModelProfile, situation: Situation) -> tuple[str, list[str]
         planned = ask(profile, situation)
     except PlanError as error:
         return "memory" if error.reason == "InsufficientMemory" else "no", error.message.splitlines()
-    wait = build_feed_forward_wait(planned.plan, planned.rates, planned.remote)
+    wait = build_feed_forward_wait(planned.plan, planned.sizes, planned.rates, planned.remote)
     step = forecast(planned.plan, planned.sizes, planned.rates, StepLoad(context=1024), wait)
     return f"{step.step_s * 1e3:.0f} ms", [_parts(planned)]
 

@@ -182,7 +182,7 @@ def test_the_range_of_a_step_is_that_of_the_least_known_rank() -> None:
             each.sizes,
             each.rates,
             512,
-            build_feed_forward_wait(each.plan, each.rates, each.remote),
+            build_feed_forward_wait(each.plan, each.sizes, each.rates, each.remote),
         )
         for each in (one, other)
     )

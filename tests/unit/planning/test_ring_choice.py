@@ -29,7 +29,7 @@ from heteroinfer_operator.planning.ring_choice import (
     RingChooser,
     describe_long_prompts,
     least_rows,
-    predict_wait,
+    predict_plan_wait,
 )
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
@@ -95,7 +95,7 @@ def test_the_gpu_gets_a_ring_and_larger_steps() -> None:
     assert theirs.ring_bytes == 0
     assert planned.plan.engine.max_num_batched_tokens == 8192
     assert Plan.from_json(planned.plan.to_json()) == planned.plan
-    wait = build_feed_forward_wait(planned.plan, planned.rates, planned.remote)
+    wait = build_feed_forward_wait(planned.plan, planned.sizes, planned.rates, planned.remote)
     # The CUDA graphs of decoding hold up to 128 rows, which stay on the CPUs.
     assert wait(StepLoad(tokens=129)) < 0.8 * wait(StepLoad(tokens=128))
 
@@ -256,7 +256,7 @@ def check_pace(planned: Planned, before: Planned) -> None:
     layers, layers_before = len(planned.remote.layers), len(before.remote.layers)
     assert 0 <= layers - layers_before <= (setting is not None and setting.layers is None)
     step_s, step_before_s = (
-        build_feed_forward_wait(each.plan, each.rates, each.remote)(
+        build_feed_forward_wait(each.plan, each.sizes, each.rates, each.remote)(
             StepLoad(tokens=each.plan.engine.max_num_batched_tokens)
         )
         for each in (planned, before)
@@ -273,7 +273,7 @@ def test_more_gpu_memory_never_gives_slower_prompts(less: int, more: int, layers
         parsed = asked(f"{gib}Gi", layers=layers)
         planned = plan(parsed, qwen(), H200)
         tokens = planned.plan.engine.max_num_batched_tokens
-        wait = build_feed_forward_wait(planned.plan, planned.rates, planned.remote)
+        wait = build_feed_forward_wait(planned.plan, planned.sizes, planned.rates, planned.remote)
         return tokens / wait(StepLoad(tokens=tokens))
 
     try:
@@ -364,7 +364,7 @@ def test_first_tokens_are_predicted_as_measured() -> None:
     # That run captured graphs of up to 64 rows.
     engine = replace(planned.plan.engine, max_num_seqs=32)
     measured_plan = replace(planned.plan, engine=engine)
-    wait = build_feed_forward_wait(measured_plan, planned.rates, planned.remote)
+    wait = build_feed_forward_wait(measured_plan, planned.sizes, planned.rates, planned.remote)
     for tokens, measured_ms in MEASURED.items():
         first = forecast_first_token(measured_plan, planned.sizes, planned.rates, tokens, wait)
         assert first.step_s * 1e3 == pytest.approx(measured_ms, rel=0.15), tokens
@@ -374,7 +374,7 @@ def test_the_gpu_takes_more_experts_of_longer_prompts() -> None:
     planned = plan(asked("48Gi"), qwen(), H200)
     assert planned.remote is not None
     parts = [
-        predict_wait(planned.remote, planned.plan.engine, planned.rates[0], planned.rates[1:], load).gpu_part
+        predict_plan_wait(planned.plan, planned.sizes, planned.rates, planned.remote, load).gpu_part
         for load in (StepLoad(tokens=tokens) for tokens in (1, 128, 129, 512, 2048, 8192))
     ]
     assert parts[:2] == [0, 0]
@@ -404,7 +404,7 @@ def test_the_plan_states_that_it_does_not_read_options_of_cuda_graphs() -> None:
         parsed = asked("80Gi", layers=24)
         parsed = parsed.model_copy(update={"engine": parsed.engine.model_copy(update={"args": args})})
         planned = plan(parsed, qwen(), H200)
-        return describe_long_prompts(planned.remote, planned.plan.engine, planned.rates)
+        return describe_long_prompts(planned.plan, planned.sizes, planned.rates, planned.remote)
 
     assert "CUDA graphs, which may move this limit" in shown("--max-cudagraph-capture-size", "256")
     assert "CUDA graphs, which may move this limit" in shown("-cc.cudagraph_mode=NONE")

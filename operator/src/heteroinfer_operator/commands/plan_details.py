@@ -195,7 +195,7 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     overhead = duration(overhead_s(plan))
     rows = [("step", f"{spread(predict(plan, rates))} for one request, including {overhead} of scheduling")]
-    feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
+    feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
     contexts = [typical_context(plan.engine.max_model_len)]
     if plan.engine.max_model_len > _LONG_CONTEXT:
         contexts.append(_LONG_CONTEXT)
@@ -210,7 +210,7 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
         first = forecast_first_token(plan, sizes, rates, context, feed_forward_wait)
         label = "first token" if context == contexts[0] else ""
         rows.append((label, f"{spread(first)} after a prompt of {count(context, 'token')}"))
-    if long_prompts := describe_long_prompts(planned.remote, plan.engine, rates):
+    if long_prompts := describe_long_prompts(plan, sizes, rates, planned.remote):
         rows.append(("long prompts", long_prompts))
     return rows
 

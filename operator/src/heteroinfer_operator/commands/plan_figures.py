@@ -51,7 +51,7 @@ class Figures:
     def of(cls, planned: Planned) -> "Figures":
         """Returns the figures of a plan."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
-        feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
+        feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
         engine = plan.engine
         short = min(_SHORT, engine.max_model_len)
         short_requests = requests_at_once(planned, short)

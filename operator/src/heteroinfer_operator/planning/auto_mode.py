@@ -98,7 +98,7 @@ def predict_load(planned: Planned, load: LoadSpec) -> LoadFigures:
     rounds: each round has as many requests as the KV cache and max_num_seqs allow.
     """
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
-    feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
+    feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
     longest = plan.engine.max_model_len
     prompt = min(load.prompt_tokens, max(longest - 1, 1))
     output = min(load.output_tokens, max(longest - prompt, 1))

@@ -19,6 +19,11 @@ _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 """The GPU may keep an entry of its page table for each page of host memory that it maps."""
 
 
+def page_table_bytes(mapped_bytes: int) -> int:
+    """Returns the bytes of a GPU's page tables for host memory that it maps, at most."""
+    return ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedLayers:
     """Layers with equal experts. The GPU copies these experts from feed-forward ranks.
@@ -91,15 +96,17 @@ class ExpertRing:
     @property
     def page_table_bytes(self) -> int:
         """Bytes of the page tables of all copied layers, on the GPU and again on the host."""
-        mapped_bytes = sum(each.count * each.packed_bytes for each in self.layers)
-        return ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
+        return page_table_bytes(sum(each.count * each.packed_bytes for each in self.layers))
 
-    def seconds(self, rows: int, gpu: Rates) -> float:
-        """Returns the seconds in which the GPU copies and computes all experts of all layers."""
-        return sum(each.count * self._layer_s(each, rows, gpu) for each in self.layers)
+    def times(self, rows: int, gpu: Rates) -> "RingTimes":
+        """Returns the times in which the GPU copies and computes all experts of all layers."""
+        early = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
+        copy_s = sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
+        compute_s = sum(each.count * self._compute_s(each, rows, gpu) for each in self.layers)
+        return RingTimes(copy_s=copy_s, compute_s=compute_s, early_part=early)
 
-    def _layer_s(self, layer: CopiedLayers, rows: int, gpu: Rates) -> float:
-        """Returns the seconds in which the GPU copies and computes all experts of a layer."""
+    def _compute_s(self, layer: CopiedLayers, rows: int, gpu: Rates) -> float:
+        """Returns the seconds in which the GPU unpacks and computes all experts of a layer."""
         element, choices = self.element_bytes, rows * layer.chosen
         plain_bytes = layer.experts * 3 * layer.inner * self.hidden * element
         # For each slot, the GPU writes and reads the intermediate values of all choices, and adds to the sum.
@@ -108,5 +115,39 @@ class ExpertRing:
         )
         slots = ceil(layer.experts / self.experts_per_slot)
         computing_s = 2 * choices * 3 * layer.inner * self.hidden / gpu.operations + slots * _SLOT_S
-        computing_s += (slots * slot_bytes + layer.packed_bytes + 2 * plain_bytes) / gpu.plain
-        return max(layer.packed_bytes / gpu.link, computing_s)
+        return computing_s + (slots * slot_bytes + layer.packed_bytes + 2 * plain_bytes) / gpu.plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTimes:
+    """Seconds in which the GPU works on all experts of all layers of feed-forward ranks in a step.
+
+    Attributes:
+        copy_s: seconds of copies.
+        compute_s: seconds of unpacking and computing.
+        early_part: part of a layer's experts that the GPU can copy before the layer's rows exist.
+    """
+
+    copy_s: float
+    compute_s: float
+    early_part: float
+
+    def part_that_ends_with_cpus(self, cpu_s: float, exchange_s: float, gap_s: float) -> float:
+        """Returns the part of the experts with which GPU and CPUs end at the same time; at most 1.
+
+        Args:
+            cpu_s: seconds if CPUs compute all experts, with the exchange.
+            exchange_s: seconds of the exchange. The GPU also copies in this time.
+            gap_s: seconds in which the GPU does other work of the step, and copies early.
+        """
+        computing_s = cpu_s - exchange_s
+        return min(
+            (cpu_s + min(gap_s, self.early_part * self.copy_s)) / (computing_s + self.copy_s),
+            cpu_s / (computing_s + self.compute_s),
+            1.0,
+        )
+
+    def seconds(self, part: float, gap_s: float) -> float:
+        """Returns the seconds for a part of the experts beyond the gap."""
+        early_s = min(gap_s, self.early_part * self.copy_s)
+        return max(part * self.copy_s - early_s, part * self.compute_s)

@@ -13,7 +13,7 @@ from heteroinfer_operator.planning.feed_forward import FeedForwardPart
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import FeedForwardWait, StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import Rates
-from heteroinfer_operator.planning.ring_choice import predict_wait
+from heteroinfer_operator.planning.ring_choice import predict_plan_wait
 from heteroinfer_operator.vllm_support.engine_options import KEEP_ALIVE, EngineOptions
 
 KEEP_ALIVE_S: Final = 15
@@ -25,14 +25,14 @@ include the time in which a request waits for other requests."""
 
 
 def build_feed_forward_wait(
-    plan: Plan, rates: Sequence[Rates], remote: FeedForwardPart | None
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart | None
 ) -> FeedForwardWait:
     """Returns a function that predicts how long a stage waits for feed-forward ranks in a step."""
 
     def seconds(load: StepLoad) -> float:
         if remote is None:
             return 0.0
-        return predict_wait(remote, plan.engine, rates[0], rates[-remote.ranks :], load).seconds
+        return predict_plan_wait(plan, sizes, rates, remote, load).seconds
 
     return seconds
 
@@ -45,7 +45,7 @@ def with_keep_alive(plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: Fe
     engine = plan.engine
     if EngineOptions.of(engine.extra_args).keep_alive is not None:
         return plan
-    if not _needs_keep_alive(plan, sizes, rates, build_feed_forward_wait(plan, rates, remote)):
+    if not _needs_keep_alive(plan, sizes, rates, build_feed_forward_wait(plan, sizes, rates, remote)):
         return plan
     return replace(plan, engine=replace(engine, extra_args=add_keep_alive(engine.extra_args)))
 

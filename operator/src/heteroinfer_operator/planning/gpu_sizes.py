@@ -8,6 +8,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.nodes.node_platform import describe_other_platform, platform_selector
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib
+from heteroinfer_operator.planning.expert_ring import page_table_bytes
 from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 
 
@@ -30,7 +31,7 @@ def gpu_memory_mib(
 
     def least_bytes(rank: RankAssignment) -> int:
         """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
-        least = ceil((rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes) / GPU_USABLE)
+        least = ceil(_planned_bytes(plan, rank) / GPU_USABLE)
         needed = _needed_gpu_bytes(plan, rank, gpu_floor)
         return max(least, needed) if needed <= labelled[rank.role] else least
 
@@ -103,10 +104,19 @@ def fits_gpus(
 
 
 def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | None) -> int:
-    """Returns the bytes of a GPU that a rank uses: weights, KV cache, its ring, and `gpu_floor` if known."""
-    plan_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
+    """Returns the bytes of a GPU that a rank uses: those of the plan, and `gpu_floor` if known."""
+    plan_bytes = _planned_bytes(plan, rank)
     if gpu_floor is None:
         return plan_bytes
     gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
     is_last = rank.stage == plan.pipeline_parallel_size - 1
     return plan_bytes + gpu_floor.total(embeds=rank.stage == 0, samples=is_last, gpus=gpus)
+
+
+def _planned_bytes(plan: Plan, rank: RankAssignment) -> int:
+    """Returns the bytes of a GPU for a rank, with the page tables of the memory that it maps."""
+    own_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
+    if not rank.ring_bytes:
+        return own_bytes
+    mapped_bytes = sum(each.weight_bytes for each in plan.feed_forward_ranks(rank.stage))
+    return own_bytes + page_table_bytes(mapped_bytes)

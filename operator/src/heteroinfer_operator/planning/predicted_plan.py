@@ -110,7 +110,7 @@ def predict_again(
         plan=predicted,
         step=predict(predicted, rates),
         sources=sources,
-        long_prompts=describe_long_prompts(remote, plan.engine, rates),
+        long_prompts=describe_long_prompts(plan, sizes, rates, remote),
     )
 
 

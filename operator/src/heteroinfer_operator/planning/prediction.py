@@ -356,7 +356,7 @@ def _predict_stages(
     feed_forward_time = _with_range(feed_forward_wait(load), _feed_forward_error(plan, rates))
 
     def compute(rank: RankAssignment) -> Prediction:
-        return _with_range(_compute_s(plan, sizes, rates, rank, load), rates[rank.rank].error)
+        return _with_range(compute_s(plan, sizes, rates, rank, load), rates[rank.rank].error)
 
     rows = load.requests * load.tokens
     row_bytes = sizes.profile.hidden_size * ELEMENT_BYTES[plan.engine.dtype]
@@ -382,12 +382,12 @@ def slowest_rank(
     """Returns the rank that computes longest in a step of this load."""
     feed_forward_ranks = [rank.rank for rank in plan.ranks if rank.feed_forward is not None]
     seconds = {
-        rank.rank: _compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks
+        rank.rank: compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks
     } | dict.fromkeys(feed_forward_ranks, feed_forward_wait(load) if feed_forward_ranks else 0.0)
     return max(seconds, key=seconds.__getitem__)
 
 
-def _compute_s(
+def compute_s(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], rank: RankAssignment, load: StepLoad
 ) -> float:
     """Returns the seconds in which a rank of a stage computes in a step of this load."""

@@ -12,7 +12,7 @@ from typing import Final
 from heteroinfer_contract.given_options import given_options
 from heteroinfer_contract.gpu_experts import ACTIVATIONS, LEAST_GAIN, LEAST_ROWS
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_contract.plan import Device, EngineSettings, Plan
 from heteroinfer_operator.api import LoadSpec
 from heteroinfer_operator.planning.engine_settings import CPU_BATCH_TOKENS
 from heteroinfer_operator.planning.expert_ring import ExpertRing
@@ -29,7 +29,7 @@ from heteroinfer_operator.planning.feed_forward import (
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.prediction import StepLoad, captured_rows, count_reads
+from heteroinfer_operator.planning.prediction import StepLoad, captured_rows, compute_s, count_reads
 from heteroinfer_operator.planning.rates import Rates, gpu_rates
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
@@ -79,42 +79,62 @@ class SharedWait:
 
 
 def predict_wait(
-    remote: FeedForwardPart, engine: EngineSettings, gpu: Rates, rates: Sequence[Rates], load: StepLoad
+    remote: FeedForwardPart,
+    engine: EngineSettings,
+    gpu: Rates,
+    rates: Sequence[Rates],
+    load: StepLoad,
+    gap_s: float,
 ) -> SharedWait:
     """Predicts the wait for feed-forward ranks in a step of this load.
 
     Args:
         gpu: rates of the rank with attention.
         rates: rates of each feed-forward rank, in rank order.
+        gap_s: seconds of the step in which the GPU does other work. It copies experts meanwhile.
     """
     cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
     rows = load.requests * load.tokens
     if remote.ring is None or rows < least_rows(engine):
         return SharedWait(cpu_s=cpu_s, seconds=cpu_s)
     exchange_s = max(exchange_seconds(remote, engine, rates, rows))
-    gpu_s = remote.ring.seconds(rows, gpu)
-    # With this part both sides end at the same time. The GPU also copies during the exchange.
-    part = min(cpu_s / (cpu_s - exchange_s + gpu_s), 1.0)
-    if part * gpu_s > LEAST_GAIN * cpu_s:
+    times = remote.ring.times(rows, gpu)
+    part = times.part_that_ends_with_cpus(cpu_s, exchange_s, gap_s)
+    seconds = times.seconds(part, gap_s)
+    if seconds > LEAST_GAIN * cpu_s:
         return SharedWait(cpu_s=cpu_s, seconds=cpu_s)
-    return SharedWait(cpu_s=cpu_s, seconds=part * gpu_s, gpu_part=part)
+    return SharedWait(cpu_s=cpu_s, seconds=seconds, gpu_part=part)
+
+
+def predict_plan_wait(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart, load: StepLoad
+) -> SharedWait:
+    """Predicts the wait for feed-forward ranks in a step of a plan.
+
+    Args:
+        sizes: sizes of the rank with attention.
+        rates: rates by rank.
+    """
+    gap_s = compute_s(plan, sizes, rates, plan.ranks[0], load)
+    return predict_wait(remote, plan.engine, rates[0], rates[-remote.ranks :], load, gap_s)
 
 
 def describe_long_prompts(
-    remote: FeedForwardPart | None, engine: EngineSettings, rates: Sequence[Rates]
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart | None
 ) -> str:
     """Describes the part of the experts that the GPU computes, by tokens of a step; "" if it has no ring.
 
     Args:
+        sizes: sizes of the rank with attention.
         rates: rates by rank of the plan.
     """
     if remote is None or remote.ring is None:
         return ""
 
     def gpu_part(tokens: int) -> float:
-        load = StepLoad(tokens=tokens)
-        return predict_wait(remote, engine, rates[0], rates[-remote.ranks :], load).gpu_part
+        return predict_plan_wait(plan, sizes, rates, remote, StepLoad(tokens=tokens)).gpu_part
 
+    engine = plan.engine
     most = engine.max_num_batched_tokens
     first = next((tokens for tokens in _step_sizes(least_rows(engine), most) if gpu_part(tokens)), None)
     if first is None:
@@ -258,8 +278,16 @@ class RingChooser:
 
     def _step_s(self, remote: FeedForwardPart, engine: EngineSettings, tokens: int) -> float:
         """Returns the predicted wait for feed-forward ranks in a step with a chunk of this length."""
+        return self._predict_step(remote, engine, StepLoad(tokens=tokens))[0].seconds
+
+    def _predict_step(
+        self, remote: FeedForwardPart, engine: EngineSettings, load: StepLoad
+    ) -> tuple[SharedWait, float]:
+        """Predicts the wait for feed-forward ranks in a step, and the seconds of the GPU's other work."""
+        sizes, layers = stage_sizes(self.topology, remote, engine), remote.remaining.num_layers
+        gap_s = count_reads(sizes, 0, layers, load, has_head=True, engine=engine).seconds(self._gpu)
         rates = feed_forward_rates(remote, engine, self.inventory)
-        return predict_wait(remote, engine, self._gpu, rates, StepLoad(tokens=tokens)).seconds
+        return predict_wait(remote, engine, self._gpu, rates, load, gap_s), gap_s
 
     def _load_s(self, remote: FeedForwardPart, engine: EngineSettings) -> float:
         """Returns the predicted seconds of the load, without the GPU's time for prompts."""
@@ -272,11 +300,8 @@ class RingChooser:
         sizes = stage_sizes(self.topology, remote, engine)
         requests = min(self.load.requests, self._requests_at_once(remote, engine, sizes, prompt + output))
         load = StepLoad(requests=requests, context=prompt + output // 2)
-        rates = feed_forward_rates(remote, engine, self.inventory)
-        step_s = predict_wait(remote, engine, self._gpu, rates, load).seconds
-        layers = remote.remaining.num_layers
-        step_s += count_reads(sizes, 0, layers, load, has_head=True, engine=engine).seconds(self._gpu)
-        return self.load.requests * (prompt_s + output * step_s / requests)
+        wait, gap_s = self._predict_step(remote, engine, load)
+        return self.load.requests * (prompt_s + output * (wait.seconds + gap_s) / requests)
 
     def _requests_at_once(
         self, remote: FeedForwardPart, engine: EngineSettings, sizes: Sizes, tokens: int

@@ -49,7 +49,7 @@ def time_between_tokens(planned: Planned) -> Prediction:
     plan = planned.plan
     tokens, longest = plan.engine.max_num_batched_tokens, plan.engine.max_model_len
     load = StepLoad(context=longest - min(tokens, longest) // 2, tokens=tokens)
-    wait = build_feed_forward_wait(plan, planned.rates, planned.remote)
+    wait = build_feed_forward_wait(plan, planned.sizes, planned.rates, planned.remote)
     return forecast(plan, planned.sizes, planned.rates, load, wait)
 
 
