@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract.calibration import Calibration, Direction, Transfer
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.gpu_experts import LEAST_ROWS
 from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import MAX_LANES, Device, Plan
@@ -33,6 +34,7 @@ from heteroinfer_operator.planning.ring_choice import (
 )
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
+from heteroinfer_operator.vllm_support.cuda_graphs import most_captured_rows
 from tests.unit.calibrated import CALIBRATION
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
 from vllm_heteroinfer.feed_forward import ring_slots, stream_balance
@@ -399,16 +401,44 @@ def test_plan_and_status_show_the_rule_of_long_prompts(monkeypatch: pytest.Monke
     assert build_plan_status(before.plan, again).long_prompts is None
 
 
-def test_the_plan_states_that_it_does_not_read_options_of_cuda_graphs() -> None:
+def test_options_of_cuda_graphs_move_the_limit_of_short_steps() -> None:
     def shown(*args: str) -> str:
         parsed = asked("80Gi", layers=24)
-        parsed = parsed.model_copy(update={"engine": parsed.engine.model_copy(update={"args": args})})
+        parsed = parsed.changed(engine=parsed.engine.changed(args=args))
         planned = plan(parsed, qwen(), H200)
         return describe_long_prompts(planned.plan, planned.sizes, planned.rates, planned.remote)
 
-    assert "CUDA graphs, which may move this limit" in shown("--max-cudagraph-capture-size", "256")
-    assert "CUDA graphs, which may move this limit" in shown("-cc.cudagraph_mode=NONE")
-    assert "may move this limit" not in shown("--enable-prefix-caching")
+    assert "in steps of 129 tokens or more" in shown()
+    assert "in steps of 257 tokens or more" in shown("--max-cudagraph-capture-size", "256")
+    assert f"in steps of {LEAST_ROWS} tokens or more" in shown("-cc.cudagraph_mode=NONE")
+
+
+@pytest.mark.parametrize(
+    ("args", "rows"),
+    [
+        ((), 128),
+        (("--max-cudagraph-capture-size", "250"), 248),
+        (("--max_cudagraph_capture_size=300",), 288),
+        (("--max-cudagraph-capture-size", "5"), 4),
+        (("--max-cudagraph-capture-size", "5000"), 2048),
+        (("--cudagraph-capture-sizes", "1", "48", "7", "--enable-prefix-caching", "96"), 48),
+        (("--cudagraph-capture-sizes", "16", "4096"), 16),
+        (("--compilation-config", '{"cudagraph_capture_sizes": [4, 24], "mode": 3}'), 24),
+        (("-cc", '{"max_cudagraph_capture_size": 64}'), 64),
+        (("--compilation-config.max_cudagraph_capture_size", "32"), 32),
+        (("-cc.cudagraph_mode=NONE",), 0),
+        (("-O0",), 0),
+        (("--optimization-level", "1"), 128),
+        (("--compilation-config", "not json"), 128),
+    ],
+)
+def test_captured_rows_follow_the_options_of_vllm(args: tuple[str, ...], rows: int) -> None:
+    assert most_captured_rows(args, 64, 2048) == rows
+
+
+def test_no_graph_has_more_rows_than_a_step() -> None:
+    assert most_captured_rows((), 64, 64) == 64
+    assert most_captured_rows((), 1000, 2048) == 512
 
 
 def test_the_user_may_set_the_tokens_of_a_step() -> None:

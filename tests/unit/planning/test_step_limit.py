@@ -61,7 +61,7 @@ def test_a_limit_that_no_step_keeps_gives_the_smallest_step_and_a_note() -> None
     limited = planned(*EXAMPLE[2], limit="10ms")
     assert tokens(limited) == limited.plan.engine.max_num_seqs
     [note] = [note for note in limited.notes if "maxTimeBetweenTokens" in note]
-    assert "10ms cannot be kept beside prompts: a step of 64 tokens, the smallest possible, takes" in note
+    assert "exceeds 10ms while it computes prompts, because even the smallest step, 64 tokens, takes" in note
 
 
 def test_smaller_steps_of_mode_feed_forward_have_a_ring_if_it_pays() -> None:

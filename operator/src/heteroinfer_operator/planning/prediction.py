@@ -22,6 +22,7 @@ from heteroinfer_operator.planning.rates import (
     ErrorRange,
     Rates,
 )
+from heteroinfer_operator.vllm_support.cuda_graphs import most_captured_rows
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
 
 STEP_OVERHEAD_S: Final = 2.1e-3
@@ -38,9 +39,6 @@ MIXTURE_LAUNCH_S: Final = 1.5e-3
 support: kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048 (stock
 vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024
 tokens."""
-_MAX_CAPTURED_REQUESTS: Final = 512
-"""Upper bound for the tokens of the largest CUDA graph, which otherwise supports twice max_num_seqs
-(vllm/config/compilation.py@v0.32.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,17 +396,17 @@ def compute_s(
 
 def captured_rows(engine: EngineSettings) -> int:
     """Returns the most rows of a GPU's step that a CUDA graph holds; 0 without CUDA graphs."""
-    return 0 if engine.eager_gpu else _max_captured(engine)
+    return 0 if engine.eager_gpu else _captured_rows_of_graphs(engine)
 
 
-def _max_captured(engine: EngineSettings) -> int:
-    """Returns the rows of the largest CUDA graph that vLLM captures with these settings."""
-    return min(2 * engine.max_num_seqs, _MAX_CAPTURED_REQUESTS)
+def _captured_rows_of_graphs(engine: EngineSettings) -> int:
+    """Returns the most rows of a CUDA graph, if the engine captures graphs."""
+    return most_captured_rows(engine.extra_args, engine.max_num_seqs, engine.max_num_batched_tokens)
 
 
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: StepLoad) -> float:
     """Returns the seconds in which a GPU launches a mixture's kernels one by one; 0 with a CUDA graph."""
-    if rank.device is not Device.GPU or load.requests * load.tokens <= _max_captured(plan.engine):
+    if rank.device is not Device.GPU or load.requests * load.tokens <= _captured_rows_of_graphs(plan.engine):
         return 0.0
     # If feed-forward ranks have the experts of a layer, the GPU still launches that layer's other kernels.
     is_mixture = rank.ring_bytes > 0 or any(kind.experts for kind in sizes.profile.layers)

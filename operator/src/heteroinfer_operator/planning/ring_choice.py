@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
-from heteroinfer_contract.given_options import given_options
 from heteroinfer_contract.gpu_experts import ACTIVATIONS, LEAST_GAIN, LEAST_ROWS
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Plan
@@ -38,8 +37,6 @@ BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
 """Tokens of a step that the plan tries."""
 _MUCH_TOKENS: Final = 8192
 """A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
-_GRAPH_OPTIONS: Final = ("--compilation-config", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
-"""Options of vLLM that change which steps CUDA graphs hold; the prediction does not read them."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
@@ -91,7 +88,7 @@ def predict_wait(
     Args:
         gpu: rates of the rank with attention.
         rates: rates of each feed-forward rank, in rank order.
-        gap_s: seconds of the step in which the GPU does other work. It copies experts meanwhile.
+        gap_s: seconds of the step in which the GPU does other work and copies experts.
     """
     cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
     rows = load.requests * load.tokens
@@ -141,17 +138,14 @@ def describe_long_prompts(
         return "CPUs compute all experts, by the predicted rates"
     shown = dict.fromkeys((first, *(tokens for tokens in _SHOWN_TOKENS if first < tokens < most), most))
     parts = ", ".join(f"{gpu_part(tokens):.0%} with {tokens:,}" for tokens in shown)
-    graphs = ""
-    if any(each.may_mean(option) for each in given_options(engine.extra_args) for option in _GRAPH_OPTIONS):
-        graphs = ". engine.args has options of CUDA graphs, which may move this limit; the group measures it"
     return (
         f"in steps of {first:,} tokens or more, the GPU computes a part of the experts and the CPUs the rest "
-        f"({parts}); in shorter steps, CPUs compute all experts{graphs}"
+        f"({parts}); in shorter steps, CPUs compute all experts"
     )
 
 
 def least_rows(engine: EngineSettings) -> int:
-    """Returns the fewest rows of which the GPU may compute a part: more than a CUDA graph holds."""
+    """Returns the fewest rows with which the GPU may compute experts: more than a CUDA graph holds."""
     return max(captured_rows(engine) + 1, LEAST_ROWS)
 
 

@@ -80,7 +80,7 @@ def _exceeded_note(planned: Planned, limit: str) -> str:
     """Returns the note that even the smallest step takes longer than the limit."""
     step_ms = time_between_tokens(planned).step_s * 1e3
     return (
-        f"engine.maxTimeBetweenTokens: {limit} cannot be kept beside prompts: a step of "
-        f"{planned.plan.engine.max_num_batched_tokens:,} tokens, the smallest possible, takes {step_ms:,.0f} "
-        "ms by prediction. Raise the limit, or move fewer layers to CPUs"
+        f"engine.maxTimeBetweenTokens: the plan exceeds {limit} while it computes prompts, because even the "
+        f"smallest step, {planned.plan.engine.max_num_batched_tokens:,} tokens, takes {step_ms:,.0f} ms by "
+        "prediction. Raise the limit, or move fewer layers to CPUs"
     )

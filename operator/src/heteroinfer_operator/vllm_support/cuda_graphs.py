@@ -1,0 +1,84 @@
+"""The steps for which vLLM captures CUDA graphs, as `engine.args` set them. Pure.
+
+Source: vllm/config/vllm.py::VllmConfig._set_cudagraph_sizes@v0.32.0.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from heteroinfer_contract.given_options import given_options
+
+_CONFIG: Final = "--compilation-config"
+_SIZES: Final = "--cudagraph-capture-sizes"
+_MOST: Final = "--max-cudagraph-capture-size"
+_LEVEL: Final = "--optimization-level"
+_DEFAULT_MOST: Final = 512
+"""vLLM's own limit. It is 1,024 on GPUs of compute capability 10, but plans have at most 256 requests in a
+step, and vLLM captures at most two rows for each."""
+
+
+def most_captured_rows(args: tuple[str, ...], max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Returns the rows of the largest CUDA graph that vLLM captures; 0 if the arguments switch graphs off."""
+    config = _read_config(args)
+    if config.get("cudagraph_mode") in ("NONE", 0):
+        return 0
+    sizes, most = config.get("cudagraph_capture_sizes"), config.get("max_cudagraph_capture_size")
+    if isinstance(sizes, list):
+        numbers = (size for size in sizes if isinstance(size, int))
+        return max((size for size in numbers if size <= max_num_batched_tokens), default=0)
+    if not isinstance(most, int):
+        most = min(2 * max_num_seqs, _DEFAULT_MOST)
+    if most >= max_num_batched_tokens:
+        return max_num_batched_tokens
+    return _floor_to_captured(most)
+
+
+def _floor_to_captured(rows: int) -> int:
+    """Returns the largest number of rows up to this one that vLLM captures by default."""
+    if rows < 8:
+        return max((size for size in (1, 2, 4) if size <= rows), default=0)
+    return rows // 8 * 8 if rows < 256 else rows // 16 * 16
+
+
+@lru_cache(maxsize=256)
+def _read_config(args: tuple[str, ...]) -> Mapping[str, Any]:
+    """Returns the settings of CUDA graphs in the arguments, as keys of --compilation-config."""
+    config: dict[str, Any] = {}
+    for number, arg in enumerate(args):
+        for option in given_options((arg, *args[number + 1 : number + 2]))[:1]:
+            if option.arg != arg:
+                continue
+            if option.may_mean(_SIZES):
+                config["cudagraph_capture_sizes"] = _read_numbers(arg, args[number + 1 :])
+            elif option.may_mean(_MOST):
+                config["max_cudagraph_capture_size"] = _read_json(option.value)
+            elif option.may_mean(_LEVEL) and option.value == "0":
+                config["cudagraph_mode"] = "NONE"
+            elif option.may_mean(_CONFIG):
+                value = _read_json(option.value)
+                if option.path:
+                    config[option.path[0]] = value
+                elif isinstance(value, dict):
+                    config |= value
+    return config
+
+
+def _read_numbers(arg: str, following: Sequence[str]) -> list[int] | None:
+    """Returns the numbers of an option that takes several, or None if it has none."""
+    _, equals, value = arg.partition("=")
+    numbers: list[int] = []
+    for text in [value] if equals else following:
+        if not text.isdecimal():
+            break
+        numbers.append(int(text))
+    return numbers or None
+
+
+def _read_json(text: str | None) -> Any:
+    """Returns a JSON value; the text itself if it is no JSON."""
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text
