@@ -79,9 +79,8 @@ class ValidationRule:
         """Returns the message for an invalid model; None for a valid one."""
         if self.holds(model):
             return None
-        return (
-            self._format_message(self.got % self.got_values(model)) if self.got else self._format_message("")
-        )
+        got = self.got % self.got_values(model) if self.got else ""
+        return self._format_message(got)
 
     def _format_message(self, got: str) -> str:
         """Returns the message with the invalid value and the fix, as far as they exist."""
@@ -129,8 +128,11 @@ class Model(BaseModel):
         """Raises a RULE_ERROR with all broken rules, except for a stored resource."""
         if info.context == AS_STORED:
             return self
-        found = ((rule.field, rule.problem(self)) for rule in self.rules)
-        problems = [*self._repeated_keys(), *((field, text) for field, text in found if text is not None)]
+        problems = list(self._repeated_keys())
+        for rule in self.rules:
+            problem = rule.problem(self)
+            if problem is not None:
+                problems.append((rule.field, problem))
         if problems:
             message = "; ".join(f"{field}: {text}" if field else text for field, text in problems)
             raise PydanticCustomError(RULE_ERROR, "{message}", {"message": message, PROBLEMS: problems})
@@ -142,9 +144,11 @@ class Model(BaseModel):
         for name, alias, keys in _lists_with_keys(type(self)):
             fields = [to_snake(key) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
-            for entry in (entry for entry, count in entries.items() if count > 1):
-                keys_text, got = "/".join(keys), "/".join(map(str, entry))
-                yield alias, f"each {keys_text} must be unique (got {got} twice). Rename or remove one entry"
+            for entry, count in entries.items():
+                if count > 1:
+                    keys_text, got = "/".join(keys), "/".join(map(str, entry))
+                    problem = f"each {keys_text} must be unique (got {got} twice). Rename or remove one entry"
+                    yield alias, problem
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -214,12 +218,10 @@ def _contains_models(value: object) -> bool:
 
 
 def _fields_changed_in(value: Any) -> Any:
-    """Returns the same selection of fields for a model, or for each model of a list."""
-    return (
-        value.fields_unlike_first_default()
-        if isinstance(value, Model)
-        else [item.fields_unlike_first_default() for item in value]
-    )
+    """Returns `fields_unlike_first_default` of a model, or of each model of a list."""
+    if isinstance(value, Model):
+        return value.fields_unlike_first_default()
+    return [item.fields_unlike_first_default() for item in value]
 
 
 class StatusModel(Model):

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api.base import Model
-from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, FeedForwardSpec, RoleSpec
+from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.api.spec import HeteroInferenceSpec
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
@@ -86,8 +86,10 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
         feed_forward, no_feed_forward = _build_feed_forward(num_gpus, cpus)
     if has_feed_forward or feed_forward is not None:
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
-    asking_roles = [role for role in spec.roles if role.device is Device.GPU or role.feed_forward is not None]
-    if sum(role.num_ranks for role in asking_roles) == 1 and len(asking_roles) < len(spec.roles):
+    # In mode FeedForward these roles have the ranks with attention, and the pods of all other roles compute
+    # experts and MLPs. The mode supports only one rank with attention.
+    attention_roles = [r for r in spec.roles if r.device is Device.GPU or r.feed_forward is not None]
+    if sum(role.num_ranks for role in attention_roles) == 1 and len(attention_roles) < len(spec.roles):
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
     if cpus or not modes:
         modes.append(ChosenMode(mode=Mode.PIPELINE))
@@ -114,7 +116,7 @@ def _build_feed_forward(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedFo
             total[name] += role.pods * parse_quantity(role_amount)
     # Amounts are rounded down, so that the ranks never request more than the roles.
     cpu_millis = int(total["cpu"] * 1000 / ranks)
-    memory_mebi = int(total["memory"] / ranks) >> 20
+    memory_mebi = int(total["memory"] / ranks) // 2**20
     if cpu_millis < 1 or memory_mebi < 1:
         return (
             None,
@@ -126,9 +128,9 @@ def _build_feed_forward(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedFo
 
 def _find_amount(role: RoleSpec, name: str) -> str | None:
     """Returns the request of a role for a resource, otherwise its limit, or None."""
-    resources = role.resources
-    amounts = (resources.requests, resources.limits) if resources else ()
-    return next((amount[name] for amount in amounts if amount and name in amount), None)
+    resources = role.resources or Resources()
+    requests, limits = resources.requests or {}, resources.limits or {}
+    return requests.get(name, limits.get(name))
 
 
 def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> ChosenMode | None:

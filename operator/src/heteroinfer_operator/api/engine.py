@@ -112,6 +112,7 @@ class EngineSpec(Model):
     The plan reduces the tokens of a step until a step takes no longer, by prediction; long prompts then take
     more steps, so their first token comes later. Default: no limit."""
     eager: When = When.AUTO
-    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: depends on device and mode."""
+    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them, and GPU
+    ranks run with them, unless GPU and CPU ranks split the same layers."""
     shm_size: ByteSize = "8Gi"
     """Size of /dev/shm in each pod. It counts as memory of the pod."""

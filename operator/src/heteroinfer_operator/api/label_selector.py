@@ -27,14 +27,14 @@ def values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
             reason=RuleReason.REQUIRED,
             cel=f"!(self.operator in {listed}) || (has(self.values) && self.values.size() > 0)",
             message=f"must have at least one entry for operator {' or '.join(with_values)}",
-            holds=lambda own: own.operator not in with_values or bool(own.values),
+            holds=lambda term: term.operator not in with_values or bool(term.values),
         ),
         ValidationRule(
             field="values",
             reason=RuleReason.FORBIDDEN,
             cel=f"self.operator in {listed} || !has(self.values) || self.values.size() == 0",
             message="must be empty for operator Exists or DoesNotExist",
-            holds=lambda own: own.operator in with_values or not own.values,
+            holds=lambda term: term.operator in with_values or not term.values,
         ),
     )
 

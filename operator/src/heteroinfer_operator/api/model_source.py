@@ -48,7 +48,7 @@ class CaBundle(Model):
         ValidationRule(
             cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
             message="must set exactly one of configMapKeyRef and secretKeyRef",
-            holds=lambda own: (own.secret_key_ref is None) != (own.config_map_key_ref is None),
+            holds=lambda bundle: (bundle.secret_key_ref is None) != (bundle.config_map_key_ref is None),
         ),
     )
 
@@ -74,7 +74,7 @@ class ModelCache(Model):
             message="must be unset if storageClassName or accessMode is set, which are for a new claim",
             fix="Remove storageClassName and accessMode, or replace claimName by size",
             holds=lambda cache: (
-                cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
+                cache.claim_name is None or (cache.storage_class_name is None and cache.access_mode is None)
             ),
         ),
         ValidationRule(

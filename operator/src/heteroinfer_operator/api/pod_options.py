@@ -78,7 +78,7 @@ class DnsConfig(Model):
             field="nameservers",
             cel="!has(self.nameservers) || self.nameservers.all(n, isIP(n))",
             message="each entry must be an IP address",
-            holds=lambda own: all(map(_is_address, own.nameservers or ())),
+            holds=lambda config: all(map(_is_address, config.nameservers or ())),
         ),
     )
 
@@ -99,7 +99,9 @@ class ResourceClaim(Model):
         ValidationRule(
             cel="has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
             message="must set either resourceClaimName or resourceClaimTemplateName",
-            holds=lambda own: (own.resource_claim_name is None) != (own.resource_claim_template_name is None),
+            holds=lambda claim: (
+                (claim.resource_claim_name is None) != (claim.resource_claim_template_name is None)
+            ),
         ),
     )
 

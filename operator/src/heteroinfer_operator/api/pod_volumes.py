@@ -113,7 +113,7 @@ class ProjectedSource(Model):
         ValidationRule(
             cel="has(self.configMap) != has(self.secret)",
             message="must set exactly one of configMap and secret",
-            holds=lambda own: (own.config_map is None) != (own.secret is None),
+            holds=lambda source: (source.config_map is None) != (source.secret is None),
         ),
     )
 
@@ -173,7 +173,7 @@ class TemplateVolume(Model):
         ValidationRule(
             cel=f"[{', '.join(f'has(self.{kind})' for kind in _KINDS)}].filter(given, given).size() == 1",
             message=f"must set exactly one of {', '.join(_KINDS)}",
-            holds=lambda own: sum(getattr(own, name) is not None for name in _ATTRIBUTES) == 1,
+            holds=lambda volume: sum(getattr(volume, name) is not None for name in _ATTRIBUTES) == 1,
         ),
         ValidationRule(
             field="name",
@@ -182,7 +182,7 @@ class TemplateVolume(Model):
             message=f"must not be {', '.join(OWN_VOLUMES[:-1])} or {OWN_VOLUMES[-1]}, names of the "
             "operator's own volumes",
             fix="Choose another name",
-            holds=lambda own: own.name not in OWN_VOLUMES,
+            holds=lambda volume: volume.name not in OWN_VOLUMES,
         ),
     )
 
@@ -213,10 +213,10 @@ class TemplateMount(Model):
             message=f"must be below {', '.join(MOUNT_ROOTS[:-1])} or {MOUNT_ROOTS[-1]}, because files in "
             "other folders could replace code of the worker",
             fix="Use a path such as /mnt/NAME",
-            holds=lambda own: own.mount_path.startswith(tuple(f"{root}/" for root in MOUNT_ROOTS)),
+            holds=lambda mount: mount.mount_path.startswith(tuple(f"{root}/" for root in MOUNT_ROOTS)),
             got="%s",
             got_cel=("self.mountPath",),
-            got_values=lambda own: (own.mount_path,),
+            got_values=lambda mount: (mount.mount_path,),
         ),
     )
 
@@ -231,6 +231,6 @@ class TemplateMount(Model):
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:
-    """Yields the names of mounts that no volume has."""
+    """Yields, for each mount without a volume of its name, that name."""
     known = {volume.name for volume in volumes}
     yield from (mount.name for mount in mounts if mount.name not in known)

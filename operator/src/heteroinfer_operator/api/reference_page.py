@@ -28,7 +28,7 @@ is set. A field that is *immutable* keeps the value with which the resource was 
 _INT32_MAX: Final = 2**31 - 1
 _DEFAULT: Final = re.compile(r" ?Default: (.*)[.]$", re.S)
 _VALUE: Final = re.compile(r"(?!(?:none|empty)$)[\w./:-]+")
-"""Pattern of a stated default that is a value and no description."""
+"""Pattern of a stated default that is a value, not a description."""
 _RULES: Final = "x-kubernetes-validations"
 
 

@@ -28,7 +28,7 @@ from heteroinfer_operator.errors import SpecError
 ModelT = TypeVar("ModelT", bound=Model)
 
 MAX_NAME_LENGTH: Final = 40
-"""The host name of a pod, NAME-GROUP-EPOCH-POD, has at most 63 characters; 20 of them are for digits."""
+"""The host name of a pod, NAME-GROUP-EPOCH-POD, has at most 63 characters: 40, 3 hyphens and 20 digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -123,7 +123,8 @@ def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     return spec
 
 
-_OTHER_PATTERN: Final = "string_pattern_mismatch"
+_PATTERN_ERROR: Final = "string_pattern_mismatch"
+"""Type of pydantic's error for a text that does not match a pattern."""
 
 
 def _check_spec_length(spec: Mapping[str, Any]) -> None:
@@ -135,15 +136,15 @@ def _check_spec_length(spec: Mapping[str, Any]) -> None:
     length_by_part |= {f"roles[{i}]": _json_length(role) for i, role in enumerate(spec["roles"])}
     longest = max(length_by_part, key=lambda name: length_by_part[name])
     problem = (
-        f"spec: must be at most {MAX_SPEC_LENGTH >> 10} KiB of JSON, because pods and ConfigMaps hold it and "
-        f"the API server stores no larger objects (got {spec_length >> 10} KiB, including "
-        f"{length_by_part[longest] >> 10} KiB in {longest}). Shorten the spec"
+        f"spec: must be at most {MAX_SPEC_LENGTH // 1024} KiB of JSON, because pods and ConfigMaps hold it "
+        f"and the API server stores no larger objects (got {spec_length // 1024} KiB, including "
+        f"{length_by_part[longest] // 1024} KiB in {longest}). Shorten the spec"
     )
     raise SpecError([problem])
 
 
 def _json_length(raw: object) -> int:
-    """Returns the number of characters of a value as compact JSON."""
+    """Returns the bytes of a value as compact JSON, which escapes all but ASCII."""
     return len(json.dumps(raw, default=dict, separators=(",", ":")))
 
 
@@ -230,16 +231,18 @@ def _path_to_drop(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ..
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
     path_in_value: list[str | int] = []
     for part in path:
-        exists = part in value if isinstance(value, dict) else _has_item(value, part)
-        if not exists:
+        if not _has_part(value, part):
             break
         path_in_value.append(part)
         value = value[part]
     return tuple(path_in_value)
 
 
-def _has_item(value: Any, index: str | int) -> bool:
-    return isinstance(value, list) and isinstance(index, int) and index < len(value)
+def _has_part(value: Any, part: str | int) -> bool:
+    """Reports whether a dict has a key, or a list has an index."""
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
 
 
 def _removal_order(path: Sequence[str | int]) -> tuple[Any, ...]:
@@ -251,7 +254,7 @@ def _remove(value: Any, path: Sequence[str | int]) -> None:
     """Deletes the value at a path, unless it is already gone."""
     *outer, last = path
     for part in outer:
-        if not (part in value if isinstance(value, dict) else _has_item(value, part)):
+        if not _has_part(value, part):
             return  # the parent was removed already
         value = value[part]
     del value[last]
@@ -266,7 +269,9 @@ def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:
         return {
             key: _without_unknown_fields(value, fields[key]) for key, value in raw.items() if key in fields
         }
-    return [_without_unknown_fields(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
+    if isinstance(raw, list | tuple):
+        return [_without_unknown_fields(value, cls) for value in raw]
+    return raw
 
 
 def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:
@@ -327,7 +332,11 @@ def _find_model(annotation: object) -> type[Model] | None:
     """Returns the model inside an annotation such as `tuple[RoleSpec, ...] | None`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, Model):
         return annotation
-    return next((model for arg in get_args(annotation) if (model := _find_model(arg)) is not None), None)
+    for argument in get_args(annotation):
+        model = _find_model(argument)
+        if model is not None:
+            return model
+    return None
 
 
 def _find_causes(error: ValidationError) -> list[Any]:
@@ -336,25 +345,27 @@ def _find_causes(error: ValidationError) -> list[Any]:
     pydantic also reports a list with an invalid item as too short.
     """
     problems = error.errors()
-    locations = [problem["loc"] for problem in problems]
-    return [
-        problem
-        for problem in problems
-        if not any(
-            len(location) > len(problem["loc"]) and location[: len(problem["loc"])] == problem["loc"]
-            for location in locations
-        )
-    ]
+
+    def has_inner_problem(outer: tuple[str | int, ...]) -> bool:
+        """Reports whether another problem is at a location inside this one."""
+        inner_locations = (problem["loc"] for problem in problems if len(problem["loc"]) > len(outer))
+        return any(location[: len(outer)] == outer for location in inner_locations)
+
+    return [problem for problem in problems if not has_inner_problem(problem["loc"])]
 
 
 def _describe_problem(cls: type[Model], where: str, error: Mapping[str, Any]) -> Iterator[str]:
     """Yields the messages of one problem, each with the path of its field."""
     path = where
     for part in error["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else str(part)
     if error["type"] == RULE_ERROR:
         for field, text in error["ctx"][PROBLEMS]:
-            yield f"{'.'.join(filter(None, (path, field))) or 'resource'}: {text}"
+            field_path = f"{path}.{field}" if path and field else path or field
+            yield f"{field_path or 'resource'}: {text}"
     elif error["type"] == "extra_forbidden":
         similar = _find_similar_field(cls, error["loc"])
         fix = f"write {similar}" if similar else "correct its name (see `kubectl explain hinf.spec`)"
@@ -373,12 +384,15 @@ def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str 
         if model is not None and isinstance(part, str):
             model = _models_by_field(model).get(part)
     fields = () if model is None else _models_by_field(model)
-    return next(iter(difflib.get_close_matches(str(location[-1]), fields, n=1)), None)
+    matches = difflib.get_close_matches(str(location[-1]), fields, n=1)
+    return matches[0] if matches else None
 
 
 def _translate_message(error: Mapping[str, Any]) -> str:
     """Returns pydantic's message of an error with "must be", as in the API server's answers."""
-    if error["type"] == _OTHER_PATTERN and (words := quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])):
-        return words
+    if error["type"] == _PATTERN_ERROR:
+        words = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])
+        if words:
+            return words
     message: str = error["msg"]
     return re.sub("^(Input|String|List|Tuple|Dictionary) should ", "must ", message)

@@ -28,8 +28,8 @@ def _requests_above_limits(resources: "Resources") -> list[str]:
     limits = resources.limits or {}
     return [
         name
-        for name, asked in (resources.requests or {}).items()
-        if name in limits and exact_quantity(asked) > exact_quantity(limits[name])
+        for name, request in (resources.requests or {}).items()
+        if name in limits and exact_quantity(request) > exact_quantity(limits[name])
     ]
 
 
@@ -45,7 +45,7 @@ class Resources(Model):
             "quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
             message="must not exceed limits",
             fix="Lower requests, or raise limits",
-            holds=lambda own: not _requests_above_limits(own),
+            holds=lambda resources: not _requests_above_limits(resources),
         ),
     )
 
@@ -83,7 +83,8 @@ class RoleSpec(Model):
             message="must be GPU if deviceResourceName or deviceMemory is set",
             fix="Remove deviceResourceName and deviceMemory; resources sets the memory of a CPU role",
             holds=lambda role: (
-                role.device is Device.GPU or (role.device_resource_name or role.device_memory) is None
+                role.device is Device.GPU
+                or (role.device_resource_name is None and role.device_memory is None)
             ),
             got="CPU in role %s",
             got_cel=("self.name",),

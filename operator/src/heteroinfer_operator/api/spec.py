@@ -50,10 +50,15 @@ AUTO_MODE: Final = "Auto"
 
 
 def _auto_to_none(value: object) -> object:
-    """Returns None for the value Auto; any other mode stays the same. Errors for other texts name Auto."""
-    if isinstance(value, str) and value not in (AUTO_MODE, *Mode):
-        *others, last = (repr(mode) for mode in (AUTO_MODE, *(mode.value for mode in Mode)))
-        raise PydanticCustomError("enum", "must be {modes}", {"modes": f"{', '.join(others)} or {last}"})
+    """Returns None for the value Auto; any other mode stays the same.
+
+    pydantic's own error for an unknown mode would not list Auto.
+    """
+    modes = [AUTO_MODE, *(mode.value for mode in Mode)]
+    if isinstance(value, str) and value not in modes:
+        quoted = [repr(mode) for mode in modes]
+        listed = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+        raise PydanticCustomError("enum", "must be {modes}", {"modes": listed})
     return None if value == AUTO_MODE else value
 
 
@@ -207,9 +212,12 @@ class SchedulingSpec(Model):
 
 _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUTO_MODE}')"
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
-_ASKS_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
+_HAS_ATTENTION_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
 """CEL expression: whether a role has the rank with attention in mode FeedForward."""
-_ASKING_CEL: Final = f"self.roles.filter(r, {_ASKS_CEL}).map(r, r.pods * r.ranksPerPod).sum()"
+_ATTENTION_RANKS_CEL: Final = (
+    f"self.roles.filter(r, {_HAS_ATTENTION_CEL}).map(r, r.pods * r.ranksPerPod).sum()"
+)
+"""CEL expression: number of ranks with attention in mode FeedForward."""
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
     names.DEFAULT_CONTROL_PORT,
@@ -238,14 +246,18 @@ def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether a spec with mode FeedForward has one rank with attention; True for other modes."""
+def _feed_forward_has_one_stage_rank(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether a spec with mode FeedForward has one rank with attention; True for other modes.
+
+    Such a group has one stage with all layers. So the spec must not divide the model in another way.
+    """
     sizes = spec.parallelism
-    return sizes.mode is not Mode.FEED_FORWARD or (
-        sum(role.num_ranks for role in spec.stage_roles) == 1
-        and all(role.layers is None for role in spec.roles)
-        and (sizes.tensor or 1) == (sizes.pipeline or 1) == 1
-    )
+    if sizes.mode is not Mode.FEED_FORWARD:
+        return True
+    has_one_rank = sum(role.num_ranks for role in spec.stage_roles) == 1
+    sets_layers = any(role.layers is not None for role in spec.roles)
+    has_one_stage = sizes.tensor in (None, 1) and sizes.pipeline in (None, 1)
+    return has_one_rank and has_one_stage and not sets_layers
 
 
 def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
@@ -268,7 +280,7 @@ class HeteroInferenceSpec(Model):
         ValidationRule(
             field="parallelism.mode",
             cel=f"{_MODE_CEL} == '{AUTO_MODE}' || ({_MODE_CEL} == 'FeedForward' "
-            f"? self.roles.exists(r, has(r.feedForward)) || !self.roles.all(r, {_ASKS_CEL}) "
+            f"? self.roles.exists(r, has(r.feedForward)) || !self.roles.all(r, {_HAS_ATTENTION_CEL}) "
             ": !self.roles.exists(r, has(r.feedForward)))",
             message="must be FeedForward or Auto if a role sets feedForward. Mode FeedForward needs a role "
             "with feedForward, or a CPU role beside the GPU role",
@@ -277,7 +289,7 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ASKING_CEL} == 1 "
+            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ATTENTION_RANKS_CEL} == 1 "
             "&& !self.roles.exists(r, has(r.layers)) "
             "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
@@ -285,7 +297,7 @@ class HeteroInferenceSpec(Model):
             "feedForward, with pods: 1 and ranksPerPod: 1. No role may set layers, and parallelism.tensor "
             "and parallelism.pipeline must be 1 or unset",
             fix="Set feedForward.layers instead of layers, or use mode Pipeline for several GPUs",
-            holds=_has_one_asking_rank,
+            holds=_feed_forward_has_one_stage_rank,
         ),
         ValidationRule(
             field="roles",
@@ -446,7 +458,7 @@ class HeteroInferenceSpec(Model):
     drain_timeout: Duration = "60s"
     """Time that running requests get to finish when a group stops. A change applies to pods created later."""
     step_timeout: Duration | None = None
-    """Longest time for one step of a rank, and for an answer of the API server or the engine while no rank
+    """Longest time for one step of a rank, and for an answer of vLLM's API server or engine while no rank
     computes. After this time, the operator restarts the group. Default: 5m."""
 
     @property
@@ -459,7 +471,9 @@ class HeteroInferenceSpec(Model):
         """Roles whose ranks have attention; in mode FeedForward the ranks of other roles have none."""
         if self.parallelism.mode is not Mode.FEED_FORWARD:
             return self.roles
-        return tuple(r for r in self.roles if r.device is Device.GPU or r.feed_forward is not None)
+        return tuple(
+            role for role in self.roles if role.device is Device.GPU or role.feed_forward is not None
+        )
 
 
 class LifecycleSpec(StatusModel):

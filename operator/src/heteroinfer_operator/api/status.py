@@ -377,8 +377,8 @@ class GroupStatus(StatusModel):
     kv: KvStatus | None = None
     """Deprecated: use kvCache."""
     long_prompts: Text | None = None
-    """In mode FeedForward, the part that the GPU has in long prompts by the measurement of this epoch; unset
-    if the plan gives the GPU no memory for experts, or before the measurement."""
+    """In mode FeedForward, the part of the experts that the GPU computes in long prompts, as this epoch
+    measured it; unset before the measurement, or if the GPU has no memory for experts."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Ranks of the group, with their pods and times."""
 

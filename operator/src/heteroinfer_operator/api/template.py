@@ -77,21 +77,25 @@ class Toleration(Model):
             reason=RuleReason.REQUIRED,
             cel="(has(self.key) && self.key != '') || (has(self.operator) && self.operator == 'Exists')",
             message="must be set unless operator is Exists",
-            holds=lambda own: bool(own.key) or own.operator is TolerationOperator.EXISTS,
+            holds=lambda toleration: bool(toleration.key) or toleration.operator is TolerationOperator.EXISTS,
         ),
         ValidationRule(
             field="value",
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
             message="must be unset for operator Exists",
-            holds=lambda own: own.operator is not TolerationOperator.EXISTS or not own.value,
+            holds=lambda toleration: (
+                toleration.operator is not TolerationOperator.EXISTS or not toleration.value
+            ),
         ),
         ValidationRule(
             field="tolerationSeconds",
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
             message="must be unset unless effect is NoExecute",
-            holds=lambda own: own.toleration_seconds is None or own.effect is TaintEffect.NO_EXECUTE,
+            holds=lambda toleration: (
+                toleration.toleration_seconds is None or toleration.effect is TaintEffect.NO_EXECUTE
+            ),
         ),
     )
 
@@ -116,8 +120,10 @@ class NodeRequirement(Model):
             field="values",
             cel="!(self.operator in ['Gt', 'Lt']) || !has(self.values) || self.values.size() == 1",
             message="must have exactly one entry for operator Gt or Lt",
-            holds=lambda own: (
-                own.operator not in (NodeOperator.GT, NodeOperator.LT) or len(own.values or (0,)) == 1
+            holds=lambda term: (
+                term.operator not in (NodeOperator.GT, NodeOperator.LT)
+                or not term.values
+                or len(term.values) == 1
             ),
         ),
     )

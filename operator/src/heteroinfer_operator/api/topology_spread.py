@@ -36,8 +36,8 @@ class TopologySpread(Model):
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.minDomains) || self.whenUnsatisfiable == 'DoNotSchedule'",
             message="must be unset unless whenUnsatisfiable is DoNotSchedule",
-            holds=lambda own: (
-                own.min_domains is None or own.when_unsatisfiable is WhenUnsatisfiable.DO_NOT_SCHEDULE
+            holds=lambda spread: (
+                spread.min_domains is None or spread.when_unsatisfiable is WhenUnsatisfiable.DO_NOT_SCHEDULE
             ),
         ),
     )

@@ -47,20 +47,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
-    """Runs the checks. With --wait, repeats them until none fails or the time is over."""
+    """Runs the checks. With --wait, repeats them until none fails or the time is over.
+
+    Raises:
+        ApiError: the API server still does not answer when the time is over.
+    """
     deadline = time.monotonic() + arguments.wait
     async with open_cluster(arguments) as cluster:
         while True:
-            left_s = deadline - time.monotonic()
+            remaining_s = deadline - time.monotonic()
             try:
                 results = await run_checks(cluster.server)
             except ApiError:
-                if left_s <= 0:
+                if remaining_s <= 0:
                     raise
             else:
-                if left_s <= 0 or all(result.state is not CheckState.FAILED for result in results):
+                none_failed = all(result.state is not CheckState.FAILED for result in results)
+                if none_failed or remaining_s <= 0:
                     return results
-            await asyncio.sleep(min(POLL_S, max(left_s, 0.0)))
+            await asyncio.sleep(min(POLL_S, remaining_s))
 
 
 def _print_table(results: Sequence[CheckResult]) -> None:

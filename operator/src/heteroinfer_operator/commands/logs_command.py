@@ -66,7 +66,7 @@ def _line_count(text: str) -> int:
 
 
 async def _print_logs(arguments: argparse.Namespace) -> None:
-    """Prints the logs of the current pods of the chosen groups, or of their previous containers."""
+    """Prints the logs of the chosen groups' pods: of the newest epoch, or with --previous of earlier ones."""
     async with open_cluster(arguments) as cluster:
         server, namespace = cluster.server, cluster.namespace
         (resource,) = await read_resources(server, namespace, arguments.name)
@@ -114,18 +114,18 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
 async def _print_current(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
-    """Prints a group's state, its last failure, and the logs of the current epoch's pods."""
+    """Prints a group's state, its last failure, and the logs of the newest epoch that has pods."""
     _print_line(f"==> {group_text(group)}")
     if group.failures:
         _print_line(f"last failure: {failure_text(group.failures[-1])}")
-    known = epochs(pods)
-    if not known:
+    epochs_with_pods = epochs(pods)
+    if not epochs_with_pods:
         _print_line(
             "the group has no pods now"
             + (". The line above is about its last pods" if group.failures else "")
         )
         return
-    for story in build_stories(group, pods, known[-1]):
+    for story in build_stories(group, pods, epochs_with_pods[-1]):
         await _print_pod_log(server, namespace, story, tail)
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.plan import Mode
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.aligned_rows import align_rows
@@ -131,7 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
     """Returns the user's hardware; raises HeteroInferError if options are missing."""
     gpu_memory, cpu_memory, cpus = arguments.gpu_memory or "", arguments.cpu_memory or "", arguments.cpus or 0
-    gpus = int(bool(gpu_memory)) if arguments.gpus is None else arguments.gpus
+    default_gpus = 1 if gpu_memory else 0
+    gpus = default_gpus if arguments.gpus is None else arguments.gpus
     if gpus and not gpu_memory:
         raise HeteroInferError(
             "--gpus: the memory of one GPU is missing. Add --gpu-memory SIZE", reason="Usage"
@@ -164,15 +164,20 @@ def _model_spec(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _default_name(model: str) -> str:
-    """Returns a resource name for a model: its last part in lower case."""
-    path = model if model.startswith(HUB_SCHEME) or "://" in model else str(Path(model).resolve())
-    words = re.sub("[^a-z0-9]+", "-", path.rpartition("/")[2].lower()).strip("-")
+    """Returns a resource name for a model: the last part of its path, in the characters of a DNS label.
+
+    A name must begin with a letter, so other names get the prefix "model-".
+    """
+    path = model if "://" in model else str(Path(model).resolve())
+    last_part = path.rpartition("/")[2]
+    words = re.sub("[^a-z0-9]+", "-", last_part.lower()).strip("-")
     name = words if words[:1].isalpha() else f"model-{words}"
     return name[:MAX_NAME_LENGTH].strip("-")
 
 
 def _check_name_and_model(name: str, model: dict[str, Any]) -> HeteroInference:
     """Parses a resource with this name and model, to check both; raises SpecError."""
+    # A resource needs a role. The layout is not chosen yet, so any valid role will do.
     spec = {"model": model, "roles": [{"name": "cpu", "device": "CPU"}]}
     return parse_resource({"metadata": {"name": name}, "spec": spec})
 

@@ -9,9 +9,11 @@ from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Mode
 from heteroinfer_operator.api import AccessMode, HeteroInference, parse_resource
+from heteroinfer_operator.commands.plan_words import count
 from heteroinfer_operator.errors import HeteroInferError, PlanError
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, plan_group
+from heteroinfer_operator.planning.engine_settings import default_max_model_len
 from heteroinfer_operator.quantity import parse_bytes
 
 FILE_SCHEME: Final = "file://"
@@ -49,9 +51,12 @@ class GivenHardware:
     cpu_memory: str
 
     def __str__(self) -> str:
-        gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {self.gpu_memory}" if self.gpus else ""
-        cpus = f"{self.cpus} CPU{'s' * (self.cpus > 1)} with {self.cpu_memory}" if self.cpus else ""
-        return " and ".join(filter(None, (gpus, cpus)))
+        devices = []
+        if self.gpus:
+            devices.append(f"{count(self.gpus, 'GPU')} of {self.gpu_memory}")
+        if self.cpus:
+            devices.append(f"{count(self.cpus, 'CPU')} with {self.cpu_memory}")
+        return " and ".join(devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +69,11 @@ class GroupLayout:
     @property
     def gpu_pod_cpus(self) -> int:
         """Cores of a GPU's pod, without those of its feed-forward ranks."""
-        # In mode FeedForward the pod shares the user's cores with the feed-forward rank: a quarter is for the
-        # pod.
-        cpus = self.hardware.cpus
-        return max(min(_GPU_POD_CPUS, cpus // 4), 1) if self.mode is Mode.FEED_FORWARD else _GPU_POD_CPUS
+        if self.mode is not Mode.FEED_FORWARD:
+            return _GPU_POD_CPUS
+        # The user's cores are for this pod and its feed-forward rank. A quarter is enough for the rest of it.
+        quarter = self.hardware.cpus // 4
+        return max(min(_GPU_POD_CPUS, quarter), 1)
 
     @property
     def gpu_pod_memory(self) -> str:
@@ -93,8 +99,8 @@ class GroupLayout:
 
     @property
     def num_pods(self) -> int:
-        """Pods of a group."""
-        return self.hardware.gpus + self.has_cpu_role
+        """Pods of a group: one for each GPU, and one for the CPU role."""
+        return self.hardware.gpus + (1 if self.has_cpu_role else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +254,10 @@ class FittingChange:
 def find_fitting_changes(
     draft: Draft, hardware: GivenHardware, mode: Mode | None
 ) -> tuple[FittingChange, ...]:
-    """Returns, for each option, the smallest change that makes the model fit without another change."""
+    """Returns, for each option, the smallest change that makes the model fit without another change.
+
+    For --max-model-len, it tries a half, a quarter and so on of the present length.
+    """
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
         """Reports whether the draft has a layout on this hardware."""
@@ -259,34 +268,50 @@ def find_fitting_changes(
         return True
 
     cpus = hardware.cpus or _ADDED_CPUS
-    option = "--cpu-memory" if hardware.cpus else f"--cpus {cpus} --cpu-memory"
+    cpu_option = "--cpu-memory" if hardware.cpus else f"--cpus {cpus} --cpu-memory"
 
-    def with_cpu_memory(size: str) -> bool:
+    def fits_cpu_memory(size: str) -> bool:
         return fits(replace(hardware, cpus=cpus, cpu_memory=size))
 
-    def with_gpu_memory(size: str) -> bool:
+    def fits_gpu_memory(size: str) -> bool:
         return fits(replace(hardware, gpu_memory=size))
 
-    changes = [_more_memory(option, hardware.cpu_memory, with_cpu_memory)]
+    def fits_gpus(gpus: int) -> bool:
+        return fits(replace(hardware, gpus=gpus))
+
+    changes = [_find_memory(cpu_option, hardware.cpu_memory, fits_cpu_memory)]
     if hardware.gpus:
-        changes.append(_more_memory("--gpu-memory", hardware.gpu_memory, with_gpu_memory))
-        more = range(hardware.gpus + 1, _MAX_GPUS + 1)
-        gpus = next((number for number in more if fits(replace(hardware, gpus=number))), None)
-        if gpus is not None:
-            changes.append(FittingChange(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
-    longest = draft.max_model_len or min(draft.profile.max_position_embeddings, 8192)
+        changes.append(_find_memory("--gpu-memory", hardware.gpu_memory, fits_gpu_memory))
+        changes.append(_find_gpus(hardware.gpus, fits_gpus))
+    longest = draft.max_model_len or default_max_model_len(draft.profile)
+    changes.append(_find_length(longest, lambda tokens: fits(hardware, tokens)))
+    return tuple(change for change in changes if change is not None)
+
+
+def _find_gpus(present_gpus: int, fits: Callable[[int], bool]) -> FittingChange | None:
+    """Returns the change to the smallest number of GPUs that fits; None if _MAX_GPUS is too small."""
+    for gpus in range(present_gpus + 1, _MAX_GPUS + 1):
+        if fits(gpus):
+            return FittingChange(option=f"--gpus {gpus}", change=f"{gpus - present_gpus} more")
+    return None
+
+
+def _find_length(longest: int, fits: Callable[[int], bool]) -> FittingChange | None:
+    """Returns the change to the first length that fits of a half, a quarter and so on of `longest`.
+
+    Returns None if no length of at least _MIN_TOKENS fits.
+    """
     tokens = longest // 2
     while tokens >= _MIN_TOKENS:
-        if fits(hardware, tokens):
+        if fits(tokens):
             change = f"shorter requests than {longest:,} tokens"
-            changes.append(FittingChange(option=f"--max-model-len {tokens}", change=change))
-            break
+            return FittingChange(option=f"--max-model-len {tokens}", change=change)
         tokens //= 2
-    return tuple(each for each in changes if each is not None)
+    return None
 
 
-def _more_memory(option: str, written_size: str, fits: Callable[[str], bool]) -> FittingChange | None:
-    """Finds the smallest memory in whole Gi that fits; None if _MAX_GIB is too small.
+def _find_memory(option: str, written_size: str, fits: Callable[[str], bool]) -> FittingChange | None:
+    """Returns the change to the smallest memory in whole Gi that fits; None if _MAX_GIB is too small.
 
     Doubles the size until it fits, then halves the interval between the largest size that is too small and
     the smallest that is enough.
@@ -300,6 +325,5 @@ def _more_memory(option: str, written_size: str, fits: Callable[[str], bool]) ->
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
         too_small, enough = (too_small, middle) if fits(f"{middle}Gi") else (middle, enough)
-    return FittingChange(
-        option=f"{option} {enough}Gi", change=f"{-(-(enough * GIB - have_bytes) // GIB)}Gi more"
-    )
+    more_gib = -(-(enough * GIB - have_bytes) // GIB)
+    return FittingChange(option=f"{option} {enough}Gi", change=f"{more_gib}Gi more")

@@ -55,7 +55,7 @@ def render(
 
 
 def _head_comment(introduction: Sequence[str], summary: Sequence[str]) -> list[str]:
-    """Returns the comment at the top of the file."""
+    """Returns the comment at the top of the file: introduction, summary and next commands."""
     return [f"# {printable(line)}" if line else "#" for line in (*introduction, "", *summary, "", *_NEXT)]
 
 
@@ -67,7 +67,7 @@ _NEXT: Final = (
 
 
 def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) -> list[str]:
-    """Returns the comment at the top of the file: model, hardware, and unused CPUs."""
+    """Returns the first lines of the file's comment: model, hardware, and unused CPUs."""
     profile = draft.profile
     scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
     size = format_bytes(profile.total_bytes + profile.encoder_bytes)
@@ -155,10 +155,10 @@ def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
             ),
         ]
     if hardware.gpus:
+        lines += ["  - name: gpu", "    device: GPU"]
+        if hardware.gpus > 1:
+            lines.append(_commented_line(f"    pods: {hardware.gpus}", "one GPU each"))
         lines += [
-            "  - name: gpu",
-            "    device: GPU",
-            *([_commented_line(f"    pods: {hardware.gpus}", "one GPU each")] if hardware.gpus > 1 else []),
             _commented_line(
                 f"    deviceMemory: {hardware.gpu_memory}",
                 f"memory of one GPU; {_describe_bytes(planned, 'gpu')}",

@@ -63,18 +63,23 @@ def describe_waste(planned: Planned) -> tuple[str, ...]:
 
 def _compare(other: Planned, planned: Planned) -> _Difference:
     """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
-    steps_s = [predict(each.plan, each.rates).step_s for each in (other, planned)]
-    step, step_now = map(duration, steps_s)
-    at_once, at_once_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
+    step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
+    step, step_now = duration(step_s), duration(step_s_now)
+    at_once, at_once_now = sequences_at_once(other), sequences_at_once(planned)
+    # Compare printed figures: a difference that the user cannot see is none.
+    same_time, same_concurrency = step == step_now, f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
-    time = f"as long as now ({step})" if step == step_now else f"{step} instead of {step_now}"
-    if at_once == at_once_now:
-        concurrency = f"as many {requests} run at the same time as now ({at_once})"
+    time = f"as long as now ({step})" if same_time else f"{step} instead of {step_now}"
+    if same_concurrency:
+        concurrency = f"as many {requests} run at the same time as now ({at_once:,.1f})"
     else:
-        concurrency = f"{at_once} {requests} run at the same time instead of {at_once_now}"
-    more_requests = sequences_at_once(other) >= sequences_at_once(planned) or at_once == at_once_now
-    costs_nothing = (steps_s[0] <= steps_s[1] or step == step_now) and more_requests
-    return _Difference(text=f"a step takes {time}, and {concurrency}", costs_nothing=costs_nothing)
+        concurrency = f"{at_once:,.1f} {requests} run at the same time instead of {at_once_now:,.1f}"
+    is_slower = step_s > step_s_now and not same_time
+    has_less_concurrency = at_once < at_once_now and not same_concurrency
+    return _Difference(
+        text=f"a step takes {time}, and {concurrency}",
+        costs_nothing=not is_slower and not has_less_concurrency,
+    )
 
 
 def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
@@ -136,18 +141,22 @@ def _plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
 
 
 def _describe_spare_memory(planned: Planned) -> Iterator[str]:
-    """Yields a line for each role whose ranks have more memory than one full-length request needs."""
+    """Yields a line for each role whose ranks all have more memory than one full-length request needs.
+
+    The rank of the role with the least spare memory counts. There is no line if that memory is a small part
+    (less than _MIN_GAIN) of the memory that this rank uses.
+    """
     kv = planned.sizes.kv
-    spare: dict[str, tuple[int, int]] = {}
+    spare_and_used: dict[str, tuple[int, int]] = {}
     for rank in planned.plan.stage_ranks:
-        one_request = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.min_blocks
-        spare_and_used = (rank.kv_cache_bytes - one_request, rank.kv_cache_bytes + rank.weight_bytes)
-        spare[rank.role] = min(spare.get(rank.role, spare_and_used), spare_and_used)
-    for role, (size, used) in spare.items():
-        if size >= _MIN_GAIN * used:
+        request_bytes = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.min_blocks
+        of_rank = (rank.kv_cache_bytes - request_bytes, rank.kv_cache_bytes + rank.weight_bytes)
+        spare_and_used[rank.role] = min(spare_and_used.get(rank.role, of_rank), of_rank)
+    for role, (spare_bytes, used_bytes) in spare_and_used.items():
+        if spare_bytes >= _MIN_GAIN * used_bytes:
             yield (
                 "save memory: if you serve one full-length request at a time, each rank of role "
-                f"{role} needs {format_bytes(size)} less"
+                f"{role} needs {format_bytes(spare_bytes)} less"
             )
 
 
@@ -173,7 +182,7 @@ def _describe_moved_layers(planned: Planned) -> Iterator[str]:
 
 
 def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
-    """Yields a line for a plan with one layer fewer in the stage that limits concurrency.
+    """Yields a line for a plan in which the stage that limits concurrency gives one layer to another stage.
 
     The planner fills GPU stages with layers for speed. A GPU may then have memory for the KV cache of only
     one full-length request, while CPUs have more free memory.
@@ -188,23 +197,20 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
         for budget, rank in zip(planned.budgets, stages, strict=True)
     ]
-    tight, other = (
-        plan.ranks[planned.limiting_rank].stage,
-        max(range(len(free_bytes)), key=free_bytes.__getitem__),
-    )
-    if other == tight or stages[tight].num_layers == 1:
+    limiting = plan.ranks[planned.limiting_rank].stage
+    receiver = max(range(len(stages)), key=lambda stage: free_bytes[stage])
+    if receiver == limiting or stages[limiting].num_layers == 1:
         return
     layers = [rank.num_layers for rank in stages]
-    layers[tight] -= 1
-    layers[other] += 1
-    more_concurrent = _plan_for(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
-    if more_concurrent is None or sequences_at_once(more_concurrent) < (1 + _MIN_GAIN) * sequences_at_once(
-        planned
-    ):
+    layers[limiting] -= 1
+    layers[receiver] += 1
+    other = _plan_for(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
+    min_sequences = (1 + _MIN_GAIN) * sequences_at_once(planned)
+    if other is None or sequences_at_once(other) < min_sequences:
         return
     yield (
-        f"more concurrency: with one layer moved from stage {tight} (role {stages[tight].role}) to stage "
-        f"{other} (role {stages[other].role}), {_compare(more_concurrent, planned).text}"
+        f"more concurrency: with one layer moved from stage {limiting} (role {stages[limiting].role}) to "
+        f"stage {receiver} (role {stages[receiver].role}), {_compare(other, planned).text}"
     )
 
 

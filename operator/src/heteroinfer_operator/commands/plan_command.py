@@ -84,8 +84,8 @@ class PlanAnswer:
     def exit_code(self) -> PlanExit:
         """The first exit code that applies, in the order invalid, does not fit, refused, fits."""
         if self.errors:
-            short = all(error.reason in _SHORTAGES for error in self.errors)
-            return PlanExit.DOES_NOT_FIT if short else PlanExit.INVALID
+            only_shortages = all(error.reason in _SHORTAGES for error in self.errors)
+            return PlanExit.DOES_NOT_FIT if only_shortages else PlanExit.INVALID
         return PlanExit.REFUSED_BY_POLICY if self.refused else PlanExit.FITS
 
     @property
@@ -151,11 +151,16 @@ def run(arguments: argparse.Namespace) -> int:
     problem = "error"
     if answer.exit_code is PlanExit.DOES_NOT_FIT and answer.name:
         problem = f"error: {answer.name} does not fit"
-    by_policy = answer.refused_by_policy
-    for prefix, errors in ((problem, answer.errors), (f"refused by an operator with {policy}", by_policy)):
-        for line in (line for error in errors for line in error.message.splitlines()):
-            sys.stderr.write(f"{printable(f'{prefix}: {line}')}\n")
+    _print_errors(problem, answer.errors)
+    _print_errors(f"refused by an operator with {policy}", answer.refused_by_policy)
     return answer.exit_code
+
+
+def _print_errors(prefix: str, errors: Iterable[HeteroInferError]) -> None:
+    """Prints each line of the errors to stderr, after the prefix."""
+    for error in errors:
+        for line in error.message.splitlines():
+            sys.stderr.write(f"{printable(f'{prefix}: {line}')}\n")
 
 
 def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:

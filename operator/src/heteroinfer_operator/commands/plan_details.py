@@ -32,6 +32,7 @@ from heteroinfer_operator.planning.ring_choice import describe_long_prompts
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 _REQUESTS = (1, 8, 64)
+"""Numbers of requests at the same time for which the table of predicted steps has a row."""
 _LONG_CONTEXT = 16384
 """If engine.maxModelLen is larger, the table of predicted steps has a second row for requests of this many
 tokens."""
@@ -95,14 +96,14 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> li
 
 
 def describe_memory(planned: Planned) -> list[str]:
-    """Returns a line for each stage with the sum of the bytes of a rank.
+    """Returns a line for each stage with the sum of the bytes of a rank, then the feed-forward ranks.
 
     Stages with equal sums share a line.
     """
-    ranks_by_line: dict[str, list[int]] = {}
+    stages_by_words: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
-        ranks_by_line.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
-    lines = [f"{_name_stages(stages)}, {words}" for words, stages in ranks_by_line.items()]
+        stages_by_words.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
+    lines = [f"{_name_stages(stages)}, {words}" for words, stages in stages_by_words.items()]
     if planned.remote is not None:
         lines += _describe_feed_forward_memory(planned, planned.remote)
     return lines
@@ -165,14 +166,15 @@ def _name_stages(numbers: Sequence[int]) -> str:
 def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str]]:
     """Returns the size of the KV cache, and what bounds requests and their length."""
     plan, kv, blocks = planned.plan, planned.sizes.kv, num_kv_blocks(planned)
-    one = sum(
+    request_bytes = sum(
         kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
     )
-    full = f"One request of {count(kv.sequence_tokens, 'token')} takes {format_bytes(one)} over all ranks"
+    tokens = count(kv.sequence_tokens, "token")
+    one_request = f"One request of {tokens} takes {format_bytes(request_bytes)} over all ranks"
     size = f"{count(blocks, 'block')} of {count(kv.block_tokens, 'token')} on every rank"
     return [
         ("size", f"{size}, about {count(kv.tokens(blocks), 'token')}"),
-        ("requests", f"{describe_requests(planned, figures)}. {full}"),
+        ("requests", f"{describe_requests(planned, figures)}. {one_request}"),
         ("length", _describe_length(planned)),
     ]
 

@@ -85,23 +85,22 @@ def longest_request(planned: Planned) -> int | None:
     """Returns the tokens of the longest request that memory allows with these layers; None if unknown."""
     stages = [planned.plan.stage(stage)[0] for stage in range(planned.plan.pipeline_parallel_size)]
     layers = [rank.num_layers for rank in stages]
-    found = kv_blocks_by_stage(layers, planned.budgets, planned.sizes)
-    capacities = [blocks for blocks in found if blocks is not None]
-    if len(capacities) < len(stages):
+    blocks_by_stage = kv_blocks_by_stage(layers, planned.budgets, planned.sizes)
+    known_blocks = [blocks for blocks in blocks_by_stage if blocks is not None]
+    if len(known_blocks) < len(stages):
         return None
+    usable_blocks = min(known_blocks) - 1  # vLLM keeps one block for itself
+    # A request of more tokens never needs fewer blocks, so the number of lengths that fit is the longest one.
     lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
-    blocks = min(capacities) - 1  # vLLM keeps one block for itself
-    return bisect_right(lengths, blocks, key=lambda tokens: sequence_blocks(planned, tokens))
+    return bisect_right(lengths, usable_blocks, key=lambda tokens: sequence_blocks(planned, tokens))
 
 
 def roles_of_unknown_memory(planned: Planned) -> tuple[str, ...]:
     """Returns the roles of stages, and of feed-forward ranks, whose memory is unknown."""
-    unbounded = (stage for stage in planned.budgets if not stage.is_known)
-    sets = () if planned.remote is None else planned.remote.sets
-    roles = [rank.role for stage in unbounded for rank in stage.ranks]
-    return tuple(
-        dict.fromkeys([*roles, *(rank_set.role.name for rank_set in sets if rank_set.memory_bytes is None)])
-    )
+    roles = [rank.role for stage in planned.budgets if not stage.is_known for rank in stage.ranks]
+    if planned.remote is not None:
+        roles += [rank_set.role.name for rank_set in planned.remote.sets if rank_set.memory_bytes is None]
+    return tuple(dict.fromkeys(roles))  # each role once, in this order
 
 
 def memory_limit(planned: Planned) -> str:
@@ -118,13 +117,14 @@ def describe_requests(planned: Planned, figures: Figures) -> str:
     longest = planned.plan.engine.max_model_len
     scheduler = f"{count(max_requests, 'request')} in a step"
     short = _requests_at_once(figures.short_requests, figures.short)
-    full_ones = _requests_at_once(full_requests, longest)
-    if figures.short == longest or full_requests >= max_requests:
-        limit = scheduler if full_requests >= max_requests else memory_limit(planned)
-        return f"{full_ones}. Limit: {limit}"
+    full_length = _requests_at_once(full_requests, longest)
+    if full_requests >= max_requests:
+        return f"{full_length}. Limit: {scheduler}"
+    if figures.short == longest:
+        return f"{full_length}. Limit: {memory_limit(planned)}"
     if figures.short_requests >= max_requests:
-        return f"{short}, or {full_ones}. Limits: {scheduler}; {memory_limit(planned)}"
-    return f"{short}, or {full_ones}. Limit: {memory_limit(planned)}"
+        return f"{short}, or {full_length}. Limits: {scheduler}; {memory_limit(planned)}"
+    return f"{short}, or {full_length}. Limit: {memory_limit(planned)}"
 
 
 def _requests_at_once(requests: int, tokens: int) -> str:

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ import yaml
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.nodes.demand import sum_requests
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import PriorityClassView
 from heteroinfer_operator.planning import build_free_nodes
@@ -68,22 +69,24 @@ def load_nodes(file: str) -> GivenNodes:
         raise HeteroInferError(
             f"--nodes: {file} contains no nodes. {HOW_TO_CREATE}", reason="NodesNotReadable"
         )
-    requests: defaultdict[str, defaultdict[int, list[Mapping[str, float]]]]
-    requests = defaultdict(lambda: defaultdict(list))
+    active_pods = [pod for pod in pods if pod is not None]
+    pods_by_node: defaultdict[str, list[trim.PodRequests]] = defaultdict(list)
+    for pod in active_pods:
+        pods_by_node[pod.node].append(pod)
+    loaded_nodes = [_with_requests(node, pods_by_node[node.name]) for node in nodes]
+    reserved = [pod.reservation.demand for pod in active_pods if pod.reservation is not None]
+    return GivenNodes(
+        free_nodes=build_free_nodes(loaded_nodes, reserved), priority_classes=tuple(classes) or None
+    )
+
+
+def _with_requests(node: NodeView, pods: Iterable[trim.PodRequests]) -> NodeView:
+    """Returns the node with the requests of its pods: in all, and by the priority of the pods."""
+    requests: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for pod in pods:
-        if pod is not None:
-            requests[pod.node][pod.priority].append(pod.requests)
-    requested = {
-        name: {priority: sum_requests(each) for priority, each in by_priority.items()}
-        for name, by_priority in requests.items()
-    }
-    placed = [
-        replace(node, requested=sum_requests(by_priority.values()), by_priority=by_priority)
-        for node in nodes
-        for by_priority in [requested.get(node.name, {})]
-    ]
-    reserved = [pod.reservation.demand for pod in pods if pod is not None and pod.reservation is not None]
-    return GivenNodes(free_nodes=build_free_nodes(placed, reserved), priority_classes=tuple(classes) or None)
+        requests[pod.priority].append(pod.requests)
+    by_priority = {priority: sum_requests(of_pods) for priority, of_pods in requests.items()}
+    return replace(node, requested=sum_requests(by_priority.values()), by_priority=by_priority)
 
 
 def _parse(text: str) -> Any:
@@ -106,7 +109,10 @@ def _error_position(error: Exception) -> str:
 
 
 def _list_items(stored: Any) -> list[Mapping[str, Any]]:
-    """Returns the objects of a list, or a single Node as a list of one."""
+    """Returns the objects of a list, or a single Node as a list of one.
+
+    Objects of a typed list, such as a NodeList, have no kind. They get the kind of the list.
+    """
     if stored.get("kind") == "Node":
         return [stored]
     kind = str(stored["kind"]).removesuffix("List")

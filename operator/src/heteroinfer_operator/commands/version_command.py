@@ -51,7 +51,10 @@ class _Installation:
 
 
 async def _print_versions(arguments: argparse.Namespace) -> None:
-    """Prints the versions of client, operators and CRD, and a warning for each difference."""
+    """Prints the versions of client, operators and CRD, and a warning for each difference.
+
+    If a part of the installation cannot be read, the only warning is about that part.
+    """
     client = own_version()
     as_text = arguments.output == "text"
     if as_text:

@@ -188,9 +188,8 @@ class _ClusterChecks:
 
     async def check_gang_scheduler(self) -> CheckAnswer:
         """Reports the gang schedulers of the cluster. Groups also run without any."""
-        served_gangs = [
-            gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True
-        ]
+        is_served_or_error = await detect_gangs(self._server)
+        served_gangs = [gang.value for gang, answer in is_served_or_error.items() if answer is True]
         if served_gangs:
             return CheckState.OK, ", ".join(served_gangs)
         return CheckState.NOTE, (
@@ -245,7 +244,8 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
     namespace = operator.name.namespace
     account = rights.ServiceAccount(namespace=namespace, name=operator.account)
     missing: list[str] = []
-    for watched in settings.watch_namespaces or (None,):
+    all_namespaces = (None,)
+    for watched in settings.watch_namespaces or all_namespaces:
         missing += await rights.find_missing_rights(server, rights.SERVED, watched, account)
     if not settings.watch_namespaces:
         missing += await rights.find_missing_rights(server, rights.CLUSTER, None, account)
@@ -259,6 +259,7 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
 
 def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
     """Compares the API server's version with the oldest one that HeteroInfer supports."""
+    # Some providers report a minor version with a suffix, such as "31+".
     digits = "".join(character for character in minor if character.isdecimal())
     oldest = ".".join(map(str, MIN_KUBERNETES_VERSION))
     if not (major.isdecimal() and digits):
@@ -350,7 +351,7 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that each node that can run the images has labels with the features of its CPU."""
     usable = [node for node in nodes if not describe_other_platform(IMAGE_PLATFORM, _labels(node))]
     if not usable:
-        return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images"
+        return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images. Add such a node"
     without = [
         _name(node) for node in usable if not any(key.startswith(CPUID_LABEL) for key in _labels(node))
     ]

@@ -55,14 +55,15 @@ async def read_resources(
         answer = await server.get(path, {"labelSelector": selector} if selector else None)
     except ApiError as error:
         if error.status == NOT_FOUND:
-            raise HeteroInferError(
-                f"namespace {namespace}: has no {names.KIND} {name}. List all: kubectl get "
-                f"{names.SHORT_NAME} -A"
-                if name
-                else f"the API server does not serve {names.PLURAL}.{names.API_GROUP}. Install HeteroInfer's "
-                "chart",
-                reason="NotFound",
-            ) from error
+            problem = (
+                f"the API server does not serve {names.PLURAL}.{names.API_GROUP}. Install HeteroInfer's chart"
+            )
+            if name:
+                problem = (
+                    f"namespace {namespace}: has no {names.KIND} {name}. List all: kubectl get "
+                    f"{names.SHORT_NAME} -A"
+                )
+            raise HeteroInferError(problem, reason="NotFound") from error
         if error.status == FORBIDDEN and namespace is None:
             raise HeteroInferError(
                 f"{error.message}. Name a namespace with -n", reason="Forbidden"
@@ -147,8 +148,8 @@ class LeaderReader:
 
 def kv_use_of(exposition: str) -> float | None:
     """Returns the used share of the KV cache, 0 to 1, from vLLM's metrics; None if the metric is missing."""
-    shares = [share for text in _KV_USE.findall(exposition) if (share := _parse_share(text)) is not None]
-    return max(shares) if shares else None
+    shares = [_parse_share(text) for text in _KV_USE.findall(exposition)]
+    return max((share for share in shares if share is not None), default=None)
 
 
 def _parse_share(text: str) -> float | None:

@@ -94,10 +94,9 @@ async def read_crd(server: ApiServer) -> InstalledCrd | None:
         if error.status == NOT_FOUND:
             return None
         raise
-    served = [each for each in stored["spec"]["versions"] if each["name"] == names.API_VERSION]
+    schemas = {each["name"]: each["schema"]["openAPIV3Schema"] for each in stored["spec"]["versions"]}
     return InstalledCrd(
-        version=_version_of(stored),
-        same_schema=[each["schema"]["openAPIV3Schema"] for each in served] == [build_schema()],
+        version=_version_of(stored), same_schema=schemas.get(names.API_VERSION) == build_schema()
     )
 
 
@@ -142,7 +141,7 @@ def _version_of(manifest: Mapping[str, Any]) -> str:
 def _parse_operator(manifest: Mapping[str, Any]) -> InstalledOperator:
     """Reads an installed operator from its Deployment."""
     pod = manifest["spec"]["template"]["spec"]
-    (container, *_) = pod["containers"]
+    container = pod["containers"][0]
     variables = {each["name"]: each["value"] for each in container.get("env") or () if "value" in each}
     return InstalledOperator(
         name=NamespacedName.from_object(manifest),

@@ -17,28 +17,37 @@ _PUBLIC_VARIABLE: Final = re.compile(
 )
 """Names of environment variables that are not secrets. The values of all other variables are removed."""
 _SECRET_NAME: Final = re.compile(rf"{_WORDS}(?:[-_]?\d+)?$|{_WORDS}_", re.IGNORECASE)
+"""Part of a variable's name that makes the variable a secret."""
 _SECRET_OPTION: Final = re.compile(rf"--(?:[\w-]*[-_])?{_WORDS}", re.IGNORECASE)
+"""Command-line option whose value is a secret, such as --api-key."""
 _OPTION_IN_TEXT: Final = re.compile(
     rf"({_SECRET_OPTION.pattern})([=\s\"',\\]+)((?:(?!--)[^\s\"',\\\]]+[ \t\"',\\]*)+)", re.IGNORECASE
 )
+"""Such an option in a text: the option, the separator, and its values up to the next option."""
 _VALUE_IN_TEXT: Final = re.compile(
     rf"(\b(?:\w+[-_])?{_WORDS}(?:_\d+)?\b[\"']?\s*[=:]\s*)"
     r"(\[[^\]]{0,500}\]|\"[^\"]{0,500}\"|'[^']{0,500}'|[^\s\"',;&)}\]]+)",
     re.IGNORECASE,
 )
+"""A name that means a secret with its value, such as `password: x` or `HUB_TOKEN=x`."""
 _HEADER_IN_TEXT: Final = re.compile(
     r"(\bauthorization[\"']?\s*[=:]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',]+|(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
+"""An Authorization header, or the word Bearer with a token."""
 _TOKEN_IN_TEXT: Final = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[a-z]_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}"
     r"|X-Amz-(?:Signature|Credential|Security-Token)=[^&\s\"']+"
 )
+"""Tokens that have a form of their own: Hugging Face, OpenAI, GitHub, AWS."""
 _URL_USER: Final = re.compile(
     r"(\b[a-z][a-z0-9+.-]{0,20}://)(?:[^\s/:@\"']{0,200}:[^\s\"']{0,500}|[^\s/:@\"']{1,500})@(?=[^\s/\"'@])",
     re.IGNORECASE,
 )
-"""The length of each part is limited; otherwise a search in a long line takes quadratic time."""
+"""User and password in a URL.
+
+The length of each part is limited; otherwise a search in a long line takes quadratic time.
+"""
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -86,6 +95,7 @@ def _is_public(variable: str) -> bool:
 
 
 def _redact_field(key: str, value: Any) -> Any:
+    """Returns LEFT_OUT for a text whose key means a secret; any other value without the secrets in it."""
     is_secret = isinstance(value, str) and re.fullmatch(rf"(?:\w+[-_])?{_WORDS}", key, re.IGNORECASE)
     return LEFT_OUT if is_secret else _redact(value)
 
@@ -93,11 +103,12 @@ def _redact_field(key: str, value: Any) -> Any:
 def _redact_list(items: Sequence[Any]) -> list[Any]:
     """Returns a list without secrets. Texts after a secret option are its value, up to the next option."""
     redacted: list[Any] = []
-    is_secret = False
+    follows_secret_option = False
     for item in items:
-        is_option = isinstance(item, str) and item.startswith("--")
-        redacted.append(LEFT_OUT if is_secret and isinstance(item, str) and not is_option else _redact(item))
-        is_secret = (is_secret and not is_option) or (
-            isinstance(item, str) and _SECRET_OPTION.fullmatch(item) is not None
-        )
+        is_text = isinstance(item, str)
+        if is_text and item.startswith("--"):
+            follows_secret_option = _SECRET_OPTION.fullmatch(item) is not None
+            redacted.append(_redact(item))
+        else:
+            redacted.append(LEFT_OUT if is_text and follows_secret_option else _redact(item))
     return redacted

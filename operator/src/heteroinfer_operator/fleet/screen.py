@@ -59,11 +59,10 @@ def build_rows(resource: ResourceLine) -> Iterable[Row]:
     """Yields the row of a resource, then the rows of its groups."""
     available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
     groups = f"{resource.groups} groups ready" if resource.groups else ""
-    phase = ", ".join(each for each in (available, groups) if each)
-    yield {
-        "name": str(resource.key),
-        "phase": f"{phase} ({resource.reason})" if phase and resource.reason else phase or resource.reason,
-    }
+    phase = ", ".join(words for words in (available, groups) if words)
+    if phase and resource.reason:
+        phase = f"{phase} ({resource.reason})"
+    yield {"name": str(resource.key), "phase": phase or resource.reason}
     for group in resource.lines:
         yield from build_group_rows(group)
 
@@ -98,15 +97,18 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
 
 
 def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
+    """Yields a line for each resource that is not Ready: its reason and the messages of its groups.
+
+    If no group has a message, the line has the message of the condition Ready.
+    """
     for resource in resources:
         if not resource.has_status:
             words = "no operator has acted on this resource yet. `heteroinfer check` finds out why"
             yield f"{resource.key}: {words}"
         elif resource.ready != "True":
-            reported = {group.message for group in resource.lines if group.message}
-            words = "; ".join(sorted(reported) or filter(None, [resource.message]))
-            yield f"{resource.key}: {resource.reason}{words and f': {words}'}"
+            group_messages = sorted({group.message for group in resource.lines if group.message})
+            words = "; ".join(group_messages) or resource.message
+            yield f"{resource.key}: {resource.reason}" + (f": {words}" if words else "")
 
 
 def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:

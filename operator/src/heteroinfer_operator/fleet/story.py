@@ -99,8 +99,11 @@ def _find_culprit(
     blamed = [failure.pod for _, failure in failures if failure.pod is not None]
     if blamed:
         return blamed[0]
-    last = group.failures[-1].rank if group.failures else None
-    return next((index_of(pod) for pod in pods if last is not None and last in ranks.get(pod.name, ())), None)
+    failed_rank = group.failures[-1].rank if group.failures else None
+    for pod in pods:
+        if failed_rank is not None and failed_rank in ranks.get(pod.name, ()):
+            return index_of(pod)
+    return None
 
 
 def _has_failed(pod: PodView) -> bool:

@@ -38,7 +38,7 @@ _FALSE_AT_REST: Final = frozenset(
         ConditionType.CAPACITY_AVAILABLE,
     }
 )
-"""Conditions that may be False while the resource is suspended or has 0 replicas."""
+"""Conditions that may be False or Unknown while the resource is suspended or has 0 replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ResourceSummary:
 
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
-        """The conditions that need attention: a resource that serves, or wants no group, has other values."""
+        """The conditions that need attention, because a resource without a problem has other values."""
         return tuple(condition for condition in self.status.conditions if not self._is_expected(condition))
 
     @property
@@ -106,14 +106,12 @@ class ResourceSummary:
 
     def _is_expected(self, condition: Condition) -> bool:
         """Reports whether a condition is normal for a resource that serves, or that wants no group."""
-        if condition.status is ConditionStatus.TRUE and condition.type in _WANTED_FALSE:
-            return False
         if condition.type == ConditionType.PROGRESSING:
             return condition.status is ConditionStatus.FALSE and not condition.message
-        if condition.status is ConditionStatus.UNKNOWN or condition.status is ConditionStatus.FALSE:
-            wants_no_group = self.wants_no_group and condition.type in _FALSE_AT_REST
-            return condition.type not in _WANTED_TRUE or wants_no_group
-        return True
+        if condition.status is ConditionStatus.TRUE:
+            return condition.type not in _WANTED_FALSE
+        is_false_at_rest = self.wants_no_group and condition.type in _FALSE_AT_REST
+        return condition.type not in _WANTED_TRUE or is_false_at_rest
 
     def _overview(self, now: datetime, *, verbose: bool) -> Iterable[tuple[str, ...]]:
         """Yields the name and the value of each line at the top."""
@@ -142,12 +140,10 @@ class ResourceSummary:
             return "being deleted"
         if not self.line.has_status:
             return "no operator has acted on this resource yet. `heteroinfer check` finds out why"
-        states = (("Available", self.line.available), ("Ready", self.line.ready))
-        words = ", ".join(
-            {"True": kind, "False": f"not {kind}"}.get(state, f"{kind} unknown") for kind, state in states
-        )
+        available = _describe_condition("Available", self.line.available)
+        ready = _describe_condition("Ready", self.line.ready)
         message = f": {self.line.message}" if self.line.message and self.line.ready != "True" else ""
-        return f"{words} ({self.line.reason}){message}"
+        return f"{available}, {ready} ({self.line.reason}){message}"
 
     def _failures(self, *, verbose: bool) -> Iterable[str]:
         """Yields a line for the last failure of each group, or for all kept failures."""
@@ -214,6 +210,13 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
 def _has_condition(status: HeteroInferenceStatus, kind: ConditionType, state: ConditionStatus) -> bool:
     condition = status.condition(kind.value)
     return condition is not None and condition.status is state
+
+
+def _describe_condition(kind: str, status: str) -> str:
+    """Describes the status of a condition: "Ready", "not Ready" or "Ready unknown"."""
+    if status == ConditionStatus.TRUE:
+        return kind
+    return f"not {kind}" if status == ConditionStatus.FALSE else f"{kind} unknown"
 
 
 def _uri(spec: Mapping[str, Any]) -> str:

@@ -130,20 +130,20 @@ class ClusterAddressing:
         Raises:
             PlanError: the cluster cannot serve the URI; the message has the fix.
         """
-        scheme, _, rest = spec.model.uri.partition("://")
+        scheme, _, location = spec.model.uri.partition("://")
         if scheme == "pvc":
-            claim, _, path = rest.partition("/")
+            claim, _, path = location.partition("/")
             volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
             return ModelSource(path=f"{names.MODEL_MOUNT}/{path}".rstrip("/"), volume=volume)
         if scheme == "oci":
-            image, _, folder = rest.partition("#")
+            image, _, folder = location.partition("#")
             volume = {"image": {"reference": image}}
             return ModelSource(path=f"{names.MODEL_MOUNT}/{folder}".rstrip("/"), volume=volume)
         if scheme == "file":
             if not self.allow_host_paths:
                 raise build_host_path_error(spec)
             return ModelSource(
-                path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}
+                path=names.MODEL_MOUNT, volume={"hostPath": {"path": location, "type": "Directory"}}
             )
         return self._hub_model(spec, owner)
 

@@ -71,11 +71,9 @@ def with_creation_fields(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -
     creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"])
     if not creation_fields or spec is None:
         return wanted
+    other_fields = {field: value for field, value in spec.items() if field not in creation_fields}
     stored_fields = {field: stored_spec[field] for field in sorted(creation_fields) if field in stored_spec}
-    return {
-        **wanted,
-        "spec": {**{field: v for field, v in spec.items() if field not in creation_fields}, **stored_fields},
-    }
+    return {**wanted, "spec": {**other_fields, **stored_fields}}
 
 
 def _find_metadata_drift(
@@ -87,8 +85,11 @@ def _find_metadata_drift(
     object.
     """
     drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
-    removals = dict.fromkeys(sorted(forbidden & (stored.get("labels") or {}).keys()))
-    return drift | ({"labels": {**wanted["labels"], **removals}} if removals else {})
+    forbidden_labels = sorted(forbidden & (stored.get("labels") or {}).keys())
+    if forbidden_labels:
+        removals = dict.fromkeys(forbidden_labels)  # a merge patch removes a key by the value None
+        drift["labels"] = {**wanted["labels"], **removals}
+    return drift
 
 
 def _find_spec_drift(

@@ -57,12 +57,13 @@ class Isolation:
     @classmethod
     def from_setting(cls, egress: Egress, selectors: Iterable[Manifest]) -> "Isolation":
         """Returns the isolated pods, from the installation's setting and the policies' selectors."""
-        if egress is not Egress.AUTO:
-            return cls(selectors=({},) if egress is Egress.ALWAYS else ())
+        if egress is Egress.NEVER:
+            return cls(selectors=())
+        if egress is Egress.ALWAYS:
+            return cls(selectors=({},))  # the selector of all pods
         by_text = {json.dumps(selector, sort_keys=True): selector for selector in selectors}
-        return cls(
-            selectors=tuple(_merge_by_label(_drop_narrower([each for _, each in sorted(by_text.items())])))
-        )
+        distinct = [by_text[text] for text in sorted(by_text)]
+        return cls(selectors=tuple(_merge_by_label(_drop_narrower(distinct))))
 
 
 def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Isolation) -> list[Manifest]:
@@ -162,31 +163,36 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
     Selectors that certainly match come first.
     """
-    matching = [
-        selector for selector in isolation.selectors if any(_may_select(selector, own) for own in pods)
-    ]
-    return sorted(matching, key=lambda each: any(_has_unknown_label(each, own) for own in pods))[
-        :_MAX_SELECTORS
-    ]
+
+    def may_match(selector: Manifest) -> bool:
+        return any(_may_select(selector, labels) for labels in pods)
+
+    def is_uncertain(selector: Manifest) -> bool:
+        return any(_has_unknown_label(selector, labels) for labels in pods)
+
+    matching = filter(may_match, isolation.selectors)
+    return sorted(matching, key=is_uncertain)[:_MAX_SELECTORS]
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Removes selectors that select only pods of a wider selector in the list.
 
-    A selector without terms selects all pods. With several terms, a selector is narrower than another
-    selector that has a single term, which the first selector has, too.
+    A selector without terms selects all pods. A selector with several terms is narrower than a selector whose
+    only term is among them.
     """
     terms = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms:
         return [{}]
-    single_terms = {term for own in terms if len(own) == 1 for term in own}
+    single_terms = {term for selector_terms in terms if len(selector_terms) == 1 for term in selector_terms}
     return [
-        each for each, own in zip(selectors, terms, strict=True) if len(own) == 1 or not own & single_terms
+        selector
+        for selector, selector_terms in zip(selectors, terms, strict=True)
+        if len(selector_terms) == 1 or not selector_terms & single_terms
     ]
 
 
 def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Merges selectors that each require one value of the same label into one that accepts all values."""
+    """Merges selectors that each require one value of the same label into one that accepts these values."""
     values: dict[str, list[str]] = {}
     others = []
     for selector in selectors:

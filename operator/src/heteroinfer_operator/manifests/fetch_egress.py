@@ -55,10 +55,9 @@ class FetchEgress:
         """
         try:
             parts = read_json_parts(text, ("ports", "cidrs", "except"))
+            key_by_field = {"ports": "ports", "cidrs": "cidrs", "excepted": "except"}
             fields = {
-                name: tuple(parts[key])
-                for name, key in (("ports", "ports"), ("cidrs", "cidrs"), ("excepted", "except"))
-                if parts.get(key) is not None
+                field: tuple(parts[key]) for field, key in key_by_field.items() if parts.get(key) is not None
             }
         except ValueError as error:
             raise _build_error(str(error)) from error
@@ -97,20 +96,23 @@ class FetchEgress:
 
     def _find_closed(self, spec: HeteroInferenceSpec) -> Iterator[str]:
         """Yields a message for each variable of a spec whose port is closed or unknown."""
-        opened = ", ".join(map(str, self.ports)) or "none"
+        open_ports = ", ".join(map(str, self.ports)) or "none"
         for variable in spec.engine.env:
             if variable.name.upper() not in _URL_VARIABLES or variable.value == "":
                 continue
             if variable.value is None:
                 yield (
-                    f"the NetworkPolicy of the fetch opens ports {opened}, and the operator cannot read the "
-                    f"port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, set the "
-                    "URL as a plain value, or add the port to the chart's fetchEgress.ports"
+                    f"the NetworkPolicy of the fetch opens ports {open_ports}, and the operator cannot read "
+                    f"the port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, set "
+                    "the URL as a plain value, or add the port to the chart's fetchEgress.ports"
                 )
-            elif (port := _port_of(variable.value)) is not None and port not in self.ports:
+                continue
+            port = _port_of(variable.value)
+            if port is not None and port not in self.ports:
                 yield (
-                    f"the NetworkPolicy of the fetch opens ports {opened}, and {variable.name} (engine.env) "
-                    f"needs port {port}. Use another port, or add it to the chart's fetchEgress.ports"
+                    f"the NetworkPolicy of the fetch opens ports {open_ports}, and {variable.name} "
+                    f"(engine.env) needs port {port}. Use another port, or add it to the chart's "
+                    "fetchEgress.ports"
                 )
 
 
@@ -124,7 +126,9 @@ def _parse_network(cidr: object) -> _Network:
             raise ValueError
         return ip_network(cidr, strict=False)
     except ValueError as error:
-        raise _build_error(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
+        raise _build_error(
+            f"cidrs and except: must be address ranges such as 10.0.0.0/8 (got {cidr!r})"
+        ) from error
 
 
 def _is_within(part: _Network, whole: _Network) -> bool:

@@ -186,10 +186,14 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""40 bits distinguish revisions. They prove nothing: another spec with the same hash can be computed."""
+"""Length of a revision: 40 bits distinguish revisions. They prove nothing: anyone can compute another spec
+with the same hash."""
+_KEY_CHARS: Final = 10
+"""Length of the hashes in the names of model pods and claims."""
 _LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
 """Fields that no version has counted as a part of a revision."""
 _NOT_IN_PODS = _LIFE_FIELDS | {"planning", "startup"}
+"""Fields whose change needs no new pods."""
 _NOT_IN_WORKERS = frozenset({"tokenSecretRef", "resources"})
 """Fields of a model that only the pod that downloads or reads the model uses."""
 
@@ -205,7 +209,7 @@ def revision(spec: HeteroInferenceSpec) -> str:
 
 
 def longer_revision(spec: HeteroInferenceSpec) -> str:
-    """Returns the name of a revision if `revision` gives a name that another revision has already."""
+    """Returns a longer hash, for a spec whose `revision` another spec of the resource has already."""
     return _hash(pod_fields_of_spec(spec))[: 2 * _REVISION_CHARS]
 
 
@@ -220,7 +224,10 @@ def first_revision(spec: HeteroInferenceSpec) -> str:
 
 
 def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
-    """Returns the given fields of a spec without the excluded ones, and without fields of the fetch."""
+    """Returns the fields of a spec that differ from their first defaults.
+
+    Leaves out the excluded fields, and the fields of the model that only a download uses.
+    """
     fields = {key: value for key, value in spec.fields_unlike_first_default().items() if key not in excluded}
     fields["model"] = {key: value for key, value in fields["model"].items() if key not in _NOT_IN_WORKERS}
     if "cache" in fields["model"]:
@@ -240,7 +247,7 @@ def model_key(spec: HeteroInferenceSpec) -> str:
     inputs: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
     if spec.model.cache is not None:
         inputs["cache"] = spec.model.cache.settings
-    return _hash(inputs)[:10]
+    return _hash(inputs)[:_KEY_CHARS]
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
@@ -252,7 +259,7 @@ def fetch_key(spec: HeteroInferenceSpec) -> str:
         inputs["caBundle"] = bundle.dump()
     if resources is not None:
         inputs["resources"] = resources.dump()
-    return _hash(inputs)[:10]
+    return _hash(inputs)[:_KEY_CHARS]
 
 
 def inspect_key(spec: HeteroInferenceSpec) -> str:
@@ -260,7 +267,7 @@ def inspect_key(spec: HeteroInferenceSpec) -> str:
     resources = spec.model.resources
     if resources is None:
         return model_key(spec)
-    return _hash({"model": model_key(spec), "resources": resources.dump()})[:10]
+    return _hash({"model": model_key(spec), "resources": resources.dump()})[:_KEY_CHARS]
 
 
 def is_hub_model(spec: HeteroInferenceSpec) -> bool:
@@ -270,7 +277,7 @@ def is_hub_model(spec: HeteroInferenceSpec) -> bool:
 
 def model_claim(owner: Owner, cache: ModelCache) -> str:
     """Returns the name of the claim for a model's cache. Each combination of settings has its own name."""
-    return f"{_model_claim_prefix(owner.key)}{_hash(cache.settings)[:10]}"
+    return f"{_model_claim_prefix(owner.key)}{_hash(cache.settings)[:_KEY_CHARS]}"
 
 
 def is_model_claim_of(key: ResourceKey, claim: str) -> bool:

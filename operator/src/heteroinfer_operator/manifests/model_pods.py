@@ -85,9 +85,10 @@ def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
     """Returns the template for the model's pod, or None if its role has no template.
 
-    It is the template of a CPU role if there is one, because the pod needs no GPU.
+    It is the template of the first CPU role, because the pod needs no GPU, or else of the first role.
     """
-    return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
+    cpu_roles = [role for role in spec.roles if role.device is Device.CPU]
+    return (cpu_roles or spec.roles)[0].template
 
 
 def _build_fetch_container(

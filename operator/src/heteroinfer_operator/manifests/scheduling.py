@@ -47,6 +47,7 @@ def assigned_fields(
         ]
     if pod.index in node_assignment.gpu_memory_mib:
         label = device_memory_label(role.gpu_resource)
+        # The operator of the requirement is Gt, which excludes the number itself.
         more_than = node_assignment.gpu_memory_mib[pod.index] - 1
         affinity = require_label(affinity, larger_label(label, more_than))
     if pod.index in node_assignment.nodes:

@@ -25,8 +25,9 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
     Args:
         ports: ports for clients: first the spec's, then ports of groups that run with an older spec.
     """
-    first, *others = dict.fromkeys(ports)
-    port_by_name = {names.PORT_API: first, **{f"{names.PORT_API}-{port}": port for port in sorted(others)}}
+    spec_port, older_ports = ports[0], sorted(set(ports[1:]) - {ports[0]})
+    port_by_name = {names.PORT_API: spec_port}
+    port_by_name |= {f"{names.PORT_API}-{port}": port for port in older_ports}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -59,9 +60,10 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
     """Reports whether a port of a Service forwards to the API of the leaders."""
-    by_number = port["port"]  # groups that run with an older spec have this port in their pods
+    # Groups that run with an older spec have the Service's port in their pods.
+    service_port = port["port"]
     is_tcp = port.get("protocol", "TCP") == "TCP"
-    return is_tcp and port.get("targetPort", by_number) in (names.PORT_API, by_number)
+    return is_tcp and port.get("targetPort", service_port) in (names.PORT_API, service_port)
 
 
 def build_group_service(group: GroupRef) -> dict[str, Any]:

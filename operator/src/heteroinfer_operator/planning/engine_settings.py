@@ -30,6 +30,11 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 a long-context model would often not fit."""
 
 
+def default_max_model_len(profile: ModelProfile) -> int:
+    """Returns the longest sequence in tokens if the user sets no engine.maxModelLen."""
+    return min(profile.max_position_embeddings, _DEFAULT_MAX_MODEL_LEN)
+
+
 def refused_arguments(args: Sequence[str]) -> Iterator[PlanError]:
     """Yields an error for each argument of vLLM that every plan refuses."""
     for refused in find_refused(args):
@@ -134,7 +139,7 @@ def _choose_max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> i
     """Returns the longest sequence in tokens; raises PlanError if the model supports only shorter ones."""
     wanted, longest = spec.engine.max_model_len, profile.max_position_embeddings
     if wanted is None:
-        return min(longest, _DEFAULT_MAX_MODEL_LEN)
+        return default_max_model_len(profile)
     if wanted > longest:
         raise PlanError(
             f"engine.maxModelLen: must be at most {longest}, which is the model's own maximum (got "
