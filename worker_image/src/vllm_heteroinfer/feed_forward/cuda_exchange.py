@@ -21,11 +21,15 @@ SOURCE: Final = Path(__file__).parent / "kernels.cu"
 HEADER: Final = "conversions.cuh"
 """File that a source includes, in the source's folder."""
 THREADS: Final = 256
+"""Threads of a block."""
+PART_BYTES: Final = 16
+"""Bytes of a row that a thread copies at once."""
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
-"""An ask of more than LONG_ROWS rows gets LONG_BLOCKS blocks while experts are copied over the same link."""
+"""An ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks while experts are copied over the link."""
 STATE_WORDS: Final = 4
+"""Size of `State` in kernels.cu, in words of 64 bits."""
 HOST_REGISTER_MAPPED: Final = 2
 """driver_types.h: cudaHostRegisterMapped."""
 
@@ -86,17 +90,24 @@ class Kernels:
     def launch(
         self, function: ctypes.c_void_p, blocks: int | tuple[int, int, int], arguments: Any, stream: int
     ) -> None:
-        """Puts a kernel into a stream; `arguments` is an array of pointers to its arguments."""
+        """Puts a kernel into a stream.
+
+        Args:
+            blocks: number of thread blocks, or their number in each of three dimensions.
+            arguments: array of pointers to the kernel's arguments.
+        """
         grid = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         status = self._launch(function, *grid, THREADS, 1, 1, 0, stream, arguments, None)
         self._raise_if_failed(status, "cuLaunchKernel")
 
     def device_address(self, address: int) -> int:
         """Returns the device address of registered host memory."""
-        found = ctypes.c_uint64()
-        status = self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+        on_device = ctypes.c_uint64()
+        status = self._driver.cuMemHostGetDevicePointer_v2(
+            ctypes.byref(on_device), ctypes.c_void_p(address), 0
+        )
         self._raise_if_failed(status, "cuMemHostGetDevicePointer")
-        return found.value
+        return on_device.value
 
     @staticmethod
     def _raise_if_failed(status: int, call: str) -> None:
@@ -155,7 +166,7 @@ class CudaExchange:
             "y_offset": layout.y,
             "y_stride": layout.y_stride,
             "limit_ns": int(limit_s * 1e9),
-            "row_parts": slab.shape.row_bytes // 16,
+            "row_parts": slab.shape.row_bytes // PART_BYTES,
             "topk": slab.shape.topk,
             "lanes": slab.shape.lanes,
             "dtype": layout.dtype,
@@ -183,7 +194,9 @@ class CudaExchange:
         *,
         beside_copies: bool = False,
     ) -> Callable[[], torch.Tensor]:
-        """Sends an ask. Returns a function that makes the stream wait for the answer, and returns it.
+        """Sends an ask. Returns a function that puts the wait for the answer into the stream.
+
+        That function returns the answer, which is valid once the stream has reached it.
 
         Args:
             beside_copies: whether experts are copied over the link to the GPU at the same time.
@@ -203,12 +216,13 @@ class CudaExchange:
         )
         arguments = _pointers_to(params)
         parts = rows * self._fixed_params["row_parts"]
-        most = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
-        blocks = max(1, min(most, -(-parts // THREADS)))
+        max_blocks = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
+        blocks = max(1, min(max_blocks, -(-parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
 
         def receive() -> torch.Tensor:
+            """Puts the kernel that waits for the answer into the stream, and returns the answer."""
             self._kernels.launch(self._sum_kernel, blocks, _pointers_to(params), stream)
             return out
 
@@ -227,10 +241,10 @@ def compile_source(source: Path, architecture: str) -> bytes:
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
-    texts = (ctypes.c_char_p * 1)((source.parent / HEADER).read_bytes())
-    names = (ctypes.c_char_p * 1)(HEADER.encode())
+    header_texts = (ctypes.c_char_p * 1)((source.parent / HEADER).read_bytes())
+    header_names = (ctypes.c_char_p * 1)(HEADER.encode())
     nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.read_bytes(), source.name.encode(), 1, texts, names
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), 1, header_texts, header_names
     )
     options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
@@ -267,8 +281,11 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_files() -> Iterator[str]:
-    """Yields files and names under which NVRTC may be found, those of torch's packages first."""
-    # Loads libnvrtc-builtins from the same folder first, so that NVRTC finds it.
+    """Yields files and names under which NVRTC may be found, those of torch's packages first.
+
+    Before it yields a file of a package, it loads libnvrtc-builtins from the same folder, so that NVRTC finds
+    this library.
+    """
     for folder in sys.path:
         for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):
             builtins = sorted(file.parent.glob("libnvrtc-builtins.so.*"))

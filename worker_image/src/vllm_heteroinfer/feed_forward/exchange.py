@@ -57,6 +57,7 @@ class LaneReady:
         ask_s: seconds for one row in its slowest layer.
         row_s: seconds per row in its largest warm-up batch, in its first layer.
         host: address at which it listens for the asking rank, if it is the first of another pod, else "".
+        port: port of that address; 0 without an address.
     """
 
     nonce: str
@@ -94,8 +95,9 @@ def open_slab(
             continue
         awaited = f"message from feed-forward rank {rank.rank} that it is ready"
         text = store.get(lane_key(rank.rank), deadline, what=awaited, rank=rank.rank)
-        ready.append(codec.from_json(LaneReady, text))
-        if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != ready[-1].nonce:
+        report = codec.from_json(LaneReady, text)
+        ready.append(report)
+        if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != report.nonce:
             raise ContractError(
                 f"feed-forward rank {rank.rank}: must share memory with the rank that it serves (rank "
                 f"{asking.rank} cannot read its data). Run both in one PID namespace"
@@ -169,7 +171,10 @@ class HostExchange:
         return out
 
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
-        """Raises the error for a `result` of the library other than 0."""
+        """Raises the error for a `result` of the library other than 0.
+
+        The result is 1 + the index of a lane that is late, or -1 - the index of a lane that failed.
+        """
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("the group is ending, so feed-forward ranks answer no more")
         lane = abs(result) - 1

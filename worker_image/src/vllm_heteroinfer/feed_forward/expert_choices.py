@@ -22,32 +22,38 @@ class ExpertChoices:
             slot_experts: the most experts in a slot.
         """
         self._spans, self._total = spans, sum(end - first for first, end in spans)
-        order = sorted(
+        places_in_spans = sorted(
             ((expert - first + 0.5) / (end - first), expert)
             for first, end in spans
             for expert in range(first, end)
         )
-        self._least_number = {expert: number + 1 for number, (_, expert) in enumerate(order)}
+        # The GPU has an expert if it has at least this number of experts.
+        self._least_number = {expert: number for number, (_, expert) in enumerate(places_in_spans, 1)}
+        # The tensor begins with the id of padding, -1. Its least number is 0, so it is always masked.
         by_id = [0, *(self._least_number[expert] for expert in range(self._total))]
         self._least_number_by_id = torch.tensor(by_id, dtype=torch.int32).to(device)
+        # Row n has the indices 0 to n - 1 between numbers of -1. A part of the row is an expert map.
         outside = torch.full((slot_experts + 1, self._total), -1, dtype=torch.int32)
         slots = torch.arange(slot_experts, dtype=torch.int32).repeat(slot_experts + 1, 1)
         counts = torch.arange(slot_experts + 1, dtype=torch.int32).unsqueeze(1)
         self._maps = torch.cat((outside, torch.where(slots < counts, slots, -1), outside), 1).to(device)
 
-    def gpu_ranges(self, number: int) -> list[Range]:
-        """Returns the range of each span that the GPU computes."""
+    def gpu_ranges(self, gpu_experts: int) -> list[Range]:
+        """Returns the range of each span that the GPU computes if it has `gpu_experts` experts."""
         return [
-            (first, first + sum(self._least_number[expert] <= number for expert in range(first, end)))
+            (first, first + sum(self._least_number[expert] <= gpu_experts for expert in range(first, end)))
             for first, end in self._spans
         ]
 
-    def mask_gpu_experts(self, ids: torch.Tensor, number: int) -> torch.Tensor:
-        """Returns the ids with -1 in place of the GPU's experts and of padding."""
+    def mask_gpu_experts(self, ids: torch.Tensor, gpu_experts: int) -> torch.Tensor:
+        """Returns the ids with -1 in place of the GPU's `gpu_experts` experts and of padding."""
         least_number = self._least_number_by_id.index_select(0, ids.reshape(-1) + 1).view(ids.shape)
-        return torch.where(least_number <= number, -1, ids)
+        return torch.where(least_number <= gpu_experts, -1, ids)
 
     def expert_map(self, first: int, experts: int) -> torch.Tensor:
-        """Returns each expert's index in a slot with these experts; -1 for others: int32 [experts]."""
+        """Returns each expert's index in a slot with `experts` experts from `first` on; -1 for others.
+
+        The result is int32 [experts of the layer].
+        """
         begin = self._total - first
         return self._maps[experts, begin : begin + self._total]

@@ -96,7 +96,7 @@ class ExpertWeights:
         shape, own = self._shape, self._shape.own
 
         def read(first: int, end: int) -> torch.Tensor:
-            """Reads columns [first, end) of the parameter."""
+            """Reads the parameter's elements for columns [first, end)."""
             ranges: list[Range | None] = [None, None]
             ranges[dim] = (first // per, -(-end // per))
             return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
@@ -104,17 +104,17 @@ class ExpertWeights:
         if not shape.gated:
             return read(own.first, own.end)
         if shape.alternate:
-            both = read(2 * own.first, 2 * own.end)
+            alternating = read(2 * own.first, 2 * own.end)
             if per > 1:
                 raise ContractError(
                     f"{name}: gate and up columns alternate, so each column must have an element of its own "
                     f"(got {per} columns per element). Use another checkpoint of the model, or GPU roles only"
                 )
-            index = torch.arange(both.shape[dim])
-            return both.index_select(dim, torch.cat((index[0::2], index[1::2])))
-        half = -(-shape.padded // per) * per
-        parts = (read(own.first, own.end), read(half + own.first, half + own.end))
-        return torch.cat(parts, dim)
+            index = torch.arange(alternating.shape[dim])
+            return alternating.index_select(dim, torch.cat((index[0::2], index[1::2])))
+        first_up = -(-shape.padded // per) * per
+        gates, ups = read(own.first, own.end), read(first_up + own.first, first_up + own.end)
+        return torch.cat((gates, ups), dim)
 
     def _read_inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
         """Reads this rank's inputs of w2.
@@ -143,11 +143,15 @@ class ExpertWeights:
         return (columns, shape.hidden) if w13 else (shape.hidden, shape.own.count)
 
     def _build_coded(
-        self, form: Format, w13: bool, codes: torch.Tensor, **rest: torch.Tensor | None
+        self, form: Format, w13: bool, codes: torch.Tensor, **tensors: torch.Tensor | None
     ) -> Coded:
-        """Returns the weight with these codes, and this rank's size of w13 or w2."""
+        """Returns the weight with these codes, and this rank's size of w13 or w2.
+
+        Args:
+            **tensors: scales, zero points and factors, as in `Coded`.
+        """
         columns, inputs = self._columns_and_inputs(w13)
-        return Coded(format=form, columns=columns, inputs=inputs, codes=codes, **rest)
+        return Coded(format=form, columns=columns, inputs=inputs, codes=codes, **tensors)
 
     # Formats
 
@@ -157,14 +161,14 @@ class ExpertWeights:
 
     def _recognize(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Returns the method that reads this layer's format, and the format's name."""
-        weight = (
+        dtype = (
             self._find_dtype("w13_weight")
             or self._find_dtype("w13_weight_packed")
             or self._find_dtype("w13_qweight")
         )
-        if weight in _FLOATS or weight == torch.float32:
-            return self._read_unquantized, str(weight).removeprefix("torch.")
-        known = {
+        if dtype in _FLOATS or dtype == torch.float32:
+            return self._read_unquantized, str(dtype).removeprefix("torch.")
+        recognize = {
             _FP8: self._recognize_fp8,
             torch.int8: self._recognize_int8,
             torch.uint8: self._recognize_fp4,
@@ -172,14 +176,16 @@ class ExpertWeights:
             if self._find_dtype("w13_weight_packed")
             else self._recognize_awq_or_gptq,
         }
-        if weight not in known:
+        if dtype not in recognize:
             raise self._build_refusal()
-        return known[weight]()
+        return recognize[dtype]()
 
     def _build_refusal(self) -> ContractError:
         """Returns the error for a format that no kernel computes."""
         recipe = self._reader.recipe
-        parameters = ", ".join(f"{name} {describe(each)}" for name, each in sorted(recipe.parameters.items()))
+        parameters = ", ".join(
+            f"{name} {describe(parameter)}" for name, parameter in sorted(recipe.parameters.items())
+        )
         return ContractError(
             f"experts: HeteroInfer's CPU kernels do not support the format of {recipe.method} "
             f"({parameters}). Use the model in bf16, FP8, int4 or MXFP4, or use GPU roles only"
@@ -243,9 +249,9 @@ class ExpertWeights:
         """
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._columns_and_inputs(w13)
-        if w13 and self._shape.gated:  # each half is cut to its own columns
-            half, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
-            scales = torch.cat((scales[:blocks], scales[half : half + blocks]))
+        if w13 and self._shape.gated:  # gates and ups are each cut to this rank's columns
+            first_up, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
+            scales = torch.cat((scales[:blocks], scales[first_up : first_up + blocks]))
         else:
             scales = scales[: -(-columns // SHARED_COLUMNS)]
         form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_BLOCK)
@@ -383,7 +389,10 @@ class ExpertWeights:
         return self._build_coded(form, w13, codes, scales=scales, zeros=zeros)
 
     def _read_zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
-        """Reads zero points that are packed along the columns, [columns / 8, groups]; stored as value + 8."""
+        """Reads the zero points of int4, int8 [columns, groups].
+
+        The file packs them along the columns, [columns / 8, groups], and stores each plus 8.
+        """
         if w13:
             packed = self._read_columns(name, expert, dim=0, per=_NIBBLES)
         else:
@@ -421,7 +430,12 @@ class ExpertWeights:
         raise self._build_refusal()
 
     def _read_by_group(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
-        """Reads a parameter [groups, columns / per] of AWQ or GPTQ."""
+        """Reads a parameter [groups, columns / per] of AWQ or GPTQ.
+
+        Args:
+            group: inputs of a group; 0 if all inputs are one group.
+            per: columns per element.
+        """
         if w13:
             return self._read_columns(f"w13_{suffix}", expert, dim=1, per=per)
         if not group:
@@ -443,10 +457,12 @@ class ExpertWeights:
         )
         codes = _unpack_nibbles(packed, _AWQ_ORDER).t().contiguous()
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
-        zeros = _unpack_nibbles(self._read_by_group("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
+        unsigned_zeros = _unpack_nibbles(
+            self._read_by_group("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER
+        )
+        zeros = (unsigned_zeros.t().to(torch.int8) - 8).contiguous()
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=True)
-        points = (zeros.t().to(torch.int8) - 8).contiguous()
-        return self._build_coded(form, w13, _pack_nibbles(codes) ^ _SIGNS, scales=scales, zeros=points)
+        return self._build_coded(form, w13, _pack_nibbles(codes) ^ _SIGNS, scales=scales, zeros=zeros)
 
     def _read_gptq(self, expert: int, w13: bool) -> Coded:
         """Reads int4 of GPTQ as [columns, inputs].
@@ -457,8 +473,8 @@ class ExpertWeights:
         part = "w13" if w13 else "w2"
         group = self._inputs_per_scale(self._reader.shape(f"{part}_scales")[0], w13)
         if self._reader.has(f"{part}_g_idx"):
-            order = self._reader.read(f"{part}_g_idx", expert)
-            if group and not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
+            groups = self._reader.read(f"{part}_g_idx", expert)  # the group of each input
+            if group and not torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // group):
                 raise self._build_refusal()  # the checkpoint orders its inputs by their activations
         packed = (
             self._read_columns("w13_qweight", expert, dim=1)

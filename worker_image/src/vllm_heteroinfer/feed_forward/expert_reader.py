@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -18,6 +18,20 @@ DUMMY_SPREAD: Final = 1e-3
 """Dummy weights are between minus this number and this number."""
 Range = tuple[int, int]
 """The first index of a range, and the index after its last."""
+
+
+class _Region(NamedTuple):
+    """A region of one expert's parameter, inside a piece.
+
+    Attributes:
+        piece: begins at this expert (dimension 0).
+        start: first index in each other dimension.
+        size: number of elements in each other dimension.
+    """
+
+    piece: Piece
+    start: list[int]
+    size: list[int]
 
 
 class ExpertReader:
@@ -89,46 +103,37 @@ class LayerReader:
     def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
         """Returns a region of an expert's parameter, as a view of the file or as a copy.
 
+        Elements that the checkpoint does not fill are 0.
+
         Args:
-            ranges: of each dimension of the parameter; None or omitted for all indices. Elements that the
-                checkpoint does not fill are 0.
+            ranges: of each dimension of the parameter; None or omitted for all indices.
         """
-        parameter = self.recipe.parameters[name]
-        ranges_read = [(0, count) for count in parameter.shape[1:]]
-        ranges_read[: len(ranges)] = [
-            given or whole for given, whole in zip(ranges, ranges_read, strict=False)
-        ]
-        dtype, size = self.dtype(name), [end - first for first, end in ranges_read]
+        wanted = [(0, count) for count in self.shape(name)]
+        for dim, indices in enumerate(ranges):
+            if indices is not None:
+                wanted[dim] = indices
+        dtype, size = self.dtype(name), [end - first for first, end in wanted]
         if self._dummy:
             return _random_weights(size, dtype)
-        regions = [
-            part
-            for piece in self._pieces[name][expert]
-            if (part := _intersection(piece, expert, ranges_read)) is not None
-        ]
-        if len(regions) == 1 and regions[0][2] == size:
-            piece_values = self._view(*regions[0])
+        intersections = [_intersection(piece, expert, wanted) for piece in self._pieces[name][expert]]
+        regions = [region for region in intersections if region is not None]
+        if len(regions) == 1 and regions[0].size == size:
+            piece_values = self._view(regions[0])
             self.read_bytes += piece_values.nbytes
             return piece_values if piece_values.dtype == dtype else piece_values.to(dtype)
         values = torch.zeros(size, dtype=dtype)
-        for piece, start, count in regions:
+        for region in regions:
             target = values
-            for dim, (first, length) in enumerate(zip(start, count, strict=True)):
-                offset = max(first, ranges_read[dim][0]) - ranges_read[dim][0]
-                target = target.narrow(dim, offset, length)
-            piece_values = self._view(piece, start, count)
+            for dim, (first, length) in enumerate(zip(region.start, region.size, strict=True)):
+                target = target.narrow(dim, first - wanted[dim][0], length)
+            piece_values = self._view(region)
             self.read_bytes += piece_values.nbytes
             target.copy_(piece_values)
         return values
 
-    def _view(self, piece: Piece, start: Sequence[int], count: Sequence[int]) -> torch.Tensor:
-        """Returns a view of a region of one expert, in the mapped file or in the recipe's own values.
-
-        Args:
-            piece: begins at this expert (dimension 0).
-            start: first index in each other dimension.
-            count: number of elements in each other dimension.
-        """
+    def _view(self, region: _Region) -> torch.Tensor:
+        """Returns a view of a region of one expert, in the mapped file or in the recipe's own values."""
+        piece, start, count = region
         dtype: torch.dtype = getattr(torch, piece.dtype)
         if piece.file == VALUES:
             all_values = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
@@ -144,33 +149,28 @@ class LayerReader:
         return self._mapped.files[piece.file].view(offset, dtype, count, piece.strides[1:])
 
 
-def _intersection(
-    piece: Piece, expert: int, ranges: Sequence[Range]
-) -> tuple[Piece, list[int], list[int]] | None:
-    """Returns an expert's piece with the start and size of its region inside the wanted ranges.
-
-    Returns None if no part of the piece is inside.
-    """
-    start, count = [], []
+def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region | None:
+    """Returns the region of an expert that is inside both the piece and the ranges; None if there is none."""
+    start, size = [], []
     for (first, end), begin, length in zip(ranges, piece.start[1:], piece.size[1:], strict=True):
         low, high = max(first, begin), min(end, begin + length)
         if low >= high:
             return None
         start.append(low)
-        count.append(high - low)
+        size.append(high - low)
     experts_skipped = expert - piece.start[0]
     if not experts_skipped:
-        return piece, start, count
+        return _Region(piece, start, size)
     if piece.file == VALUES:
-        return _select_values(piece, experts_skipped), start, count
-    size = getattr(torch, piece.dtype).itemsize
-    return replace(piece, offset=piece.offset + experts_skipped * piece.strides[0] * size), start, count
+        return _Region(_select_values(piece, experts_skipped), start, size)
+    skipped_bytes = experts_skipped * piece.strides[0] * getattr(torch, piece.dtype).itemsize
+    return _Region(replace(piece, offset=piece.offset + skipped_bytes), start, size)
 
 
 def _select_values(piece: Piece, expert: int) -> Piece:
     """Returns a piece with the values of one expert only. `expert` counts from the piece's first expert."""
-    digits = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
-    values = piece.values[expert * digits : (expert + 1) * digits]
+    digits_per_expert = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
+    values = piece.values[expert * digits_per_expert : (expert + 1) * digits_per_expert]
     return replace(piece, size=(1, *piece.size[1:]), values=values)
 
 

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -42,6 +42,19 @@ _TYPES: Final = {
 }
 
 
+class _Entry(NamedTuple):
+    """A tensor in the header of a file.
+
+    Attributes:
+        start: its first byte in the file.
+    """
+
+    name: str
+    start: int
+    dtype: torch.dtype
+    shape: list[int]
+
+
 class MappedFile:
     """A safetensors file in memory that the kernel reads on demand.
 
@@ -67,16 +80,20 @@ class MappedFile:
         self.digest = hashlib.sha256(header).hexdigest()
         try:
             parsed_header = json.loads(header)
-            entries = [(name, entry) for name, entry in parsed_header.items() if name != "__metadata__"]
-            self._entries = sorted((self._parse_entry(*each) for each in entries), key=lambda entry: entry[1])
+            entries = [
+                self._parse_entry(name, entry)
+                for name, entry in parsed_header.items()
+                if name != "__metadata__"
+            ]
+            self._entries = sorted(entries, key=lambda entry: entry.start)
         except ContractError:  # a ValueError, too
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
-    def _parse_entry(self, name: str, entry: Any) -> tuple[str, int, torch.dtype, list[int]]:
-        """Returns name, first byte, type and shape of a tensor, and checks that the file has its bytes."""
+    def _parse_entry(self, name: str, entry: Any) -> _Entry:
+        """Reads the header's entry of a tensor, and checks that the file has the tensor's bytes."""
         shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
             raise ContractError(
@@ -86,12 +103,13 @@ class MappedFile:
         if any(type(number) is not int for number in (*shape, start, end)):
             raise TypeError(f"tensor {name} has {shape} and bytes {start} to {end}, which must be integers")
         size = math.prod(shape) * dtype.itemsize
-        if min(0, *shape, start) < 0 or end - start != size or self._data_start + end > self.num_bytes:
+        has_negative = any(number < 0 for number in (*shape, start))
+        if has_negative or end - start != size or self._data_start + end > self.num_bytes:
             raise self._invalid(
                 f"tensor {name} ({entry['dtype']} {shape}) must have {size} bytes inside the file's "
                 f"{self.num_bytes - self._data_start} data bytes (got bytes {start} to {end})"
             )
-        return name, self._data_start + start, dtype, shape
+        return _Entry(name, self._data_start + start, dtype, shape)
 
     def _invalid(self, problem: str) -> ContractError:
         """Returns the error for a file that is not a whole safetensors file."""
@@ -154,7 +172,9 @@ class MappedFiles:
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        index = bisect.bisect(self._addresses, (address, len(self.files))) - 1
+        # The number after all files' numbers, so that a file that begins at this very address counts.
+        after_all_files = len(self.files)
+        index = bisect.bisect(self._addresses, (address, after_all_files)) - 1
         if index < 0:
             return None
         start, number = self._addresses[index]
@@ -168,4 +188,6 @@ def _identity_of(status: os.stat_result) -> tuple[int, ...]:
 
 def _describe_open_error(error: Exception) -> str:
     """Returns the reason why a file cannot be mapped, in words."""
-    return (isinstance(error, OSError) and error.strerror) or "the file is empty"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "the file is empty"

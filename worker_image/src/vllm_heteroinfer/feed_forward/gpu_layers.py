@@ -1,7 +1,7 @@
 """Layers whose experts a GPU can compute, and where ranks have their weights. Imports torch."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +44,11 @@ class RankExperts:
     @property
     def arrays(self) -> list[tuple[int, int]]:
         """Each array's begin and its bytes per expert, in the order w13, w13 scales, w2, w2 scales."""
-        return [
-            pair
-            for matrix in self.matrices
-            for pair in (
-                (matrix.offset, matrix.expert_bytes),
-                (matrix.block_scales or 0, matrix.scale_bytes),
-            )
-        ]
+        arrays = []
+        for matrix in self.matrices:
+            scales_begin = matrix.block_scales or 0  # without block scales, scale_bytes is 0
+            arrays += [(matrix.offset, matrix.expert_bytes), (scales_begin, matrix.scale_bytes)]
+        return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +64,11 @@ class Load:
         The offsets do not depend on the number of experts in this load. So a slot with this load also serves
         a shorter one that begins with the same expert.
         """
-        offsets, at = [], 0
+        offsets, next_offset = [], 0
         for rank in self.ranks:
-            for _, each in rank.arrays:
-                offsets.append(at)
-                at = align(at + slot_experts * each)
+            for _, expert_bytes in rank.arrays:
+                offsets.append(next_offset)
+                next_offset = align(next_offset + slot_experts * expert_bytes)
         return offsets
 
 
@@ -132,9 +129,16 @@ def find_obstacle(layer: LayerRecipe) -> str | None:
     """Returns why a GPU cannot compute a layer's experts with copied weights; None if it can."""
     if not layer.topk or layer.experts == 1:
         return "a dense layer has no experts to choose from"
-    if layer.activation not in ACTIVATIONS or (layer.limit, layer.alpha, layer.beta) != (None,) * 3:
+    has_limits_or_factors = any(value is not None for value in (layer.limit, layer.alpha, layer.beta))
+    if layer.activation not in ACTIVATIONS or has_limits_or_factors:
         return f"activation {layer.activation} has limits or factors, or no gate"
     return None
+
+
+def _has_other_type(offered: Iterable[OfferedLayer], dtype: torch.dtype) -> bool:
+    """Returns whether some weights that are not packed have another type than `dtype`."""
+    matrices = [matrix for layer in offered for matrix in (layer.w13, layer.w2)]
+    return any(matrix.format is None and dtype_of(matrix.dtype) != dtype for matrix in matrices)
 
 
 def find_gpu_layers(
@@ -146,17 +150,18 @@ def find_gpu_layers(
         offers: where each feed-forward rank has its weights, by rank.
         map_memory: maps a rank's memory.
     """
-    by_rank = {rank: {each.layer: each for each in offer.layers} for rank, offer in offers.items()}
+    layers_by_rank = {rank: {layer.layer: layer for layer in offer.layers} for rank, offer in offers.items()}
     obstacles: dict[str, list[int]] = {}
     memories: dict[int, torch.Tensor] = {}
     layers = {}
     for number, layer in recipe.layers.items():
-        offered = {rank: found[number] for rank, found in by_rank.items() if number in found}
+        offered = {
+            rank: rank_layers[number] for rank, rank_layers in layers_by_rank.items() if number in rank_layers
+        }
         obstacle = find_obstacle(layer)
-        if obstacle is None and len(offered) < len(by_rank):
+        if obstacle is None and len(offered) < len(offers):
             obstacle = "the experts have biases or no gate"
-        plain = [matrix for each in offered.values() for matrix in (each.w13, each.w2) if not matrix.format]
-        if obstacle is None and any(dtype_of(matrix.dtype) != dtype_of(recipe.dtype) for matrix in plain):
+        if obstacle is None and _has_other_type(offered.values(), dtype_of(recipe.dtype)):
             obstacle = "the experts and the hidden states have different types"
         if obstacle is not None:
             obstacles.setdefault(obstacle, []).append(number)
@@ -164,7 +169,7 @@ def find_gpu_layers(
         for rank in offered:
             if rank not in memories:
                 memories[rank] = map_memory(rank)
-        ranks = [RankExperts(each, memories[rank]) for rank, each in offered.items()]
+        ranks = [RankExperts(rank_layer, memories[rank]) for rank, rank_layer in offered.items()]
         layers[number] = GpuLayer(number, layer, ranks)
     for obstacle, numbers in obstacles.items():
         _logger.warning(

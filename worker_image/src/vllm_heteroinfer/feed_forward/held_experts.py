@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch.nn import functional
@@ -204,7 +204,8 @@ class _SwishExperts:
         w2 = weight_memory.empty((self.count, hidden, inner), dtype)
         for packed in (w13, w2):
             library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
-        w13_scales, w2_scales = [], []
+        w13_scales: list[torch.Tensor] = []
+        w2_scales: list[torch.Tensor] = []
         for local in range(self.count):
             expert = part.experts.first + local
             for packed, gates in ((w13, True), (w2, False)):
@@ -212,24 +213,55 @@ class _SwishExperts:
             if not is_unquantized:
                 w13_scales.append(weights.block_scales(expert, w13=True))
                 w2_scales.append(weights.block_scales(expert, w13=False))
-        scales = (
-            None
-            if is_unquantized
-            else tuple(_copy_in_own_memory(torch.stack(found)) for found in (w13_scales, w2_scales))
-        )
+        scales = None if is_unquantized else (_join_scales(w13_scales), _join_scales(w2_scales))
         self._packed = PackedExperts(w13=w13, w2=w2, scales=scales)
         self.packed: Sequence[torch.Tensor] = (w13, w2, *(scales or ()))
         self.num_bytes = sum(tensor.nbytes for tensor in self.packed)
         self.method = f"{weights.name} ({', '.join(library.paths)})"
         form = Format(code=Code.BF16 if is_unquantized else Code.FP8)
-        scales13, scales2 = scales or (None, None)
+        joined13, joined2 = scales or (None, None)
         self.matrices: Matrices | None = (
-            PackedMatrix.of(w13, form, block_scales=scales13),
-            PackedMatrix.of(w2, form, block_scales=scales2),
+            PackedMatrix.of(w13, form, block_scales=joined13),
+            PackedMatrix.of(w2, form, block_scales=joined2),
         )
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         experts(self._library, y, x, self._packed, weights=weights, ids=ids)
+
+
+class _MatrixPacker:
+    """Packs the w13 or the w2 of a rank's experts one by one, and collects their biases."""
+
+    def __init__(
+        self, library: KernelLibrary, weights: ExpertWeights, num_experts: int, *, w13: bool, gated: bool
+    ) -> None:
+        self._library, self._weights, self._num_experts = library, weights, num_experts
+        self._w13, self._gated = w13, gated
+        self._part: PackedPart | None = None
+        self._biases: list[torch.Tensor] = []
+
+    def pack(self, local: int, expert: int, *, biased: bool) -> None:
+        """Reads the matrix of an expert of the layer, and packs it as expert `local` of this rank."""
+        weight = self._weights.read_coded(expert, w13=self._w13)
+        if self._part is None:
+            self._part = allocate_part(
+                self._library, weight.format, self._num_experts, weight.columns, weight.inputs
+            )
+        pack_expert_into(self._library, self._part, local, weight, gated=self._w13 and self._gated)
+        bias = self._weights.read_bias(expert, w13=self._w13) if biased else None
+        if bias is not None:
+            self._biases.append(bias)
+
+    @property
+    def part(self) -> PackedPart:
+        """The packed matrices of all experts. `pack` must have been called."""
+        assert self._part is not None
+        return self._part
+
+    @property
+    def biases(self) -> torch.Tensor | None:
+        """The biases of all experts, [experts, columns]; None without biases."""
+        return torch.stack(self._biases) if self._biases else None
 
 
 class _CodedFormatExperts:
@@ -247,31 +279,20 @@ class _CodedFormatExperts:
     ) -> None:
         """Reads this rank's part of each expert, and packs it in its own format."""
         self.count = part.experts.count
-        packed: dict[bool, Any] = {}
-        biases: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        w13 = _MatrixPacker(library, weights, self.count, w13=True, gated=activation.gated)
+        w2 = _MatrixPacker(library, weights, self.count, w13=False, gated=activation.gated)
         for local in range(self.count):
             expert = part.experts.first + local
-            for w13 in (True, False):
-                weight = weights.read_coded(expert, w13=w13)
-                if local == 0:
-                    packed[w13] = allocate_part(
-                        library, weight.format, self.count, weight.columns, weight.inputs
-                    )
-                pack_expert_into(library, packed[w13], local, weight, gated=w13 and activation.gated)
-                bias = weights.read_bias(expert, w13=w13) if biased else None
-                if bias is not None:
-                    biases[w13].append(bias)
-        both = [torch.stack(found) if found else None for found in (biases[True], biases[False])]
-        self._experts = CodedExperts(
-            library, packed[True], packed[False], activation, dtype=dtype, biases=both
-        )
-        self.packed: Sequence[torch.Tensor] = [each.packed for each in packed.values()]
+            w13.pack(local, expert, biased=biased)
+            w2.pack(local, expert, biased=biased)
+        biases = (w13.biases, w2.biases)
+        self._experts = CodedExperts(library, w13.part, w2.part, activation, dtype=dtype, biases=biases)
+        self.packed: Sequence[torch.Tensor] = [w13.part.packed, w2.part.packed]
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.coded_paths)})"
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
-            w13_part, w2_part = packed[True], packed[False]
-            self.matrices = (_describe_part(w13_part), _describe_part(w2_part))
+            self.matrices = (_describe_part(w13.part), _describe_part(w2.part))
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         self._experts.compute(y, x, weights, ids)
@@ -344,6 +365,7 @@ class _TorchExperts:
         )
 
 
-def _copy_in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor into the memory for packed weights. The original may be a view of a file."""
-    return weight_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
+def _join_scales(scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the scales of all experts as one tensor, in the memory for packed weights."""
+    joined = torch.stack(tuple(scales))
+    return weight_memory.empty(joined.shape, joined.dtype).copy_(joined)

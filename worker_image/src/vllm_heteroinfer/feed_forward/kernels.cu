@@ -197,7 +197,7 @@ extern "C" __global__ void ff_fill(u32* x, u64 words, const u64* number) {
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)
     x[i] = (u32)(*number * 2654435761ull + i);
 }
-// Counts the words that differ from the pattern of ff_fill.
+// Counts the words of `out` that differ from x, which ff_fill has filled.
 extern "C" __global__ void ff_check(const u32* x, const u32* out, u64 words, u64* wrong) {
   u64 count = 0;
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)

@@ -128,13 +128,14 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
         return False
-    needed = [
+    required_parameters = [
         parameter
         for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
         if parameter.default is inspect.Parameter.empty
         and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    return len(needed) == 1 and not any(isinstance(each, RoutedExperts) for each in module.modules())
+    has_experts = any(isinstance(each, RoutedExperts) for each in module.modules())
+    return len(required_parameters) == 1 and not has_experts
 
 
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
@@ -152,7 +153,7 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
         if not name.startswith(tuple(linear_prefixes)):
             raise _NoMlpError(f"must have parameters only in linear layers (has {name})")
     input_, output, calls = _run_with_random_outputs(mlp, linears)
-    if not 1 < len(calls) == len(linears) <= 3:
+    if len(linears) not in {2, 3} or len(calls) != len(linears):
         raise _NoMlpError(
             f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
         )
@@ -161,27 +162,33 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
         raise _NoMlpError("must change its input and output only by linear layers")
     if any(linear.skip_bias_add and linear.has_bias for linear in linears):
         raise _NoMlpError("must not add a bias after a linear layer")
-    gated = sum(answered.shape[1] for _, _, answered in ups) == 2 * down_input.shape[1]
+    gated = sum(up_output.shape[1] for _, _, up_output in ups) == 2 * down_input.shape[1]
+    activation, gate_and_up = _find_activation(down_input, ups, gated=gated)
+    names = {name for linear in gate_and_up for name, _ in linear.named_parameters()}
+    if len(gate_and_up) > 1 and not names <= {"weight", "bias"}:
+        raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
+    return activation if gated else f"{activation}_no_mul", gate_and_up, down
+
+
+def _find_activation(
+    down_input: torch.Tensor, ups: Sequence[_LinearCall], *, gated: bool
+) -> tuple[str, list[Any]]:
+    """Returns an MLP's activation, and its linear layers before the activation: the gate before the up.
+
+    Raises:
+        _NoMlpError: the MLP has another activation.
+    """
+    # A model may call the up layer before the gate layer.
     possible_orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
-    distance, activation, gate_and_up = min(
-        (
-            (_distance_from_activation(down_input, compute, gate_and_up, gated=gated), name, gate_and_up)
-            for name, compute in _ACTIVATIONS.items()
-            for gate_and_up in possible_orders
-        ),
-        key=lambda linears_in_order: linears_in_order[0],
-    )
+    candidates = [
+        (_distance_from_activation(down_input, compute, gate_and_up, gated=gated), name, gate_and_up)
+        for name, compute in _ACTIVATIONS.items()
+        for gate_and_up in possible_orders
+    ]
+    distance, activation, gate_and_up = min(candidates, key=lambda candidate: candidate[0])
     if distance > _MAX_DISTANCE or (gated and activation == "relu2"):
         raise _NoMlpError(f"must have one of the activations {', '.join(_ACTIVATIONS)}")
-    linears_in_order = [linear for linear, _, _ in gate_and_up]
-    if len(linears_in_order) > 1 and {
-        name for each in linears_in_order for name, _ in each.named_parameters()
-    } - {
-        "weight",
-        "bias",
-    }:
-        raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
-    return activation if gated else f"{activation}_no_mul", linears_in_order, down
+    return activation, [linear for linear, _, _ in gate_and_up]
 
 
 def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_LinearCall]]:
@@ -189,21 +196,22 @@ def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
 
     Returns the MLP's input and output, and the calls of its linear layers.
     """
-    draw, device = torch.Generator().manual_seed(0), torch.get_default_device()
+    generator, device = torch.Generator().manual_seed(0), torch.get_default_device()
     calls: list[_LinearCall] = []
 
-    def numbers(width: int) -> torch.Tensor:
+    def draw_rows(width: int) -> torch.Tensor:
         """Draws rows of random numbers. The second half of the rows has larger numbers."""
-        rows = torch.randn((2 * _ROWS, width), generator=draw, device="cpu", dtype=torch.float32)
+        rows = torch.randn((2 * _ROWS, width), generator=generator, device="cpu", dtype=torch.float32)
         rows[_ROWS:] *= _LARGE
         return rows.to(device)
 
     def answer(linear: Any, x: torch.Tensor) -> Any:
         """Notes a call of a linear layer, and answers with random numbers."""
-        calls.append((linear, x, numbers(linear.output_size)))
-        return (calls[-1][2], None) if linear.return_bias else calls[-1][2]
+        output = draw_rows(linear.output_size)
+        calls.append((linear, x, output))
+        return (output, None) if linear.return_bias else output
 
-    x = numbers(linears[0].input_size)
+    x = draw_rows(linears[0].input_size)
     for linear in linears:
         linear.forward = partial(answer, linear)
     try:
@@ -223,8 +231,11 @@ def _distance_from_activation(
     *,
     gated: bool,
 ) -> float:
-    """Returns how far the down layer's input is from that of an activation, relative to the largest value."""
-    sums = torch.cat([each for _, _, each in ups], 1)
+    """Returns how far the down layer's input is from that of an activation, relative to the largest value.
+
+    Returns infinity if the shapes differ.
+    """
+    sums = torch.cat([up_output for _, _, up_output in ups], 1)
     gate, up = sums.chunk(2, 1) if gated else (sums, sums.new_ones(()))
     expected = compute(gate) * up
     if expected.shape != down_input.shape:

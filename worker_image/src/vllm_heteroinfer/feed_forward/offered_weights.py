@@ -84,18 +84,19 @@ class OfferedMatrix:
     def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
         """Returns the error in this offer for a memory of `num_bytes`, or ""; `gated` is true for w13."""
         halves = 2 if gated else 1
-        expected = (halves * -(-self.columns // halves // SCALED), -(-self.inputs // SCALED))
+        expected_shape = (halves * -(-self.columns // halves // SCALED), -(-self.inputs // SCALED))
         if (self.scale_shape is None) != (self.block_scales is None):
             return "block scales must have a place and a shape, or neither"
-        if self.scale_shape is not None and tuple(self.scale_shape) != expected:
-            return f"block scales of an expert must be {expected} (got {tuple(self.scale_shape)})"
+        if self.scale_shape is not None and tuple(self.scale_shape) != expected_shape:
+            return f"block scales of an expert must be {expected_shape} (got {tuple(self.scale_shape)})"
         elements = self.columns * self.inputs
         if self.format is None and self.expert_bytes != elements * dtype_of(self.dtype).itemsize:
             return f"an expert must have {elements} numbers of {self.dtype} (got {self.expert_bytes} bytes)"
-        ends = [self.offset + experts * self.expert_bytes]
-        ends += [] if self.block_scales is None else [self.block_scales + experts * self.scale_bytes]
-        if max(ends) > num_bytes:
-            return f"weights must end in {num_bytes} bytes of memory (got {max(ends)})"
+        end = self.offset + experts * self.expert_bytes
+        if self.block_scales is not None:
+            end = max(end, self.block_scales + experts * self.scale_bytes)
+        if end > num_bytes:
+            return f"weights must end in {num_bytes} bytes of memory (got {end})"
         return ""
 
 

@@ -40,6 +40,7 @@ PROOF_S: Final = 3.0
 TRIAL_S: Final = 60.0
 """Time for one trial message, so that 1 MiB passes at 0.3 Mbit/s."""
 TRIALS, LARGE_TRIALS, LARGE_BYTES = 9, 3, 1 << 20
+"""Number of trials with one row and with many rows, and bytes of the latter's ask and answer together."""
 _NAP_S: Final = 0.01
 _SHORTEST_WAIT_S: Final = 0.001
 """Timeout of a socket at its deadline; 0 would mean not to wait at all."""
@@ -47,7 +48,7 @@ _MAX_PROOFS: Final = 64
 """Number of clients that may prove themselves at the same time; the listener refuses more."""
 _LINE_BYTES: Final = 1024
 _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
-"""Offsets in `struct tcp_info` (linux/tcp.h)."""
+"""Offsets in `struct tcp_info` (linux/tcp.h), and the number of bytes to read of it."""
 _SLOW: Final = "the network is slow"
 _UNANSWERED: Final = 2
 """After the kernel has sent this many packets again, the other machine counts as silent. One may be lost."""
@@ -91,6 +92,8 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AskerProof:
+    """First line of the asking rank. `code` proves the key; "" without a key."""
+
     protocol: int
     rank: int
     nonce: str
@@ -99,6 +102,8 @@ class _AskerProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnswererProof:
+    """The feed-forward rank's answer to the first line. `code` proves the key; "" without a key."""
+
     nonce: str
     code: str
 
@@ -152,7 +157,9 @@ class Connection:
         large_s = min(self._trial(num_rows * ask_bytes, num_rows * answer_bytes) for _ in range(LARGE_TRIALS))
         _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))
         num_bytes = num_rows * (ask_bytes + answer_bytes)
-        return LinkCost(round_trip_s=small_s, bytes_per_s=num_bytes / max(large_s - small_s, large_s / 10))
+        # The small trials may take nearly as long by chance, so the difference has a lower limit.
+        transfer_s = max(large_s - small_s, large_s / 10)
+        return LinkCost(round_trip_s=small_s, bytes_per_s=num_bytes / transfer_s)
 
     def _trial(self, ask_bytes: int, answer_bytes: int) -> float:
         """Sends a trial message, and returns the seconds until its answer has arrived."""
@@ -346,21 +353,23 @@ def describe(link: Link) -> str:
         return f"its connection is closed ({error})"
     with duplicate:
         info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    unacked = struct.unpack_from("=I", info, _UNACKED_AT)[0]
-    cases = (
-        (link.error, "its connection broke"),
-        (info[_RETRANSMITS_AT] >= _UNANSWERED, "its machine does not respond"),
-        (
-            link.sent < link.to_send,
-            f"{_describe_progress(link.sent, link.to_send)} of the request are sent; {_SLOW}",
-        ),
-        (unacked, f"its machine has not acknowledged the request; {_SLOW}"),
-        (
-            link.received,
-            f"{_describe_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}",
-        ),
-    )
-    return next((text for applies, text in cases if applies), "its machine has received the request")
+    return _describe_open_link(link, info)
+
+
+def _describe_open_link(link: Link, info: bytes) -> str:
+    """Describes how far an unanswered request got. `info` is the socket's `struct tcp_info`."""
+    (unacknowledged_packets,) = struct.unpack_from("=I", info, _UNACKED_AT)
+    if link.error:
+        return "its connection broke"
+    if info[_RETRANSMITS_AT] >= _UNANSWERED:
+        return "its machine does not respond"
+    if link.sent < link.to_send:
+        return f"{_describe_progress(link.sent, link.to_send)} of the request are sent; {_SLOW}"
+    if unacknowledged_packets:
+        return f"its machine has not acknowledged the request; {_SLOW}"
+    if link.received:
+        return f"{_describe_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}"
+    return "its machine has received the request"
 
 
 def _describe_progress(done: int, total: int) -> str:

@@ -42,7 +42,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
     ranks = plan.feed_forward_ranks(rank.stage)
     if not _shares_follow_rates(ranks):
         return
-    # The memory for its weights is still free, because nothing is loaded yet.
+    # The memory for this rank's weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
     store.put(_store_key("reads", rank), "")

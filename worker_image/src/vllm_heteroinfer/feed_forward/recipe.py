@@ -251,8 +251,9 @@ def locate_view(
 def find_missing_values(layer: LayerRecipe) -> list[str]:
     """Returns the parameters and experts of a layer that get no value, or only a part of their values.
 
-    Biases of experts may lack as a whole: vLLM creates them for some checkpoints that have none. The kernels
-    do not read scales of inputs.
+    vLLM's method may pad a parameter. So an expert lacks values if another expert has more, or if the
+    checkpoint has at most half of the parameter. The biases of all experts may be missing, because vLLM
+    creates them for some checkpoints that have none. The kernels do not read scales of inputs.
     """
     missing = []
     for name, parameter in layer.parameters.items():
@@ -268,6 +269,6 @@ def find_missing_values(layer: LayerRecipe) -> list[str]:
         missing += [
             f"{name} of expert {expert}"
             for expert, count in enumerate(filled)
-            if count < largest or 2 * largest <= complete  # a method may pad its parameters
+            if count < largest or 2 * largest <= complete
         ]
     return missing

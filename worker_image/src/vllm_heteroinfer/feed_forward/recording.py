@@ -37,6 +37,9 @@ _logger = logging.getLogger(__name__)
 _MAX_RECORDED_VALUES: Final = 4096
 """A tensor that the loader computed may have this many elements; larger tensors must be regions of a file."""
 _SHOWN: Final = 3
+"""Number of unused tensors that a warning names."""
+_SMALL: Final = 4
+"""A parameter with at most this many values per expert is small."""
 _aten = torch.ops.aten
 
 
@@ -63,11 +66,12 @@ class RemoteExperts:
         with torch.device("meta"):
             self.method.create_weights(layer=self.module, **sizes)
         experts = int(self.module.local_num_experts)
-        for name in [name for name in self.module._parameters if name not in before]:
+        new_names = [name for name in self.module._parameters if name not in before]
+        for name in new_names:
             parameter = self.module._parameters[name]
             if parameter is None:
                 continue
-            if parameter.numel() <= 4 * experts:
+            if parameter.numel() <= _SMALL * experts:
                 small = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
                 # Keep the class, because vLLM's parameter classes find their loader by a property.
                 real = torch.Tensor._make_subclass(type(parameter), small, False)
@@ -141,9 +145,9 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     names: dict[int, str] = {}
     tensors = _yield_tensors(loader, model, config.model_config, files, frozenset(layers), names)
     recipe, copies = record_load(config, files, layers, lambda: model.load_weights(tensors))
-    addresses = sorted(names)
-    remote_names = _find_names(copies.remote_tensors, addresses, names)
-    own_names = _find_names(copies.own_tensors, addresses, names)
+    starts = sorted(names)
+    remote_names = _find_names(copies.remote_tensors, starts, names)
+    own_names = _find_names(copies.own_tensors, starts, names)
     unused = sorted(set(names.values()) - remote_names - own_names)
     if unused:
         _logger.warning(
@@ -180,7 +184,8 @@ def record_load(
         for layer, part in layers.items()
     }
     for number, layer in recipes.items():
-        if missing_values := find_missing_values(layer):
+        missing_values = find_missing_values(layer)
+        if missing_values:
             count = len(missing_values) - 1
             others = f" and {count} other{'s' if count > 1 else ''}" if count else ""
             raise ContractError(
@@ -238,6 +243,7 @@ def _find_names(addresses: Collection[int], starts: list[int], names: Mapping[in
 
     Args:
         starts: addresses of the tensors' first bytes, in order.
+        names: name of each tensor, by the address of its first byte.
     """
     return {names[starts[bisect.bisect(starts, address) - 1]] for address in addresses}
 
@@ -250,7 +256,14 @@ def _yield_tensors(
     layers: Collection[int],
     names: dict[int, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors that may belong to remote layers, under their names in the checkpoint."""
+    """Yields tensors that may belong to remote layers, under their names in the checkpoint.
+
+    Args:
+        names: receives the name of each of these tensors, by the address of its first byte.
+
+    Raises:
+        ContractError: the checkpoint is not in safetensors files.
+    """
     primary = loader.Source(
         model_config.model,
         model_config.revision,

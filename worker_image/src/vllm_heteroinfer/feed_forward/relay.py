@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 _CHOICE_BYTES: Final = 8
 """A row's expert and its weight."""
 _HEADER_BYTES: Final = 40
+"""Size of `Message` in kernels/source/feed_forward_link.cpp, which begins each ask and each answer."""
 _SILENT_MACHINE_ERRORS: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 

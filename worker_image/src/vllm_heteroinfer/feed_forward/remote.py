@@ -158,10 +158,14 @@ def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[d
     def replace_mlp(index: int, layer: torch.nn.Module) -> None:
         """Replaces the MLP of a remote layer that has no experts."""
         # If a layer has experts and a dense MLP (Gemma-4), the MLP stays. An encoder has layers, too.
-        if index in layers and index not in remote_parts and (mlp := RecordedMlp.find(index, layer)):
-            remote_parts[index] = mlp
-            if not records:
-                mlp.end()
+        if index not in layers or index in remote_parts:
+            return
+        mlp = RecordedMlp.find(index, layer)
+        if mlp is None:
+            return
+        remote_parts[index] = mlp
+        if not records:
+            mlp.end()
 
     set_offloader(VisitingOffloader(replace_mlp))
     RoutedExperts._get_quant_method = ask_others

@@ -16,6 +16,7 @@ number of rows. So no host thread waits for the router's choice of experts, and 
 Imports torch and vLLM.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -149,8 +150,8 @@ class SharedExchange:
             for layer in layers:
                 if layer.kind not in self._balances:
                     self._balances[layer.kind] = self._measure(layer)
-        by_kind = (balance.first_rows(self._ahead, recipe.max_rows) for balance in self._balances.values())
-        self.first_rows = min(filter(None, by_kind), default=0)
+        first_rows = [balance.first_rows(self._ahead, recipe.max_rows) for balance in self._balances.values()]
+        self.first_rows = min((rows for rows in first_rows if rows), default=0)
         _logger.info(
             "the GPU can compute experts of %d layers (%d kinds of layers). One copy has up to %d experts; "
             "the ring takes %d bytes. Started in %.1f s",
@@ -240,9 +241,8 @@ class SharedExchange:
         """Starts to copy the first layer's experts for the next step, while the link is free."""
         layer = self._first_layer
         ranges = self._expert_choices(layer).gpu_ranges(min(gpu_experts, layer.recipe.experts))
-        for load, _ in zip(
-            layer.split_into_loads(ranges, self._ring.slot_experts), range(SLOTS), strict=False
-        ):
+        loads = layer.split_into_loads(ranges, self._ring.slot_experts)
+        for load in itertools.islice(loads, SLOTS):
             self._ring.start_early_copy(load)
 
     # Measurement at start
@@ -258,9 +258,10 @@ class SharedExchange:
         weights = torch.full((most, topk), 1 / topk, device=self._device)
 
         def run(rows: int, gpu_experts: int) -> LayerTimes:
+            """Computes the layer REPEATS times with `gpu_experts` experts on the GPU. Returns its times."""
             row_ids, row_weights = ids[:rows], weights[:rows]
             torch.cuda.synchronize()
-            before = self._read_busy_ns()
+            busy_before_ns = self._read_busy_ns()
             answers = []
             with self.times.recording() as spans:
                 for _ in range(REPEATS):
@@ -271,7 +272,10 @@ class SharedExchange:
                     answers.append(torch.cuda.Event(enable_timing=True))
                     answers[-1].record()
                 torch.cuda.synchronize()
-            busy_ns = max(b - a for a, b in zip(before, self._read_busy_ns(), strict=True))
+            busy_ns = max(
+                after_ns - before_ns
+                for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
+            )
             return LayerTimes(
                 period_s=answers[0].elapsed_time(answers[-1]) / 1e3 / (REPEATS - 1),
                 cpu_s=busy_ns / 1e9 / REPEATS,

@@ -27,9 +27,10 @@ MAGIC: Final = 0x464F_4657_4545_4446
 VERSION: Final = 2
 CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
-"""The same as in kernels/source/feed_forward.cpp and kernels.cu."""
+"""The same as in kernels/source/feed_forward_slab.h and kernels.cu."""
+ASK_LAYER_OFFSET, ASK_ROWS_OFFSET, STEPS_OFFSET = ASK_OFFSET + 8, ASK_OFFSET + 12, BELL_OFFSET + 4
 FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
-"""Offsets of words in `End` of these files."""
+"""Offsets of words in `Ask`, `Bell` and `End` of kernels/source/feed_forward_slab.h."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -203,17 +204,17 @@ class Slab:
     @property
     def asked_rows(self) -> int:
         """Rows of the last ask."""
-        return self._read_word(ASK_OFFSET + 12, "=I")
+        return self._read_word(ASK_ROWS_OFFSET, "=I")
 
     @property
     def asked_layer(self) -> int:
         """Layer of the last ask."""
-        return self._read_word(ASK_OFFSET + 8, "=I")
+        return self._read_word(ASK_LAYER_OFFSET, "=I")
 
     @property
     def steps(self) -> int:
         """Number of steps that the asking rank has begun."""
-        return self._read_word(BELL_OFFSET + 4, "=I")
+        return self._read_word(STEPS_OFFSET, "=I")
 
     @property
     def device_gave_up(self) -> bool:
@@ -313,16 +314,16 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     """Raises ContractError if a slab has another shape than `reader` expects; its topk may be larger."""
-    pairs = {
-        name: (getattr(expected, name), getattr(offered, name))
+    differing = [
+        name
         for name in ("epoch", "hidden", "topk", "max_rows", "dtype", "lanes")
-    }
+        if getattr(offered, name) != getattr(expected, name)
+    ]
     if offered.topk > expected.topk:
-        del pairs["topk"]
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        differing.remove("topk")
     if differing:
-        right = ", ".join(f"{name} {pair[0]}" for name, pair in differing.items())
-        got = ", ".join(str(pair[1]) for pair in differing.values())
+        right = ", ".join(f"{name} {getattr(expected, name)}" for name in differing)
+        got = ", ".join(str(getattr(offered, name)) for name in differing)
         raise ContractError(f"{reader}: the shared memory must have {right} (got {got}). {SAME_MODEL}")
 
 

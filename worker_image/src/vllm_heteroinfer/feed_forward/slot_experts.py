@@ -27,8 +27,8 @@ def pad_rows(
     missing = -x.shape[0] % ROW_UNIT
     if not missing:
         return x, ids, weights
-    rows = (0, 0, 0, missing)
-    return pad(x, rows), pad(ids, rows), pad(weights, rows)
+    padding = (0, 0, 0, missing)  # no columns; rows only at the end
+    return pad(x, padding), pad(ids, padding), pad(weights, padding)
 
 
 def compute_slot(
@@ -67,13 +67,14 @@ def rows_of_each_kernel(
     """
 
     def config(number: int) -> object:
-        found = try_get_optimal_moe_config(
+        """Returns vLLM's settings of the kernel for a number of rows."""
+        settings: dict[str, object] = try_get_optimal_moe_config(
             (slot_experts, 2 * recipe.inner, recipe.hidden),
             (slot_experts, recipe.hidden, recipe.inner),
             recipe.topk,
             _get_config_dtype_str(dtype),
             number,
         )
-        return tuple(sorted(found.items()))
+        return tuple(sorted(settings.items()))
 
     return first_of_each_kind(config, rows)

@@ -75,7 +75,8 @@ class Measured:
             else:
                 low = middle + 1
         number = min((max(low - 1, 0), low), key=lambda each: self.period_s(each, gap_s, ahead))
-        both_s, alone_s = (self.period_s(each, gap_s, ahead) for each in (number, self.experts))
+        both_s = self.period_s(number, gap_s, ahead)
+        alone_s = self.period_s(self.experts, gap_s, ahead)
         if number < self.experts and both_s > LEAST_GAIN * alone_s:
             number, both_s = self.experts, alone_s
         return 0 if both_s > LEAST_GAIN * self.period_s(0, gap_s, ahead) else number
@@ -104,12 +105,12 @@ class Measured:
 
     def interpolate(self, other: "Measured", rows: int) -> "Measured":
         """Returns the times for a number of rows between this measurement's and the other's."""
-        nearness = (rows - self.rows) / (other.rows - self.rows)
+        other_part = (rows - self.rows) / (other.rows - self.rows)
         return Measured(
             rows=rows,
             experts=self.experts,
             **{
-                name: (1 - nearness) * getattr(self, name) + nearness * getattr(other, name)
+                name: (1 - other_part) * getattr(self, name) + other_part * getattr(other, name)
                 for name in _SECONDS
             },
         )
@@ -142,7 +143,7 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
         tries = []
         for _ in range(TRIES):
             both = run(rows, number)
-            on_gpu = experts / number
+            experts_per_measured = experts / number  # scales the GPU's times to all experts
             tries.append(
                 Measured(
                     rows=rows,
@@ -151,8 +152,8 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
                     exchange_s=max(0.0, cpus_alone.period_s - cpus_alone.cpu_s),
                     gpu_alone_s=gpu_alone.period_s,
                     cpu_s=both.cpu_s * experts / (experts - number),
-                    copy_s=both.copy_s * on_gpu,
-                    compute_s=both.compute_s * on_gpu,
+                    copy_s=both.copy_s * experts_per_measured,
+                    compute_s=both.compute_s * experts_per_measured,
                 )
             )
             number = min(max(tries[-1].gpu_experts(0.0, experts), 1), experts - 1)
@@ -165,7 +166,9 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
 def _run_twice(run: Callable[[int, int], LayerTimes], rows: int, number: int) -> LayerTimes:
     """Returns the faster of two runs. A run that takes longer than LONGEST_S is not repeated."""
     first = run(rows, number)
-    return first if first.period_s > LONGEST_S else min(first, run(rows, number), key=lambda t: t.period_s)
+    if first.period_s > LONGEST_S:
+        return first
+    return min(first, run(rows, number), key=lambda times: times.period_s)
 
 
 class Balance:

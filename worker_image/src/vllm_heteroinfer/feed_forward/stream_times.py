@@ -67,8 +67,11 @@ class GapTimes:
             self._answered = None
             if before < layer and before_rows == rows:  # both in the same step
                 self._unread.append((rows, (answer_event, _record_event())))
-        while self._unread and self._unread[0][1][1].query():
-            measured_rows, (begin, end) = self._unread.popleft()
+        while self._unread:
+            measured_rows, (begin, end) = self._unread[0]
+            if not end.query():  # the device has not reached it
+                break
+            self._unread.popleft()
             self._gaps.note(measured_rows, begin.elapsed_time(end) / 1e3)
 
     def note_answer(self, layer: int, rows: int) -> None:
@@ -77,6 +80,7 @@ class GapTimes:
 
 
 def _record_event() -> torch.cuda.Event:
-    answer_event = torch.cuda.Event(enable_timing=True)
-    answer_event.record()
-    return answer_event
+    """Returns an event that the current stream records once it has done its work so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -29,8 +29,20 @@ class UnpackParams(ctypes.Structure):
         *(
             (name, ctypes.c_uint32)
             for name in (
-                *("units", "header", "unit_bytes", "scales", "scale_bytes", "zeros", "group"),
-                *("code", "scale", "has_zeros", "gate_rows", "block_rows", "block_columns", "dtype"),
+                "units",
+                "header",
+                "unit_bytes",
+                "scales",
+                "scale_bytes",
+                "zeros",
+                "group",
+                "code",
+                "scale",
+                "has_zeros",
+                "gate_rows",
+                "block_rows",
+                "block_columns",
+                "dtype",
             )
         ),
     )

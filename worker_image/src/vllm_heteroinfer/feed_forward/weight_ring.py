@@ -76,10 +76,10 @@ class WeightRing:
         with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
             for rank in load.ranks:
                 skipped = content.first - rank.offered.first_expert
-                for begin, each in rank.arrays:
-                    at, length = next(offsets), content.experts * each
-                    source = rank.memory[begin + skipped * each :][:length]
-                    memory[at : at + length].copy_(source, non_blocking=True)
+                for begin, expert_bytes in rank.arrays:
+                    offset, length = next(offsets), content.experts * expert_bytes
+                    source = rank.memory[begin + skipped * expert_bytes :][:length]
+                    memory[offset : offset + length].copy_(source, non_blocking=True)
                     self.copied_bytes += length
         self._copied[slot].record(self._stream)
 
@@ -103,11 +103,13 @@ class WeightRing:
             for rank in load.ranks:
                 first = rank.offered.first_column
                 end = first + rank.offered.w2.inputs
-                arrays = self._slot_arrays(slot, rank, experts, [next(offsets) for _ in rank.arrays])
-                outs = halves[:, :, first:end], w2_columns[..., first:end]
-                for number, (matrix, out) in enumerate(zip(rank.matrices, outs, strict=True)):
-                    codes, scales = arrays[2 * number : 2 * number + 2]
-                    self._unpacker.unpack(matrix, codes, scales, out, gated=number == 0)
+                codes13, scales13, codes2, scales2 = self._slot_arrays(
+                    slot, rank, experts, [next(offsets) for _ in rank.arrays]
+                )
+                matrix13, matrix2 = rank.matrices
+                gates_and_ups, inputs = halves[:, :, first:end], w2_columns[..., first:end]
+                self._unpacker.unpack(matrix13, codes13, scales13, gates_and_ups, gated=True)
+                self._unpacker.unpack(matrix2, codes2, scales2, inputs, gated=False)
         self._unpacked[slot].record(stream)
         return w13, w2
 
@@ -116,6 +118,6 @@ class WeightRing:
     ) -> list[torch.Tensor]:
         """Returns a rank's arrays in a slot as bytes: codes and block scales of w13, then of w2."""
         return [
-            self._slots[slot][at : at + experts * each]
-            for at, (_, each) in zip(offsets, rank.arrays, strict=True)
+            self._slots[slot][offset : offset + experts * expert_bytes]
+            for offset, (_, expert_bytes) in zip(offsets, rank.arrays, strict=True)
         ]
