@@ -39,6 +39,8 @@ _NODE_POINTS: Final = 3
 _LAST_BEGIN_SHARE: Final = 0.9
 """Part of the remaining time in which a command of several measurements may begin a measurement. The rest is
 for the end of the last measurement."""
+_SHORTEST_S: Final = 1.0
+"""If less time is left, no measurement begins."""
 _POLL_S: Final = 0.05
 _LAST_READ_S: Final = 0.5
 """Time to read the rest of an ended process's output. Its children can keep the pipe open."""
@@ -185,20 +187,20 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
     results, start = MeasuredResults(), time.monotonic()
     for measurement in measurements:
         left_s = limit_s - (time.monotonic() - start)
-        if left_s < 1:
+        if left_s < _SHORTEST_S:
             results.skip(
                 measurement.what,
                 f"not begun within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)",
             )
-        continues = True
-        while continues and left_s >= 1:
+        must_run = True
+        while must_run and left_s >= _SHORTEST_S:
             begun_before = len(results.begun)
             what, why = _run_measurement(measurement, left_s, results)
             if why:
                 results.skip(what, why)
             # If one of several measurements ended the process, run the command again. It leaves out the
             # measurements that have begun.
-            continues = bool(why) and measurement.runs_several and len(results.begun) > begun_before
+            must_run = bool(why) and measurement.runs_several and len(results.begun) > begun_before
             left_s = limit_s - (time.monotonic() - start)
     return results
 
@@ -223,11 +225,10 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if is_late:
         return what, f"not done within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)"
-    if any(exit_codes):
-        last_line = next(
-            (tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail), ""
-        )
-        return what, f"ended with exit code {next(filter(None, exit_codes))}: {last_line}"
+    failed_codes = [code for code in exit_codes if code]
+    if failed_codes:
+        last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
+        return what, f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
     return "", ""
 
 
@@ -279,9 +280,10 @@ def _start_process(measurement: Measurement, command: Sequence[str]) -> "subproc
     """Starts a measuring process, which dies with this process, on the CPUs of the measurement."""
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
-    cpus = measurement.cpus
     code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
-    code += f"die_with_parent({os.getpid()}); {f'os.sched_setaffinity(0, {set(cpus)}); ' if cpus else ''}"
+    code += f"die_with_parent({os.getpid()}); "
+    if measurement.cpus:
+        code += f"os.sched_setaffinity(0, {set(measurement.cpus)}); "
     code += f"os.execv(sys.executable, [sys.executable, '-m', '{_MODULE}.{command[0]}', *sys.argv[1:]])"
     return subprocess.Popen(
         [sys.executable, "-c", code, *command[1:]],
@@ -342,7 +344,7 @@ def fit_text(calibration: Calibration) -> str:
     """Returns the JSON text, shortened if it would not fit into a termination message.
 
     Shortens the reasons of skipped measurements first. Then drops rates for many rows, starting with the
-    kernel measured last.
+    kernel measured last. If even the shortest text does not fit, returns that text.
     """
     shorter = [
         replace(

@@ -9,6 +9,7 @@ from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 
 GROUP_SIZE: Final = 128
+"""Inputs that share a scale in AWQ, GPTQ and int4."""
 SIZE: Final = 4096
 """Inputs and columns of the measured linear layers."""
 _WEIGHT: Final = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None}
@@ -59,13 +60,15 @@ class WeightFormat:
     copy: bool = True
 
     def layer(self, experts: int, topk: int, hidden: int, inner: int) -> LayerRecipe:
-        """Returns a layer's experts in this format, without values."""
+        """Returns the recipe of a layer's experts in this format, without values."""
         parameters = {}
         for part, columns, inputs in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-            for expert in self.experts:
-                shape = expert.shape(columns, inputs)
-                parameters[f"{part}_{expert.name}"] = ExpertParameter(
-                    shape=(experts, *(shape[::-1] if self.transposed else shape)), dtype=expert.dtype
+            for parameter in self.experts:
+                shape = parameter.shape(columns, inputs)
+                if self.transposed:
+                    shape = shape[::-1]
+                parameters[f"{part}_{parameter.name}"] = ExpertParameter(
+                    shape=(experts, *shape), dtype=parameter.dtype
                 )
         return LayerRecipe(
             experts=experts,

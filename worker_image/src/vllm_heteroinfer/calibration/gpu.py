@@ -25,7 +25,9 @@ MANY_ROWS: Final = 4096
 EXCHANGES: Final = 48
 """Exchanges in one CUDA graph, about the number of layers of a model."""
 HIDDEN, ROWS = 4096, 1
+"""Elements of a row, and rows of the message in an exchange."""
 LIMIT_S: Final = 5.0
+"""Seconds after which the GPU gives up waiting for an answer."""
 
 
 def main() -> None:
@@ -47,7 +49,11 @@ def main() -> None:
 
 
 def _best_seconds(call: Callable[[], object], repeats: int = 1) -> float:
-    """Returns the best time of several rounds on the current stream, in seconds per repeat."""
+    """Returns the seconds that one call takes in the fastest of several rounds on the current stream.
+
+    Args:
+        repeats: calls in a round.
+    """
     best = float("inf")
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
@@ -94,6 +100,7 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
     dense = torch.randn((SIDE, SIDE))
 
     def read_memory() -> None:
+        """Reads host memory until the measurement has ended."""
         while not ended.is_set():
             dense.sum()
 

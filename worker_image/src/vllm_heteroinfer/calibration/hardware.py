@@ -71,8 +71,13 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
 
 def observe_versions() -> Versions:
     """Returns the versions of the measuring software; "none" if a package is not installed."""
-    vllm = next((found for name in _VLLM_DISTRIBUTIONS if (found := _version(name)) != "none"), "none")
-    return Versions(heteroinfer=_version("heteroinfer"), vllm=vllm, torch=_version("torch"))
+    vllm_versions = [_version(name) for name in _VLLM_DISTRIBUTIONS]
+    installed = [version for version in vllm_versions if version != "none"]
+    return Versions(
+        heteroinfer=_version("heteroinfer"),
+        vllm=installed[0] if installed else "none",
+        torch=_version("torch"),
+    )
 
 
 def _version(distribution: str) -> str:

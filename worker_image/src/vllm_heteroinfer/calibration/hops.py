@@ -19,13 +19,16 @@ from vllm_heteroinfer.kernels.rounds import median_s
 SIZES: Final = (8 << 10, 64 << 10, 1 << 20)
 """Sizes in bytes of the hidden states of 1, 8 and 128 tokens of a model with hidden size 4096."""
 ROUND_TRIPS: Final = 20
+"""Round trips that one measured time covers."""
 TIMEOUT: Final = timedelta(seconds=20)
+"""Limit for the connection and for each message."""
 
 
 def main(argv: list[str]) -> None:
     """Sends messages to the other rank and back. Rank 0 reports half of the time of a round trip.
 
-    The ranks connect through a file, because another process could take a chosen port before its use.
+    A message whose first byte is not 0 is the last of its size. The ranks connect through a file, because
+    another process could take a chosen port before its use.
     """
     rank, file = int(argv[0]), argv[1]
     torch.set_num_threads(1)

@@ -123,13 +123,15 @@ def main(argv: list[str]) -> None:
     """
     os.environ |= {names.ENV_VISIBLE_GPUS: HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
-    attempts = _Attempts(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), skipped=argv[2:])
+    time_left_s = float(argv[1]) if len(argv) > 1 else inf
+    begun_before = argv[2:]
+    attempts = _Attempts(deadline=time.monotonic() + time_left_s, skipped=begun_before)
     torch.set_num_threads(threads)
     our_linear = "our linear kernel"
-    # An earlier process began the measurements in argv[2:], in this order, and was ended by the last one. So
-    # it completed the measurement of our kernel if another one follows.
+    # An earlier process began the measurements in `begun_before`, in this order, and ended in the last one.
+    # So the measurement of our kernel has ended, and counts as a success, if another one follows it.
     has_our_linear = (
-        attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in argv[2:-1]
+        attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in begun_before[:-1]
     )
     report_begun("vLLM's kernels")
     bench = KernelBench(threads)
@@ -191,9 +193,11 @@ def measure_our_linear(threads: int) -> None:
     given = Input()
 
     def call(weight: torch.Tensor) -> Call:
+        """Returns a call of our kernel with a packed weight."""
         return lambda: linear.linear(given.x, weight, None, size)
 
     def prepare(rows: int) -> None:
+        """Sets the input of all calls to `rows` random rows."""
         given.x = torch.randn((rows, size)).to(torch.bfloat16)
 
     rates = _measure_rates(KernelPart.LINEAR, [call(each) for each in packed], dense.nbytes, prepare)
@@ -224,10 +228,13 @@ def _measure_rates(
             break
         prepare(rows)
         measured_calls = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
-        call_s = median_s(measured_calls, **({} if rows == 1 else {"max_s": _MORE_ROWS_TIME_S})) / len(
-            measured_calls
-        )
-        rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) / call_s)
+        if rows == 1:
+            round_s, read_bytes = median_s(measured_calls), num_bytes
+        else:
+            round_s = median_s(measured_calls, max_s=_MORE_ROWS_TIME_S)
+            read_bytes = many_bytes or num_bytes
+        call_s = round_s / len(measured_calls)
+        rates.append(read_bytes / call_s)
         rows_before = rows
     return rates
 
@@ -309,6 +316,7 @@ class KernelBench:
             calls = [lambda: layer(given.x), *(_packed_layer_call(build(), given) for _ in range(count - 1))]
 
         def prepare(rows: int) -> None:
+            """Sets the input of all calls to `rows` random rows."""
             given.x = torch.randn((rows, SIZE), dtype=dtype)
 
         return _measure_rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel_name(layer)
@@ -325,6 +333,7 @@ class KernelBench:
         )
 
         def call(experts: Experts, turn: int) -> None:
+            """Computes the experts. With one row, only those of this turn."""
             given.turn = turn
             x, ids, weights, y = given.arguments()
             experts.compute(y, x, weights, ids)
@@ -358,6 +367,7 @@ def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call
     own_weights = [parameter.data for parameter in parameters]
 
     def install_weights(copy: Sequence[torch.Tensor]) -> None:
+        """Makes the layer's parameters use one copy of the weights."""
         for parameter, tensor in zip(parameters, copy, strict=True):
             parameter.data = tensor
 
@@ -386,9 +396,8 @@ def _quantization_config(weight_format: WeightFormat) -> Any:
     try:
         config_class = get_quantization_config(weight_format.method)
     except ValueError:
-        config_class = get_quantization_config(
-            f"auto_{weight_format.method}"
-        )  # AWQ and GPTQ as vLLM 0.32 names them
+        # vLLM 0.32 names AWQ and GPTQ "auto_awq" and "auto_gptq".
+        config_class = get_quantization_config(f"auto_{weight_format.method}")
     config = config_class.from_config({**weight_format.config, "quant_method": weight_format.method})
     config.packed_modules_mapping = {}
     return config

@@ -99,17 +99,21 @@ class ProcessOutput:
             return
         for key, _ in self._selector.select(timeout_s):
             chunk = os.read(key.fd, _CHUNK_BYTES)
-            self._open[key.fd][1].feed(chunk)
+            _, reader = self._open[key.fd]
+            reader.feed(chunk)
             if not chunk:
                 self._close(key.fd)
 
     def read_rest(self, limit_s: float) -> None:
         """Reads until all writers have closed the pipes, or until the limit."""
         deadline = time.monotonic() + limit_s
-        while self._open and (left_s := deadline - time.monotonic()) > 0:
+        left_s = limit_s
+        while self._open and left_s > 0:
             self.read(left_s)
+            left_s = deadline - time.monotonic()
 
     def _close(self, descriptor: int) -> None:
         """Closes a pipe and stops reading it."""
         self._selector.unregister(descriptor)
-        self._open.pop(descriptor)[0].close()
+        pipe, _ = self._open.pop(descriptor)
+        pipe.close()

@@ -16,7 +16,7 @@ connection has ended."""
 
 
 class Layout(ctypes.Structure):
-    """The same fields as `Layout` in kernels/source/feed_forward_slab.h: offsets in bytes, sizes in elements."""
+    """The same fields as `Layout` in kernels/source/feed_forward_slab.h. Offsets are in bytes."""
 
     _fields_ = (
         ("x", ctypes.c_uint64),

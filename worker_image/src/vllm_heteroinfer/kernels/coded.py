@@ -18,9 +18,11 @@ from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableEr
 SHARED_COLUMNS: Final = 32
 """Columns of a block in the packed format. A scale of several columns covers a multiple of 32 columns."""
 ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The library's number for each type of inputs and outputs."""
 _HALF_BYTE: Final = 2
 """Codes of 4 bits in a byte."""
 _AXES: Final = 2
+"""Axes of the input that the library reads: rows and inputs."""
 _schema = torch.library.Library("heteroinfer", "FRAGMENT")
 _registered: list[KernelLibrary] = []
 
@@ -129,15 +131,15 @@ class Coded:
             "zeros": ((self.columns, groups), torch.int8) if form.zeros else None,
             "factors": ((self.columns,), torch.float32) if form.scale == Scale.COLUMN_E4M3 else None,
         }
-        for name, wanted in expected.items():
+        for name, required in expected.items():
             tensor = getattr(self, name)
             shape_and_type = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
             contiguous = tensor is None or (
                 tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
             )
-            if shape_and_type != wanted or not contiguous:
+            if shape_and_type != required or not contiguous:
                 raise ValueError(
-                    f"{name} of a weight with codes and scales must be {wanted} with contiguous rows "
+                    f"{name} of a weight with codes and scales must be {required} with contiguous rows "
                     f"(got {shape_and_type})."
                 )
 
@@ -170,9 +172,9 @@ class PackedLayout:
     Blocks have SHARED_COLUMNS columns, units as many inputs.
 
     Attributes:
-        header: of a block, before its units.
+        header: size of a block's header, which is before its units.
         scales: offset of the first group's scales in a block.
-        scale_bytes: of the scales of a group.
+        scale_bytes: size of the scales of a group.
         zeros: offset of the first group's zero points in a block.
     """
 
@@ -210,15 +212,22 @@ def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None)
     native, codes = weight.format.to_native(), weight.codes
     library.calls.heteroinfer_ask_for_huge_pages(out.data_ptr(), out.nbytes)
     library.calls.heteroinfer_coded_pack(
-        *(out.data_ptr(), ctypes.addressof(native)),
-        *(codes.data_ptr(), codes.stride(0) * codes.element_size()),
-        *(
-            None if each is None else each.data_ptr()
-            for each in (weight.scales, weight.zeros, weight.factors)
-        ),
-        *(weight.columns, weight.inputs),
+        out.data_ptr(),
+        ctypes.addressof(native),
+        codes.data_ptr(),
+        codes.stride(0) * codes.element_size(),
+        _address_of(weight.scales),
+        _address_of(weight.zeros),
+        _address_of(weight.factors),
+        weight.columns,
+        weight.inputs,
     )
     return PackedWeight(format=weight.format, columns=weight.columns, inputs=weight.inputs, packed=out)
+
+
+def _address_of(tensor: torch.Tensor | None) -> int | None:
+    """Returns the address of a tensor's first element; None for None."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -298,9 +307,17 @@ def _call_kernel(
     out = x.new_empty((*x.shape[:-1], columns))
     native = NativeFormat(*format_numbers)
     _registered[0].calls.heteroinfer_coded_linear(
-        *(out.data_ptr(), columns, rows.data_ptr(), rows.stride(0), ELEMENTS[x.dtype], packed.data_ptr()),
-        *(ctypes.addressof(native), None if bias is None else bias.data_ptr()),
-        *(rows.shape[0], columns, inputs),
+        out.data_ptr(),
+        columns,
+        rows.data_ptr(),
+        rows.stride(0),
+        ELEMENTS[x.dtype],
+        packed.data_ptr(),
+        ctypes.addressof(native),
+        None if bias is None else bias.data_ptr(),
+        rows.shape[0],
+        columns,
+        inputs,
     )
     return out
 

@@ -42,7 +42,9 @@ class ActivationKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """Input of w2: kind(gate) * (up + offset), or kind(gate) without a gate.
+    """How the columns of w13 become the inputs of w2.
+
+    An input of w2 is kind(gate) * (up + offset). If the activation is not gated, it is kind(column).
 
     Attributes:
         limit: gates are at most `limit`, ups between -limit and limit.
@@ -197,14 +199,22 @@ class CodedExperts:
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
         self._referenced = (w13, w2, w13_biases, w2_biases)
         self._layer = _NativeCodedExperts(
-            *(w13.packed.data_ptr(), w2.packed.data_ptr(), w13.format.to_native(), w2.format.to_native()),
-            *(None if each is None else each.data_ptr() for each in (w13_biases, w2_biases)),
-            *(experts, hidden, inner, ELEMENTS[dtype]),
+            w13.packed.data_ptr(),
+            w2.packed.data_ptr(),
+            w13.format.to_native(),
+            w2.format.to_native(),
+            None if w13_biases is None else w13_biases.data_ptr(),
+            None if w2_biases is None else w2_biases.data_ptr(),
+            experts,
+            hidden,
+            inner,
+            ELEMENTS[dtype],
             _NativeActivation(
                 activation.kind, activation.gated, activation.alpha, activation.limit, activation.offset
             ),
         )
-        self._call, self._address = library.calls.heteroinfer_coded_experts, ctypes.addressof(self._layer)
+        self._call = library.calls.heteroinfer_coded_experts
+        self._layer_address = ctypes.addressof(self._layer)
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         """Writes each row's weighted sum of its experts into y.
@@ -236,6 +246,13 @@ class CodedExperts:
                 f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
             )
         self._call(
-            *(self._address, y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0)),
-            *(weights.data_ptr(), ids.data_ptr(), rows, topk),
+            self._layer_address,
+            y.data_ptr(),
+            y.stride(0),
+            x.data_ptr(),
+            x.stride(0),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            rows,
+            topk,
         )

@@ -104,11 +104,8 @@ class PackedExperts:
             and self.w2.is_contiguous()
         )
         if self.scales:
-            (w13_scales, w2_scales), hidden_blocks, inner_blocks = (
-                self.scales,
-                -(-hidden // SCALED),
-                -(-inner // SCALED),
-            )
+            w13_scales, w2_scales = self.scales
+            hidden_blocks, inner_blocks = -(-hidden // SCALED), -(-inner // SCALED)
             is_valid = (
                 is_valid
                 and w13_scales.shape == (num_experts, 2 * inner_blocks, hidden_blocks)
@@ -167,6 +164,19 @@ def experts(
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(
-        *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), packed.w13.data_ptr(), packed.w2.data_ptr()),
-        *(scales13, scales2, weights.data_ptr(), ids.data_ptr(), rows, topk, num_experts, hidden, inner),
+        y.data_ptr(),
+        y.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        packed.w13.data_ptr(),
+        packed.w2.data_ptr(),
+        scales13,
+        scales2,
+        weights.data_ptr(),
+        ids.data_ptr(),
+        rows,
+        topk,
+        num_experts,
+        hidden,
+        inner,
     )

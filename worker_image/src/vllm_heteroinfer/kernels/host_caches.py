@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MIN_SAMPLE_BYTES, MAX_SAMPLE_BYTES = 192 << 20, 768 << 20
+"""Limits of the bytes that a measurement reads: 192 MiB and 768 MiB."""
 
 
 def bytes_beyond_caches(
@@ -12,18 +13,19 @@ def bytes_beyond_caches(
 ) -> int:
     """Returns the bytes that a measurement must read: twice the size of its cores' largest caches.
 
-    The cores of one processor may have several such caches. Each caches its own part of the weights.
+    The result is at least MIN_SAMPLE_BYTES and at most MAX_SAMPLE_BYTES. The cores of one processor may have
+    several such caches. Each caches its own part of the weights.
 
     Args:
         cpus: logical cores that read; the cores of this process if None.
     """
-    largest: dict[str, int] = {}
+    largest_by_cores: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
         if caches:
-            size, shared = max(caches)
-            largest[shared or str(cpu)] = size
-    return min(max(2 * sum(largest.values()), MIN_SAMPLE_BYTES), MAX_SAMPLE_BYTES)
+            size, sharing_cores = max(caches)
+            largest_by_cores[sharing_cores or str(cpu)] = size
+    return min(max(2 * sum(largest_by_cores.values()), MIN_SAMPLE_BYTES), MAX_SAMPLE_BYTES)
 
 
 def _read_cache(size: Path) -> tuple[int, str]:

@@ -19,7 +19,7 @@ CODED_PATHS: Final = (*PATHS, "avx2")
 _WIDENING: Final = 1 << len(CODED_PATHS)
 """AVX512-VBMI, without which coded weights are not widened to bf16."""
 _ALLOWED_BITS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
-"""Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows."""
+"""Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows: its own, and those of older instruction sets."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
@@ -45,7 +45,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     ),
     "heteroinfer_coded_linear": (
         None,
-        (*(_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),),
+        (_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),
     ),
     "heteroinfer_coded_experts": (
         None,
@@ -53,10 +53,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     ),
     "heteroinfer_experts": (
         None,
-        (
-            *(_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-            *(_LONG, _LONG, _LONG, _LONG, _LONG),
-        ),
+        (_POINTER, _LONG, _POINTER, _LONG, *(_POINTER,) * 6, *(_LONG,) * 5),
     ),
     "heteroinfer_norm": (
         None,
@@ -96,7 +93,7 @@ class KernelLibrary:
     coded_paths: tuple[str, ...]
 
     def kernel(self, rows: int) -> str:
-        """Name of the instruction set that multiplies a batch of `rows` rows."""
+        """Returns the name of the instruction set that multiplies a batch of `rows` rows."""
         return bytes(self.calls.heteroinfer_kernel(rows)).decode()
 
 

@@ -10,7 +10,9 @@ from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableEr
 __all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
 
 _BLOCK_COLUMNS = 32
+"""Columns of a block in the packed layout."""
 _UNIT_PAIRS = 16
+"""Pairs of inputs to whose multiple the inputs are padded in the packed layout."""
 _schema = torch.library.Library("heteroinfer", "FRAGMENT")
 _prepared: list[KernelLibrary] = []
 
@@ -128,7 +130,9 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
             "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
             f"(got x {x.dtype}, weight {packed.dtype})."
         )
-    if not (0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS and 0 < columns <= blocks * _BLOCK_COLUMNS):
+    inputs_fit = 0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS
+    columns_fit = 0 < columns <= blocks * _BLOCK_COLUMNS
+    if not (inputs_fit and columns_fit):
         raise RuntimeError(
             f"heteroinfer::linear: x and columns must fit the packed weight (got x {tuple(x.shape)}, "
             f"{columns} columns, weight {tuple(packed.shape)})."

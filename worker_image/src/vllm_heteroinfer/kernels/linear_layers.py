@@ -16,6 +16,7 @@ AUTO = "auto"
 ONEDNN = "onednn"
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""A layer's `cpu_linear`: takes the input, `layer.weight` and the bias."""
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
@@ -50,9 +51,9 @@ class LinearLayers:
             remove_weight: vLLM's argument: whether only `cpu_linear` reads the weight.
         """
         problem = self._find_problem(layer)
-        if problem:
-            self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
         if problem is not None:
+            if problem:
+                self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
             return False
         weight = layer.weight.data
         columns = weight.shape[0]
@@ -120,6 +121,7 @@ def _lazy_multiplier(weight: torch.Tensor) -> Product:
     packed: list[torch.Tensor] = []
 
     def multiply(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiplies the input by the table, and adds the bias."""
         if not packed:
             packed.append(linear.pack(weight))
         return linear.linear(x, packed[0], bias, weight.shape[0])

@@ -46,8 +46,10 @@ def _can_use_kernels() -> bool:
 
 
 def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> ReadingProduct:
+    """Returns torch's product of x and a weight."""
     return lambda: torch.nn.functional.linear(x, weight)
 
 
 def _our_product(x: torch.Tensor, packed: torch.Tensor) -> ReadingProduct:
+    """Returns our kernel's product of x and a packed weight."""
     return lambda: linear.linear(x, packed, None, COLUMNS)

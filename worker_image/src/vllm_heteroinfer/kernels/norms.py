@@ -11,6 +11,7 @@ PROVIDER: Final = "vllm_cpu"
 _VECTOR: Final = 32
 """Divisor of the number of elements of a row."""
 _MAX_AXES: Final = 3
+"""Axes of rows: tokens, heads and elements."""
 
 
 def supports_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -32,9 +33,17 @@ def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon:
     out = x.new_empty(x.shape)
     tokens, *heads, size = x.shape
     strides = x.stride()
+    num_heads, head_stride = (heads[0], strides[1]) if heads else (1, 0)
     library.calls.heteroinfer_norm(
-        *(out.data_ptr(), x.data_ptr(), weight.data_ptr(), tokens, strides[0]),
-        *(heads[0] if heads else 1, strides[1] if heads else 0, size, epsilon),
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        tokens,
+        strides[0],
+        num_heads,
+        head_stride,
+        size,
+        epsilon,
     )
     return out
 

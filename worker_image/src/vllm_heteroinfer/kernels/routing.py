@@ -11,6 +11,7 @@ from vllm_heteroinfer.kernels.library import KernelLibrary
 
 SCORES: Final = ("softmax", "sigmoid")
 _LOGITS: Final = {torch.bfloat16: 1, torch.float32: 0}
+"""The library's number for each type of logits."""
 
 
 class _NativeRouting(ctypes.Structure):
@@ -150,12 +151,18 @@ class Mixture:
             )
         self._referenced = (routing, packed, gate)
         self._experts, self._hidden, self._gated = num_experts, hidden, gate is not None
-        scales = [scale.data_ptr() for scale in packed.scales] if packed.scales else [None, None]
+        scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
         self._layer = _Layer(
-            *(packed.w13.data_ptr(), packed.w2.data_ptr(), *scales),
-            *(None if gate is None else gate.data_ptr(), hidden, inner, routing._to_native()),
+            packed.w13.data_ptr(),
+            packed.w2.data_ptr(),
+            scales13,
+            scales2,
+            None if gate is None else gate.data_ptr(),
+            hidden,
+            inner,
+            routing._to_native(),
         )
-        self._call, self._address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
+        self._call, self._layer_address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
 
     def compute(self, x: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         """Returns each row's weighted sum of its experts; shape and dtype of x, contiguous.
@@ -167,30 +174,28 @@ class Mixture:
         Raises:
             ValueError: a shape or dtype differs.
         """
-        rows, bf16 = x.shape[0], 1
+        rows = x.shape[0]
         if x.dtype is not torch.bfloat16 or x.shape[1:] != (self._hidden,) or x.stride(1) != 1:
             raise ValueError(
                 f"x must be [rows, {self._hidden}] bf16, rows contiguous "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
             )
-        logits_address = None
+        logits_address, logits_type = None, _LOGITS[torch.bfloat16]
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
                 shape = None if logits is None else tuple(logits.shape)
                 raise ValueError(f"logits must have {rows} rows, as x has (got {shape}).")
-            logits_address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
+            logits_address, logits_type = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(
-            *(
-                self._address,
-                y.data_ptr(),
-                self._hidden,
-                x.data_ptr(),
-                x.stride(0),
-                logits_address,
-                bf16,
-                rows,
-            )
+            self._layer_address,
+            y.data_ptr(),
+            self._hidden,
+            x.data_ptr(),
+            x.stride(0),
+            logits_address,
+            logits_type,
+            rows,
         )
         return y
 

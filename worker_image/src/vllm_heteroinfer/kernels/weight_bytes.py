@@ -9,9 +9,8 @@ def weight_bytes(model: Any) -> int:
     A CPU linear layer passes its packed weight to oneDNN and keeps an empty tensor, so the size comes from
     the layer's shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
     """
-    total = sum(
-        tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    )
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}  # each once
+    total = sum(tensor.nbytes for tensor in tensors.values())
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is not None and weight.numel() == 0 and hasattr(module, "output_size_per_partition"):

@@ -48,7 +48,9 @@ class WeightMemory:
         self.name = f"{NAME}-{secrets.token_hex(16)}"
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        self._spans: list[tuple[int, int, int]] = []  # first and last address, and the place in the file
+        self._spans: list[
+            tuple[int, int, int]
+        ] = []  # first address, address after the last, place in the file
         self._end = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -150,12 +152,12 @@ def _map_aligned(fd: int, offset: int, length: int) -> int:
 
 def _call_mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
     """Calls mmap() and returns the address; raises OSError if the kernel refuses."""
-    found = _libc.mmap(address, length, protection, flags, fd, offset)
-    if found is None or found == _MAP_FAILED:
+    mapped = _libc.mmap(address, length, protection, flags, fd, offset)
+    if mapped is None or mapped == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(
             number,
             f"weights: cannot map {length} bytes ({os.strerror(number)}). Raise the memory limit of this "
             "role",
         )
-    return int(found)
+    return int(mapped)

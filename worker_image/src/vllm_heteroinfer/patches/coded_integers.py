@@ -11,7 +11,7 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinea
 from vllm.scalar_type import scalar_types
 
 from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, Code, Coded, Format, Scale
-from vllm_heteroinfer.patches.coded_layer import CodedLayer, find_column_scale, free_parameters
+from vllm_heteroinfer.patches.coded_layer import CodedLayer, column_scale_of, free_parameters
 
 _SYMMETRIC: Final = (scalar_types.uint4b8, scalar_types.uint8b128)
 _WITH_ZEROS: Final = (scalar_types.uint4, scalar_types.uint8)
@@ -30,7 +30,7 @@ class CodedWNA16Kernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer's type and groups, and the reason if not."""
+        """Returns whether the kernels support the layer's types and groups, and the decisive requirement."""
         types = _WITH_ZEROS if c.zero_points else _SYMMETRIC
         if c.weight_type not in types:
             return (
@@ -58,7 +58,7 @@ class CodedWNA16Kernel(MPLinearKernel):
         weight = Coded(
             format=Format(
                 code=Code.INT4 if bits == 4 else Code.INT8,
-                scale=find_column_scale(column_scales.dtype),
+                scale=column_scale_of(column_scales.dtype),
                 group=group,
                 zeros=self.config.zero_points,
             ),
@@ -104,10 +104,10 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes, with one scale for each column."""
-        name, *others = self.layer_param_names
-        codes, scales = getattr(layer, name).data, getattr(layer, others[0]).data.float()
+        weight_name, scale_name, *other_names = self.layer_param_names
+        codes, scales = getattr(layer, weight_name).data, getattr(layer, scale_name).data.float()
         columns, inputs = codes.shape
-        if scales.numel() not in {1, columns}:
+        if scales.numel() not in {1, columns}:  # a scale for each joined layer
             scales = scales.flatten().repeat_interleave(torch.tensor(layer.logical_widths))
         weight = Coded(
             format=Format(code=Code.INT8, scale=Scale.COLUMN_F32),
@@ -116,8 +116,8 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
             codes=codes.contiguous().view(torch.uint8),
             scales=scales.reshape(-1, 1).expand(columns, 1).contiguous(),
         )
-        self._coded = CodedLayer(layer, name, weight)
-        free_parameters(layer, *others)
+        self._coded = CodedLayer(layer, weight_name, weight)
+        free_parameters(layer, scale_name, *other_names)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

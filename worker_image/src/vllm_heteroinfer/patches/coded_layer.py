@@ -41,7 +41,7 @@ def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:
             setattr(layer, name, None)
 
 
-def find_column_scale(dtype: torch.dtype) -> Scale:
+def column_scale_of(dtype: torch.dtype) -> Scale:
     """Returns the kernels' type of column scales for bf16, float16 or float32."""
     return {
         torch.bfloat16: Scale.COLUMN_BF16,

@@ -86,21 +86,39 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
         halves = getattr(cache, _HALVES, None)
         if halves is None or halves.address != cache.data_ptr():
             halves = _cut_into_halves(cache)
-        keys, values, rows, size = halves.keys, halves.values, query.shape[0], self.head_size
-        scales = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
+        keys, values = halves.keys, halves.values
+        rows, size = query.shape[0], self.head_size
+        scales_and_type = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
         output = query.new_empty((rows, self.num_heads, size))
         update(
-            *(key.view(-1, self.num_kv_heads, size), value.view(-1, self.num_kv_heads, size)),
-            *(keys, values, mapping, self.isa, *scales),
+            key.view(-1, self.num_kv_heads, size),
+            value.view(-1, self.num_kv_heads, size),
+            keys,
+            values,
+            mapping,
+            self.isa,
+            *scales_and_type,
         )
         query, output_rows, num_rows = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
         if num_rows != rows:  # the remaining rows are padding
             query, output_rows = query[:num_rows], output[:num_rows]
         attend(
-            *(query, keys, values, output_rows),
-            *(batch.query_start_loc, batch.seq_lens, impl.scale, batch.causal, impl.alibi_slopes),
-            *(impl.sliding_window, batch.block_table, impl.logits_soft_cap, batch.scheduler_metadata),
-            *(impl.sinks, batch.dynamic_causal, *scales),
+            query,
+            keys,
+            values,
+            output_rows,
+            batch.query_start_loc,
+            batch.seq_lens,
+            impl.scale,
+            batch.causal,
+            impl.alibi_slopes,
+            impl.sliding_window,
+            batch.block_table,
+            impl.logits_soft_cap,
+            batch.scheduler_metadata,
+            impl.sinks,
+            batch.dynamic_causal,
+            *scales_and_type,
         )
         return output.view(rows, self.num_heads * size)
 

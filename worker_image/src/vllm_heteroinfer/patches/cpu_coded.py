@@ -76,7 +76,7 @@ def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
     def requantize_with_max_scale(
         weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the weight, and returns a scale for each column, or one scale.
+        """Returns a scale for each column, or one scale, and the unchanged weight.
 
         A layer that the checkpoint stores joined has one scale; vLLM fills the other scales with the smallest
         number.
@@ -158,8 +158,8 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         if scales.dtype in {torch.float8_e8m0fnu, torch.uint8}:
             scales = _upcast_e8m0_to_fp32(scales)
         columns, inputs = codes.shape
-        each = self.weight_group_shape.row // SHARED_COLUMNS
-        scales = scales.float().repeat_interleave(each, 0)[: -(-columns // SHARED_COLUMNS)]
+        repeats = self.weight_group_shape.row // SHARED_COLUMNS
+        scales = scales.float().repeat_interleave(repeats, 0)[: -(-columns // SHARED_COLUMNS)]
         weight = Coded(
             format=Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_GROUP),
             columns=columns,

@@ -27,8 +27,12 @@ from vllm_heteroinfer.patches.replacing import replace
 _logger = logging.getLogger(__name__)
 _CLASSES_OF_OUR_FORMATS: Final = frozenset(
     {
-        *("CPUExpertsFp8", "CPUExpertsMxfp4", "CPUExpertsInt4", "CPUExpertsInt8"),
-        *("Mxfp8EmulationTritonExperts", "Nvfp4QuantizationEmulationTritonExperts"),
+        "CPUExpertsFp8",
+        "CPUExpertsMxfp4",
+        "CPUExpertsInt4",
+        "CPUExpertsInt8",
+        "Mxfp8EmulationTritonExperts",
+        "Nvfp4QuantizationEmulationTritonExperts",
     }
 )
 """vLLM's classes for CPU kernels; for formats without one, classes that keep the file's parameters."""
@@ -56,7 +60,7 @@ PackExperts = Callable[[Any, torch.dtype], PackedStageExperts]
 def install(pack_experts: PackExperts) -> None:
     """Replaces vLLM's choice of kernels for quantized experts in this process.
 
-    Does nothing if HETEROINFER_CPU_LINEAR=onednn, or without AVX2, FMA and F16C.
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn. If our kernels are not available, only logs a warning.
     """
     if not is_wanted(os.environ):
         return
@@ -112,11 +116,9 @@ def _with_our_method(
         # The new class keeps the name, which vLLM's loader reads, and the base class, which models check.
         vllm_class = type(method)
         own_members = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
-        method.__class__ = type(
-            vllm_class.__name__,
-            (vllm_class,),
-            {**own_members, "pack_experts": (pack_experts,), "logged": logged},
-        )
+        # A function as a member would become a method, so `pack_experts` is in a tuple.
+        settings = {"pack_experts": (pack_experts,), "logged": logged}
+        method.__class__ = type(vllm_class.__name__, (vllm_class,), {**own_members, **settings})
         return method
 
     return get_quant_method
@@ -150,7 +152,8 @@ class _CodedMethod:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the experts in place of the parameters."""
-        self._experts = self.pack_experts[0](layer, self.moe.in_dtype)
+        (pack_experts,) = self.pack_experts
+        self._experts = pack_experts(layer, self.moe.in_dtype)
         for name in list(layer._parameters):
             del layer._parameters[name]
         for number, tensor in enumerate(self._experts.packed):

@@ -156,22 +156,25 @@ def _find_routing(runner: Any) -> ExpertChoice | None:
 
 
 def _consists_of_supported_parts(runner: Any) -> bool:
-    """Returns whether a runner has only a router and experts of classes that our kernels support."""
+    """Returns whether a runner has only a router and experts of classes that our kernels support.
+
+    Raises:
+        ContractError: the model limits its experts' activations, and no CPU kernel applies the limit.
+    """
     part, config = runner.routed_experts, runner.moe_config
     kernel = getattr(part.quant_method, "moe_kernel", None)
-    has_no_other_parts = all(
-        each is None
-        for each in (
-            *(runner._shared_experts, runner.shared_expert_gate),
-            *(runner.routed_input_transform, runner.routed_output_transform),
-            part.expert_map,
-        )
+    other_parts = (
+        runner._shared_experts,
+        runner.shared_expert_gate,
+        runner.routed_input_transform,
+        runner.routed_output_transform,
+        part.expert_map,
     )
     sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
     if (
         type(runner) is not MoERunner
         or type(part) is not RoutedExperts
-        or not has_no_other_parts
+        or any(each is not None for each in other_parts)
         or set(sizes) != {1}
         or config.is_sequence_parallel
         or runner.routed_scaling_factor != 1.0

@@ -35,11 +35,12 @@ def install() -> None:
 
 def _with_our_norms(library: KernelLibrary, original: Callable[..., Normed]) -> Callable[..., Normed]:
     """Returns a forward_native() that calls our kernels, or vLLM's `original`."""
-    single, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    norm_operation, add_and_norm_operation = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 
     def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """Returns the norm of x, or adds x to the residual first and returns both."""
-        if torch.compiler.is_compiling() or not _can_replace(self, single if residual is None else added):
+        operation = norm_operation if residual is None else add_and_norm_operation
+        if torch.compiler.is_compiling() or not _can_replace(self, operation):
             return original(self, x, residual)
         weight = self._parameters["weight"]
         if residual is None:
@@ -56,8 +57,8 @@ def _with_our_norms(library: KernelLibrary, original: Callable[..., Normed]) -> 
 
 def _can_replace(norm: Any, operation: Any) -> bool:
     """Returns whether a norm covers whole rows, has a weight, and uses our platform's implementation."""
-    whole = norm.has_weight and norm.pass_weight and norm.pass_weight_add
-    if not whole or norm.variance_size_override is not None:
+    has_weight = norm.has_weight and norm.pass_weight and norm.pass_weight_add
+    if not has_weight or norm.variance_size_override is not None:
         return False
-    chosen = operation._priority_impls
-    return bool(chosen) and chosen[0].provider == norms.PROVIDER
+    implementations = operation._priority_impls
+    return bool(implementations) and implementations[0].provider == norms.PROVIDER

@@ -153,7 +153,7 @@ def _with_packing_in_slices(
         names = [name for name in (self.w_q_name, self.w_s_name, self.w_zp_name) if name is not None]
         tensors = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
         words, outputs = tensors[self.w_q_name].shape
-        replaced = names if replaces_scales else names[:1]
+        replaced = names if replaces_scales else [self.w_q_name]
         joined_tensors = {
             name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in replaced
         }

@@ -35,12 +35,15 @@ def _with_correct_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotates query and key by the angles of their positions."""
-        with_heads = positions.dim() + 2
-        unaligned = self.is_neox_style and query.dtype is torch.bfloat16 and self.rotary_dim // 2 % _VECTOR
-        if not unaligned and query.dim() < with_heads and (key is None or key.dim() < with_heads):
-            rotated: tuple[torch.Tensor, torch.Tensor | None] = original(self, positions, query, key)
-        else:
+        dim_with_heads = positions.dim() + 2
+        has_heads = query.dim() >= dim_with_heads or (key is not None and key.dim() >= dim_with_heads)
+        num_pairs = self.rotary_dim // 2
+        may_crash = self.is_neox_style and query.dtype is torch.bfloat16 and num_pairs % _VECTOR != 0
+        rotated: tuple[torch.Tensor, torch.Tensor | None]
+        if has_heads or may_crash:
             rotated = self.forward_native(positions, query, key)
+        else:
+            rotated = original(self, positions, query, key)
         return rotated
 
     return forward_cpu

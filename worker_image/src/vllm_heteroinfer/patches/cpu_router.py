@@ -96,12 +96,12 @@ def _find_chooser(router: Any) -> Chooser | None:
     """Returns the kernels' chooser for a router; None if torch must choose. Caches it on the router."""
     bias = router.e_score_correction_bias
     address = 0 if bias is None else bias.data_ptr()
-    cached = router.__dict__.get(_CHOOSER)
-    if cached is None or cached[0] != address:
+    cached_address, chooser = router.__dict__.get(_CHOOSER, (None, None))
+    if cached_address != address:
         library, routing = linear.find() if is_wanted(os.environ) else None, routing_of(router)
         chooser = None if library is None or routing is None else Chooser(library, routing)
-        cached = router.__dict__[_CHOOSER] = (address, chooser)
-    result: Chooser | None = cached[1]
+        router.__dict__[_CHOOSER] = (address, chooser)
+    result: Chooser | None = chooser
     return result
 
 

@@ -202,8 +202,8 @@ CPU_ROPE: Final = Patch(
     parameters=("self", "positions", "query", "key"),
     why=(
         "vLLM's CPU operation rotates tokens by the angles of other tokens if queries or keys have an "
-        "axis of heads, as in attention over latents. No option selects the right operation for an eager "
-        "rank"
+        "axis of heads, as in attention over latents. In bf16 it crashes for some numbers of rotated "
+        "elements. No option selects the right operation for an eager rank"
     ),
     verified=("0.32.0",),
     remove_when="vLLM's rotary embedding on CPUs distinguishes tokens from heads",
