@@ -105,5 +105,6 @@ class LaneJudge:
             return None
         # Trusts the device first: it keeps asking after it gave up, so any lane may be computing now.
         suspects = (state.given_up_lane, late_lane, self._last_late_lane)
-        lane = next((suspect for suspect in suspects if suspect is not None), None)
+        known_suspects = [suspect for suspect in suspects if suspect is not None]
+        lane = known_suspects[0] if known_suspects else None
         return Verdict(lane=lane, failed=lane is not None and state.failed[lane], waited_s=waited_s)

@@ -72,7 +72,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 class KernelsUnavailableError(RuntimeError):
-    """This process cannot use the kernels; the message contains the reason and a fix."""
+    """This process cannot use the kernels; the message contains the reason, and a fix if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
