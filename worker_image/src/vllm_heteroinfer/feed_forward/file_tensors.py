@@ -42,7 +42,7 @@ _TYPES: Final = {
 }
 
 
-class _Entry(NamedTuple):
+class _HeaderEntry(NamedTuple):
     """A tensor in the header of a file.
 
     Attributes:
@@ -92,7 +92,7 @@ class MappedFile:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
-    def _parse_entry(self, name: str, entry: Any) -> _Entry:
+    def _parse_entry(self, name: str, entry: Any) -> _HeaderEntry:
         """Reads the header's entry of a tensor, and checks that the file has the tensor's bytes."""
         shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
@@ -109,7 +109,7 @@ class MappedFile:
                 f"tensor {name} ({entry['dtype']} {shape}) must have {size} bytes inside the file's "
                 f"{self.num_bytes - self._data_start} data bytes (got bytes {start} to {end})"
             )
-        return _Entry(name, self._data_start + start, dtype, shape)
+        return _HeaderEntry(name, self._data_start + start, dtype, shape)
 
     def _invalid(self, problem: str) -> ContractError:
         """Returns the error for a file that is not a whole safetensors file."""
