@@ -104,7 +104,10 @@ class OperatorMetrics:
 
     def observe_status_write(self, key: ResourceKey, written: bool) -> None:
         """Records whether the stored status of a resource is up to date."""
-        (self._unwritten.discard if written else self._unwritten.add)(key)
+        if written:
+            self._unwritten.discard(key)
+        else:
+            self._unwritten.add(key)
         self.unwritten.set(len(self._unwritten))
 
     def exposition(self) -> bytes:

@@ -359,11 +359,14 @@ class Operator:
 
 def _describe_missing_functions(cluster_state: ClusterState) -> str:
     """Describes functions that are missing while the operator works, or ""."""
-    if unreadable := cluster_state.errors_by_namespace():
+    unreadable = cluster_state.errors_by_namespace()
+    if unreadable:
         return f"cannot read the namespaces {list_some(sorted(unreadable))}"
-    if unlisted := cluster_state.unsynced():
+    unlisted = cluster_state.unsynced()
+    if unlisted:
         return f"waits for the first list of {list_some(unlisted)}"
-    if stale := cluster_state.stale_cache_names():
+    stale = cluster_state.stale_cache_names()
+    if stale:
         return f"the API server has sent nothing for a long time about {list_some(stale)}"
     return ""
 

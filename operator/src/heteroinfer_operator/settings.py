@@ -122,7 +122,7 @@ class InstallationSettings:
 
     @property
     def lease_deadline_s(self) -> float:
-        """Seconds without a renewal after which this process stops working.
+        """Seconds without a renewal after which this process exits.
 
         Less than the duration, so that this process has stopped before another process starts.
         """
@@ -207,7 +207,7 @@ class _EnvReader:
         """Returns a DNS label, or "" if the variable is not set."""
         text = self.text(name, "")
         if text and not _NAMESPACE.fullmatch(text):
-            raise _wrong_value(name, text, "lower case letters, digits and -, at most 63")
+            raise _wrong_value(name, text, "at most 63 lower-case letters, digits and -")
         return text
 
     def flag(self, name: str, *, default: bool) -> bool:

@@ -42,8 +42,7 @@ class Backoff:
         max_s: longest wait.
         changed_s: longest wait after a failure if another program changes the resource.
         conflicts_at_once: number of consecutive conflicts after which the queue retries without a wait.
-        Further
-            conflicts count as failures.
+            Further conflicts count as failures.
     """
 
     first_s: float = 0.2

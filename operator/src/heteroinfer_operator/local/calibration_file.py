@@ -64,7 +64,7 @@ def write_calibration_file(calibration: Calibration, file: Path) -> None:
         temporary_file.write_text(calibration.to_json() + "\n")
         temporary_file.replace(file)
     except OSError as error:
-        raise CalibrationError(f"calibrate: {file}: {error.strerror}") from error
+        raise CalibrationError(f"calibrate: cannot write {file} ({error.strerror})") from error
 
 
 def read_calibration_file(file: Path) -> Calibration:

@@ -103,8 +103,10 @@ class LocalAddressing:
 
     def current_addresses(self) -> dict[int, tuple[PodAddress, ...]]:
         """Returns the addresses of the pods of each group's newest epoch, by group index."""
-        newest = sorted(self._addresses_by_epoch.items(), key=lambda item: item[0][:2])
-        return {index: addresses for (index, _, _), addresses in newest}
+        by_group: dict[int, tuple[PodAddress, ...]] = {}
+        for index, epoch, plan_hash in sorted(self._addresses_by_epoch):
+            by_group[index] = self._addresses_by_epoch[index, epoch, plan_hash]  # replaces an earlier epoch
+        return by_group
 
     def check_api_ports(self, groups: int) -> None:
         """Raises an error unless every group can serve on its port.
@@ -140,8 +142,8 @@ class LocalAddressing:
                 self._taken_ports |= block
                 return first
         raise PortsTakenError(
-            f"{LOOPBACK}: found no {size} consecutive free ports in "
-            f"{_PORT_RANGE.start}-{_PORT_RANGE.stop - 1}. Stop the programs that use them"
+            f"ports {_PORT_RANGE.start}-{_PORT_RANGE.stop - 1} on {LOOPBACK}: must have {size} consecutive "
+            "free ports for a pod. Stop the programs that use these ports"
         )
 
 

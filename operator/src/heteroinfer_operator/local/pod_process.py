@@ -176,14 +176,16 @@ def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -
     if field != "affinity":
         return False
     others = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
-    return _is_near_own_group_only(value) and (
-        not others
-        or any(
-            others
-            == require_label({}, unshared_gpu_requirement(term["key"].removesuffix(".sharing-strategy")))
-            for term in _first_expressions(others)
-        )
-    )
+    return _is_near_own_group_only(value) and (not others or _only_excludes_shared_gpus(others))
+
+
+def _only_excludes_shared_gpus(affinity: Manifest) -> bool:
+    """Reports whether an affinity only requires nodes whose GPUs are not shared."""
+    for expression in _first_expressions(affinity):
+        resource = expression["key"].removesuffix(".sharing-strategy")
+        if affinity == require_label({}, unshared_gpu_requirement(resource)):
+            return True
+    return False
 
 
 def _is_near_own_group_only(affinity: Manifest) -> bool:
@@ -234,7 +236,7 @@ class _FieldReader:
             if "hostPath" in volume:
                 host_paths[volume["name"]] = (volume["hostPath"]["path"], f"spec.volumes[{index}].hostPath")
             elif "emptyDir" not in volume:
-                kind = next(iter(set(volume) - {"name"}), "")
+                kind = "".join(volume.keys() - {"name"})  # a volume has its name and one kind
                 self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             path, field = host_paths.get(mount["name"], (mount["mountPath"], ""))
@@ -307,6 +309,6 @@ class _FieldReader:
             return None, ""
         if "httpGet" not in probe:
             self.refuse("spec.containers[0].readinessProbe", "It must be httpGet")
-        port = probe["httpGet"]["port"]
-        ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
-        return int(ports.get(port, port)), str(probe["httpGet"]["path"])
+        number_or_name = probe["httpGet"]["port"]
+        numbers = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+        return int(numbers.get(number_or_name, number_or_name)), str(probe["httpGet"]["path"])

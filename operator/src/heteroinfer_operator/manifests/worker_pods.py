@@ -251,9 +251,10 @@ def build_metadata(
 ) -> dict[str, Any]:
     """Returns a pod's metadata: no mesh, then the user's labels and annotations, then the operator's."""
     metadata = identity.metadata(owner, name, labels)
-    user_metadata = (template.labels or {}, template.annotations or {}) if template is not None else ({}, {})
-    metadata["labels"] = {**NO_MESH_LABELS, **user_metadata[0], **metadata["labels"]}
-    metadata["annotations"] = {**NO_MESH_ANNOTATIONS, **user_metadata[1]}
+    user_labels = (template.labels if template is not None else None) or {}
+    user_annotations = (template.annotations if template is not None else None) or {}
+    metadata["labels"] = {**NO_MESH_LABELS, **user_labels, **metadata["labels"]}
+    metadata["annotations"] = {**NO_MESH_ANNOTATIONS, **user_annotations}
     return metadata
 
 

@@ -49,17 +49,16 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
 
 def _waiting_notes(plan: Plan) -> tuple[str, ...]:
     """Returns the notes on a plan in which GPUs wait for CPUs in every layer."""
-    slow_s, fast_s = (
-        sum(
-            max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
-            for stage in range(plan.pipeline_parallel_size)
-        )
-        for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
+    stages = [plan.stage(stage) for stage in range(plan.pipeline_parallel_size)]
+    all_ranks_s = sum(max(rank.predicted_step_s for rank in ranks) for ranks in stages)
+    gpus_s = sum(
+        max((rank.predicted_step_s for rank in ranks if rank.device is Device.GPU), default=0.0)
+        for ranks in stages
     )
     waiting = (
-        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms "
-        f"on CPUs and {fast_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs only the layers that the GPUs "
-        "cannot hold, and keeps CUDA graphs"
+        f"every layer waits for its CPU ranks: a decode step reads weights for about "
+        f"{all_ranks_s * 1e3:.1f} ms on CPUs and {gpus_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs "
+        "only the layers that the GPUs cannot hold, and keeps CUDA graphs"
     )
     return (str(eager_reason(plan)), waiting)
 

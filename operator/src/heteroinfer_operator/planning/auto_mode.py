@@ -42,10 +42,10 @@ class _TriedMode:
         """Whether the memory of every rank is known. Otherwise a plan does not prove that the mode fits."""
         if self.planned is None:
             return False
-        sets = () if self.planned.remote is None else self.planned.remote.sets
-        return all(rank.budget is not None for stage in self.planned.budgets for rank in stage.ranks) and all(
-            rank_set.memory_bytes is not None for rank_set in sets
-        )
+        memories = [rank.budget for stage in self.planned.budgets for rank in stage.ranks]
+        if self.planned.remote is not None:
+            memories += [rank_set.memory_bytes for rank_set in self.planned.remote.sets]
+        return None not in memories
 
 
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
@@ -137,15 +137,15 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
-    placed = [
-        candidate for candidate in candidates if candidate.planned and not candidate.planned.missing
-    ] or candidates
+    with_capacity = [each for each in candidates if each.planned and not each.planned.missing] or candidates
     if with_known_memory:
-        return min(placed, key=lambda each: each.figures.total_s if each.figures else 0.0), True
+        return min(with_capacity, key=lambda each: each.figures.total_s if each.figures else 0.0), True
     has_feed_forward_role = any(role.feed_forward is not None for role in spec.roles)
     preferred_mode = Mode.FEED_FORWARD if has_feed_forward_role else Mode.PIPELINE
-    as_listed = (each for each in placed if each.chosen.mode is preferred_mode and not each.chosen.gpu_only)
-    return next(as_listed, placed[0]), len(fitting_modes) == 1
+    preferred = [
+        each for each in with_capacity if each.chosen.mode is preferred_mode and not each.chosen.gpu_only
+    ]
+    return (preferred or with_capacity)[0], len(fitting_modes) == 1
 
 
 def _build_option(tried: _TriedMode) -> ModeOption:
@@ -196,7 +196,8 @@ def _memory_gains(
 ) -> Iterator[str]:
     """Yields a line for each mode that would fit with more memory and be faster than the chosen mode.
 
-    Only modes that failed for lack of memory count: FeedForward, and Pipeline with the GPUs only.
+    Only modes that failed for lack of memory count: FeedForward, and Pipeline with the GPUs only. The line
+    has the smallest memory size with which the mode fits.
     """
     assert best.planned is not None and best.figures is not None  # noqa: PT018 - for mypy
     inventory, chosen_s = best.planned.inventory, best.figures.total_s

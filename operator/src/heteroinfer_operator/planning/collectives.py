@@ -38,16 +38,13 @@ def collectives_s(plan: Plan, stage: int, message_bytes: float = 0.0) -> float:
     if len(ranks) == 1:
         return 0.0
     in_pod = len({rank.pod for rank in ranks}) == 1
-    if all(rank.device is Device.GPU for rank in ranks):
-        all_reduce_s, bytes_per_s = (
-            (_GPU_IN_POD_S, _GPU_IN_POD_BYTES_PER_S)
-            if in_pod
-            else (_GPU_BETWEEN_PODS_S, _BETWEEN_PODS_BYTES_PER_S)
-        )
-    elif in_pod:
-        all_reduce_s, bytes_per_s = _CPU_IN_POD_S, _CPU_IN_POD_BYTES_PER_S
+    has_cpu = any(rank.device is Device.CPU for rank in ranks)
+    if in_pod:
+        all_reduce_s = _CPU_IN_POD_S if has_cpu else _GPU_IN_POD_S
+        bytes_per_s = _CPU_IN_POD_BYTES_PER_S if has_cpu else _GPU_IN_POD_BYTES_PER_S
     else:
-        all_reduce_s, bytes_per_s = _CPU_BETWEEN_PODS_S, _BETWEEN_PODS_BYTES_PER_S
+        all_reduce_s = _CPU_BETWEEN_PODS_S if has_cpu else _GPU_BETWEEN_PODS_S
+        bytes_per_s = _BETWEEN_PODS_BYTES_PER_S
     return _ALL_REDUCES_PER_LAYER * ranks[0].num_layers * (all_reduce_s + message_bytes / bytes_per_s)
 
 

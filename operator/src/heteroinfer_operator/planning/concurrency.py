@@ -9,11 +9,11 @@ from heteroinfer_operator.planning.planner import Planned
 def num_kv_blocks(planned: Planned) -> int:
     """Returns the number of KV cache blocks of the group: the lowest number of all ranks."""
     kv = planned.sizes.kv
-    blocks_by_rank = [
-        rank.kv_cache_bytes // block_bytes
-        for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
-        if (block_bytes := kv.block_bytes(rank.first_layer, rank.end_layer))
-    ]
+    blocks_by_rank = []
+    for rank in planned.plan.stage_ranks:  # feed-forward ranks have no KV cache
+        block_bytes = kv.block_bytes(rank.first_layer, rank.end_layer)
+        if block_bytes:
+            blocks_by_rank.append(rank.kv_cache_bytes // block_bytes)
     return min(blocks_by_rank, default=0)
 
 

@@ -712,10 +712,8 @@ def _busiest_rank_factor(remote: FeedForwardPart, numbers: range, rows: int) -> 
     if not remote.by_experts:
         return 1.0
     shares_by_rank = _shares_by_rank(remote, remote.layers[0])
-    kind, largest_share = (
-        remote.profile.layer(remote.layers[0]),
-        max(shares_by_rank[number] for number in numbers),
-    )
+    kind = remote.profile.layer(remote.layers[0])
+    largest_share = max(shares_by_rank[number] for number in numbers)
     mean_experts = kind.expected_experts(rows)
     spread = sqrt(mean_experts / ranks * (1 - mean_experts / kind.experts))
     expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread

@@ -97,8 +97,9 @@ class GpuFloor:
             gpus: number of GPUs that share the stage's layers through NCCL; 1 without NCCL.
         """
         nccl = NCCL_BYTES if gpus > 1 else 0
-        largest = max(self.activations, self.sampling * samples, self.compiling * embeds)
-        return CONTEXT_BYTES + nccl + self.graphs + largest
+        sampling, compiling = self.sampling if samples else 0, self.compiling if embeds else 0
+        # A rank does not compile, compute and sample at the same time, so the largest counts.
+        return CONTEXT_BYTES + nccl + self.graphs + max(self.activations, sampling, compiling)
 
 
 def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:

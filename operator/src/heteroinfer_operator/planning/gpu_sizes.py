@@ -60,13 +60,10 @@ def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) 
             if node.allocatable.get(role.gpu_resource, 0) > 0
             and not describe_other_platform(selector, node.labels)
         ]
-        sizes = [
-            size
-            for node in nodes_with_gpus
-            if (size := device_memory_mib(node, role.gpu_resource)) is not None
-        ]
-        if sizes and len(sizes) == len(nodes_with_gpus):
-            largest[role.name] = max(sizes) * 2**20
+        sizes_mib = [device_memory_mib(node, role.gpu_resource) for node in nodes_with_gpus]
+        known_mib = [size for size in sizes_mib if size is not None]
+        if known_mib and len(known_mib) == len(nodes_with_gpus):
+            largest[role.name] = max(known_mib) * 2**20
     return largest
 
 
@@ -93,12 +90,11 @@ def fits_gpus(
     for rank in plan.ranks:
         if rank.device is Device.GPU:
             role = roles[rank.role]
-            size, known = (
-                device_memory_mib(views[each[rank.pod]], role.gpu_resource) for each in (nodes, known_nodes)
-            )
-            if size is None and known is not None and role.device_memory is None:
+            chosen_mib = device_memory_mib(views[nodes[rank.pod]], role.gpu_resource)
+            known_mib = device_memory_mib(views[known_nodes[rank.pod]], role.gpu_resource)
+            if chosen_mib is None and known_mib is not None and role.device_memory is None:
                 return False
-            if size is not None and _needed_gpu_bytes(plan, rank, gpu_floor) > size * 2**20:
+            if chosen_mib is not None and _needed_gpu_bytes(plan, rank, gpu_floor) > chosen_mib * 2**20:
                 return False
     return True
 

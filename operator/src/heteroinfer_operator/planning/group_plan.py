@@ -365,15 +365,17 @@ def _nodes_of_roles(
     capacity: Capacity, demands: Sequence[tuple[RoleSpec, PodDemand]], placement: Placement | None
 ) -> Iterator[tuple[RoleSpec, list[NodeView]]]:
     """Yields each role with the nodes of its pods; without a placement, with all nodes that suit its pods."""
-    placed: dict[str, set[str]] = {}
-    for (role, _), node in zip(demands, placement.nodes if placement else (), strict=bool(placement)):
-        placed.setdefault(role.name, set()).add(node)
     all_nodes = [free_node.node for free_node in capacity.free_nodes or ()]
-    for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
-        if placement:
-            yield role, [node for node in all_nodes if node.name in placed[role.name]]
-        else:
+    demand_by_role = {role.name: (role, demand) for role, demand in demands}
+    if placement is None:
+        for role, demand in demand_by_role.values():
             yield role, [node for node in all_nodes if not find_obstacle(demand, node)]
+        return
+    names_by_role: dict[str, set[str]] = {}
+    for (role, _), name in zip(demands, placement.nodes, strict=True):
+        names_by_role.setdefault(role.name, set()).add(name)
+    for role, _ in demand_by_role.values():
+        yield role, [node for node in all_nodes if node.name in names_by_role[role.name]]
 
 
 def _common_cpu_features(
@@ -383,9 +385,9 @@ def _common_cpu_features(
 
     The labels of nodes come first. If a node has none, the measured machines decide.
     """
-    labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
-    if nodes and len(labelled) == len(nodes):
-        return frozenset.intersection(*labelled)
+    known_features = [features for features in map(labelled_features, nodes) if features is not None]
+    if nodes and len(known_features) == len(nodes):
+        return frozenset.intersection(*known_features)
     return frozenset.intersection(*map(measured_features, calibrations)) if calibrations else None
 
 
@@ -395,13 +397,13 @@ def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, s
     The memory is None if a node with GPUs lacks its label; the product is None if nodes differ.
     """
     with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
-    sizes_mib = [size for node in with_gpus if (size := device_memory_mib(node, resource)) is not None]
-    is_memory_known = sizes_mib and len(sizes_mib) == len(with_gpus)
+    sizes_mib = [device_memory_mib(node, resource) for node in with_gpus]
+    known_mib = [size for size in sizes_mib if size is not None]
+    is_memory_known = known_mib and len(known_mib) == len(with_gpus)
+    memory_bytes = min(known_mib) * 2**20 if is_memory_known else None
     products = {node.labels.get(f"{resource}.product", "") for node in with_gpus}
-    return (
-        min(sizes_mib) * 2**20 if is_memory_known else None,
-        next(iter(products)) if len(products) == 1 else None,
-    )
+    product = products.pop() if len(products) == 1 else None
+    return memory_bytes, product
 
 
 def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:

@@ -98,14 +98,19 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
             )
         missing = rank.missing_bytes(sizes, end - count, end)
         if missing is not None and missing > 0:
-            rank_bytes, span = rank.budget or 0, (end - count, end, rank.device)
-            packs = sizes.loading_exceeds_serving(*span)
+            rank_bytes = rank.budget or 0
+            needs_copy = sizes.loading_exceeds_serving(end - count, end, rank.device)
+            # A shorter maxModelLen needs less memory to serve, but not less to load.
+            if needs_copy:
+                with_what = _PACKED_COPY
+                fix = "Move layers to another stage or give the role more memory"
+            else:
+                with_what = _describe_cache(sizes)
+                fix = f"Move layers to another stage, give the role more memory{_OR_SHORTER}"
             raise PlanError(
                 f"stage {index} (role {rank.role}): {format_bytes(missing)} of memory is missing. "
-                f"{_format_layers(count)} need {format_bytes(rank_bytes + missing)} with "
-                f"{_PACKED_COPY if packs else _describe_cache(sizes)}, and a rank has "
-                f"{format_bytes(rank_bytes)}. Move layers to another stage{' or' if packs else ','} give the "
-                f"role more memory{'' if packs else _OR_SHORTER}",
+                f"{_format_layers(count)} need {format_bytes(rank_bytes + missing)} with {with_what}, and a "
+                f"rank has {format_bytes(rank_bytes)}. {fix}",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
 

@@ -70,11 +70,13 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
         LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0
     )
     if pod_bytes <= overhead_bytes:
+        processes = "1 rank" if role.ranks_per_pod == 1 else f"{role.ranks_per_pod} ranks"
+        if seat.pod == 0:
+            processes += " and the API server"
         raise PlanError(
             f"role {role.name}: a pod must have more memory than the {format_bytes(overhead_bytes)} that "
-            f"{role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
-            f"{' and the API server' if seat.pod == 0 else ''} take without a model "
-            f"(got {format_bytes(pod_bytes)}). Raise resources.limits.memory",
+            f"{processes} take without a model (got {format_bytes(pod_bytes)}). Raise "
+            "resources.limits.memory",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
     return (pod_bytes - overhead_bytes) // role.ranks_per_pod
@@ -219,8 +221,9 @@ class Sizes:
         The peak is while the first layer is packed, when all layers are still in stored form, or while the
         last layer is packed, when all other layers are packed.
         """
-        stored, packed = (self.layer_weight_bytes(first, end, each) for each in (Device.GPU, device))
-        return max(stored, packed) + self.packing_peak_bytes(first, end, device)
+        stored_bytes = self.layer_weight_bytes(first, end)
+        packed_bytes = self.layer_weight_bytes(first, end, device)
+        return max(stored_bytes, packed_bytes) + self.packing_peak_bytes(first, end, device)
 
     def serving_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the bytes of layers first..end-1 on one rank, with KV cache for one full-length request."""

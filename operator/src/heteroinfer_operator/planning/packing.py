@@ -52,7 +52,8 @@ def packed_ratio(scheme: Scheme) -> Fraction:
     if scheme.name in _FLOAT_FORMATS:
         return _FLOAT_RATIO
     stored_bytes, bytes_without_zero_point = _group_bytes(scheme)
-    return (bytes_without_zero_point + (scheme.name is SchemeName.AWQ)) / stored_bytes
+    zero_point_bytes = 1 if scheme.name is SchemeName.AWQ else 0
+    return (bytes_without_zero_point + zero_point_bytes) / stored_bytes
 
 
 def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
@@ -67,7 +68,14 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
     if scheme.name not in FOUR_BITS:
         return packed_ratio(scheme)
     group = scheme.group or _AMX_BLOCK
-    return (Fraction(group, 2) + 4 * -(-group // _AMX_BLOCK) + 4 + 1) / _group_bytes(scheme)[0]
+    value_bytes, sum_bytes, scale_bytes, zero_point_bytes = (
+        Fraction(group, 2),
+        4 * ceil(group / _AMX_BLOCK),
+        4,
+        1,
+    )
+    stored_bytes, _ = _group_bytes(scheme)
+    return (value_bytes + sum_bytes + scale_bytes + zero_point_bytes) / stored_bytes
 
 
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
@@ -116,12 +124,10 @@ def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
     """
-    num_linear_copies, num_expert_copies = (
-        _PACKING_COPIES.get(profile.scheme.name, 0),
-        _PACKING_COPIES.get(profile.scheme_of_experts.name, 1),
-    )
-    expert_copies = kind.routed_bytes * (Fraction(num_expert_copies) if kind.experts_quantized else scale)
-    mlp_copy = (
-        _GATE_AND_UP_SHARE * kind.mlp_bytes * scale * (not (kind.quantized_bytes and num_linear_copies))
-    )
-    return max(num_linear_copies * kind.quantized_bytes + expert_copies, mlp_copy)
+    num_linear_copies = _PACKING_COPIES.get(profile.scheme.name, 0)
+    num_expert_copies = _PACKING_COPIES.get(profile.scheme_of_experts.name, 1)
+    linear_bytes = num_linear_copies * kind.quantized_bytes
+    expert_bytes = kind.routed_bytes * (Fraction(num_expert_copies) if kind.experts_quantized else scale)
+    # Copies of quantized linear layers already include those of the MLP.
+    mlp_bytes = Fraction(0) if linear_bytes else _GATE_AND_UP_SHARE * kind.mlp_bytes * scale
+    return max(linear_bytes + expert_bytes, mlp_bytes)

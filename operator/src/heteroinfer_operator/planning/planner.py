@@ -200,22 +200,20 @@ def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
     vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
 
-    def problem(ranks: int) -> str:
+    def undivided_part(ranks: int) -> str:
         """Returns the part of the model that this number of ranks cannot divide, or ""."""
-        for what, is_bad in (
-            (f"{heads} attention heads", heads % ranks != 0),
-            (f"{kv_heads} key/value heads", kv_heads % ranks != 0 and ranks % kv_heads != 0),
-            (f"a vocabulary of {vocab} rows with padding", vocab % ranks != 0),
-        ):
-            if is_bad:
-                return what
-        return ""
+        if heads % ranks:
+            return f"{heads} attention heads"
+        if kv_heads % ranks and ranks % kv_heads:  # several ranks may hold the same key/value head
+            return f"{kv_heads} key/value heads"
+        return f"a vocabulary of {vocab} rows with padding" if vocab % ranks else ""
 
-    what = problem(tensor)
-    if what:
-        allowed = [str(ranks) for ranks in range(1, min(heads, MAX_WORLD_SIZE) + 1) if not problem(ranks)]
+    part = undivided_part(tensor)
+    if part:
+        numbers = range(1, min(heads, MAX_WORLD_SIZE) + 1)
+        allowed = [str(ranks) for ranks in numbers if not undivided_part(ranks)]
         raise PlanError(
-            f"parallelism.tensor: must divide the model, which has {what} (got {tensor} ranks per stage). "
+            f"parallelism.tensor: must divide the model, which has {part} (got {tensor} ranks per stage). "
             f"Set one of {', '.join(allowed)}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
@@ -263,10 +261,9 @@ def _choose_num_kv_blocks(
     vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than max_num_seqs
     full-length requests never run at the same time.
     """
-    is_unknown = not all(stage.is_known for stage in budgets)
-    max_useful = (
-        _UNKNOWN_MEMORY_SEQUENCES if is_unknown else engine.max_num_seqs
-    ) * sizes.kv.sequence_blocks + 1
+    is_known = all(stage.is_known for stage in budgets)
+    max_sequences = engine.max_num_seqs if is_known else _UNKNOWN_MEMORY_SEQUENCES
+    max_useful = max_sequences * sizes.kv.sequence_blocks + 1  # vLLM keeps one block for itself
     capacities = [blocks for blocks in kv_blocks_by_stage(layers, budgets, sizes) if blocks is not None]
     return max(min([*capacities, max_useful]), sizes.kv.min_blocks)
 

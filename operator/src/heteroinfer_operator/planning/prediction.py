@@ -264,7 +264,9 @@ def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
 
 def _num_attended_tokens(kind: LayerKind, context: int) -> int:
     """Returns the number of earlier tokens to which a new token attends."""
-    return min(context, kind.window) if kind.window else context if kind.kv_heads else 0
+    if kind.window:
+        return min(context, kind.window)
+    return context if kind.kv_heads else 0
 
 
 def _compared_elements(sizes: Sizes, kind: LayerKind) -> int:
@@ -329,9 +331,9 @@ def forecast_first_token(
     chunk_tokens = plan.engine.max_num_batched_tokens
     total = longest = _ZERO
     for begin in range(0, prompt, chunk_tokens):
-        load = StepLoad(
-            context=begin + min(chunk_tokens, prompt - begin) // 2, tokens=min(chunk_tokens, prompt - begin)
-        )
+        tokens = min(chunk_tokens, prompt - begin)
+        # On average, a token of the chunk attends to the earlier chunks and half of its own.
+        load = StepLoad(context=begin + tokens // 2, tokens=tokens)
         stages = _predict_stages(plan, sizes, rates, load, feed_forward_wait)
         all_stages = sum(stages, _ZERO)
         total += all_stages if begin == 0 else _slowest(stages)
@@ -379,10 +381,10 @@ def slowest_rank(
 ) -> int:
     """Returns the rank that computes longest in a step of this load."""
     feed_forward_ranks = [rank.rank for rank in plan.ranks if rank.feed_forward is not None]
-    seconds = {
-        rank.rank: compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks
-    } | dict.fromkeys(feed_forward_ranks, feed_forward_wait(load) if feed_forward_ranks else 0.0)
-    return max(seconds, key=seconds.__getitem__)
+    seconds = {rank.rank: compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks}
+    if feed_forward_ranks:
+        seconds |= dict.fromkeys(feed_forward_ranks, feed_forward_wait(load))
+    return max(seconds, key=lambda rank: seconds[rank])
 
 
 def compute_s(

@@ -397,10 +397,8 @@ def _measured_cpu_rates(
         more_rows = kernel.more_rows or tuple(
             kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
         )
-        memory_ratio, core_ratio = (
-            rank_bytes_per_s / calibration.read_rate(kernel.threads),
-            used_cores / kernel.threads,
-        )
+        memory_ratio = rank_bytes_per_s / calibration.read_rate(kernel.threads)
+        core_ratio = used_cores / kernel.threads
         ratios = [core_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
         scaled = tuple(rate * ratio for rate, ratio in zip(more_rows, ratios, strict=False))
         return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
@@ -427,7 +425,8 @@ def gpu_rates(
     """
     known = next((name for name in GPU_NOMINAL if f"-{name}-".lower() in f"-{product}-".lower()), "")
     nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
-    link = _OLDER_LINKS.get(known.partition("-")[0], LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2)
+    default_link = LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2
+    link = _OLDER_LINKS.get(known.partition("-")[0], default_link)
     if calibration is not None:
         link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:

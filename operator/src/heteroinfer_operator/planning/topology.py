@@ -164,15 +164,18 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
     """
     sizes, world = spec.parallelism, spec.world_size
     stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
-    tensor = Fraction(sizes.tensor or (Fraction(world, stages) if stages else 1))
-    if sizes.mode is Mode.TENSOR and not sizes.tensor and not stages:
-        tensor = Fraction(world)
+    if sizes.tensor:
+        tensor = Fraction(sizes.tensor)
+    elif stages:
+        tensor = Fraction(world, stages)
+    else:
+        tensor = Fraction(world if sizes.mode is Mode.TENSOR else 1)
     if tensor.denominator != 1 or world % tensor:
+        num_stages = f"{stages or 'any number of'} stages"
+        ranks_per_stage = f", {sizes.tensor} ranks per stage" if sizes.tensor else ""
         raise PlanError(
             f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {world} ranks, "
-            f"{stages or 'any number of'} "
-            f"stages{f', {sizes.tensor} ranks per stage' if sizes.tensor else ''}). Change roles, "
-            "parallelism or the number of entries of layers",
+            f"{num_stages}{ranks_per_stage}). Change roles, parallelism or the number of entries of layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:

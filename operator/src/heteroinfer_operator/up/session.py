@@ -213,10 +213,10 @@ class Session:
             if plan.hash in self._printed_plans or plan.predicted_step_ms is None or plan.calibration is None:
                 continue
             self._printed_plans.add(plan.hash)
-            missing = self._missing_calibration
+            why_defaults = f" ({self._missing_calibration})" if self._missing_calibration else ""
             self._display.print_line(
                 f"plan {plan.hash}: the predicted decode step of one request takes "
-                f"{plan.predicted_step_ms:.1f} ms with {plan.calibration}{missing and f' ({missing})'}"
+                f"{plan.predicted_step_ms:.1f} ms with {plan.calibration}{why_defaults}"
             )
 
     def _print_condition(self, condition: Condition | None) -> None:

@@ -132,7 +132,8 @@ def name_activation(profile: ModelProfile) -> str:
 
 def _check_activation(profile: ModelProfile, supported: frozenset[str], remedy: str) -> None:
     """Raises PlanError if the kernel does not support the experts' activation function."""
-    if (activation := name_activation(profile)) not in supported:
+    activation = name_activation(profile)
+    if activation not in supported:
         raise build_cpu_error(
             f"{profile.architecture} with the experts' activation {activation}",
             f"the kernel for experts in {_describe_experts_format(profile)} supports "
@@ -169,12 +170,12 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
     if unit_columns % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit_columns != _FP8_BLOCK):
         groups = f", groups of {unit_columns} weights" if scheme.name is SchemeName.FP8_BLOCK else ""
         raise build_cpu_error(f"experts in {scheme}{groups}", _SUPPORTED_GROUPS, remedy)
-    for columns in sorted(
-        {kind.columns for kind in quantized_layers if kind.columns % (unit_columns or KERNEL_BLOCK)}
-    ):
+    multiple = unit_columns or KERNEL_BLOCK
+    unsupported_columns = [kind.columns for kind in quantized_layers if kind.columns % multiple]
+    if unsupported_columns:
         raise build_cpu_error(
-            f"experts in {scheme} with {columns} intermediate columns",
-            f"the kernel supports multiples of {unit_columns or KERNEL_BLOCK} only",
+            f"experts in {scheme} with {min(unsupported_columns)} intermediate columns",
+            f"the kernel supports multiples of {multiple} only",
             remedy,
         )
 

@@ -153,7 +153,7 @@ def check_feed_forward_support(part: ModelProfile, engine: EngineSettings) -> tu
 
 
 def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
-    """Raises PlanError if vLLM cannot run the model in several stages."""
+    """Raises PlanError if vLLM cannot run the model in several stages. Returns no warnings."""
     unsupported = (NO_PIPELINE | BROKEN_PIPELINE) & set(class_names(profile))
     if stages > 1 and unsupported:
         why = (
@@ -173,7 +173,8 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
 def _check_classes(profile: ModelProfile) -> None:
     """Raises PlanError if vLLM's classes for the model do not run on CPUs, or plans do not support them."""
     remedy = "Use GPU roles only, or another model"
-    if unsupported := GPU_CLASSES & set(class_names(profile)):
+    unsupported = GPU_CLASSES & set(class_names(profile))
+    if unsupported:
         raise build_cpu_error(min(unsupported), "vLLM's classes for it are for GPUs only", remedy)
     if profile.architecture in OWN_CPU_BLOCKS:
         why = "on CPUs vLLM always uses KV blocks of 256 tokens for it, which plans do not count yet"
@@ -199,9 +200,10 @@ def _check_head_sizes(profile: ModelProfile) -> None:
                 _GPU_ATTENTION_REMEDY,
             )
     # A profile of version 0.1.0 does not describe its layers. Its groups must be able to start again.
-    for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
+    unsupported_sizes = _head_sizes(profile) - CPU_HEAD_SIZES if profile.kinds else frozenset()
+    if unsupported_sizes:
         raise build_cpu_error(
-            f"{profile.architecture} with attention heads of {size} elements",
+            f"{profile.architecture} with attention heads of {min(unsupported_sizes)} elements",
             f"vLLM's CPU kernels support {', '.join(map(str, sorted(CPU_HEAD_SIZES)))}",
             _GPU_ATTENTION_REMEDY,
         )
@@ -217,9 +219,10 @@ def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> No
     subject = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
     # A layer may have several latents of CPU_LATENT_SIZE elements.
-    for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):
+    unsupported_sizes = [size for size in latents if size % CPU_LATENT_SIZE]
+    if unsupported_sizes:
         raise build_cpu_error(
-            f"{subject} with latents of {size} elements",
+            f"{subject} with latents of {min(unsupported_sizes)} elements",
             f"vLLM's CPU kernels support only multiples of {CPU_LATENT_SIZE}",
             _GPU_ATTENTION_REMEDY,
         )
@@ -261,9 +264,9 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
     """Raises PlanError if CPU attention does not support the type of the KV cache."""
     cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if cache_dtype.startswith("fp8"):
-        for size in sorted(
-            head_size for head_size in _head_sizes(profile) if head_size % CPU_FP8_HEAD_MULTIPLE
-        ):
+        unsupported_sizes = [size for size in _head_sizes(profile) if size % CPU_FP8_HEAD_MULTIPLE]
+        if unsupported_sizes:
+            size = min(unsupported_sizes)
             raise build_cpu_error(
                 f"engine.args --kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
                 f"a KV cache in FP8 requires a multiple of {CPU_FP8_HEAD_MULTIPLE} elements on CPUs",
@@ -338,7 +341,8 @@ def _find_needed_instructions(
     if profile.is_latent:
         limits = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {limits})"
-    if needs := stage_needs(profile, has_whole_layers=has_whole_layers):
+    needs = stage_needs(profile, has_whole_layers=has_whole_layers)
+    if needs:
         return needs, f"experts in {profile.scheme_of_experts}"
     cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if cache_dtype.startswith("fp8"):

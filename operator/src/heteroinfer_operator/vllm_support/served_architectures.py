@@ -73,8 +73,8 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
             "has no class for this type, and text_config in config.json has no architectures. Use another "
             "model, or an image whose vLLM has such a class"
         )
-    runner = next((each for ending, each in ENDINGS.items() if name.endswith(ending)), "")
-    if name in OTHER_TASKS or runner == "pooling":
+    assumed_tasks = [task for ending, task in ENDINGS.items() if name.endswith(ending)]
+    if name in OTHER_TASKS or assumed_tasks[:1] == ["pooling"]:
         raise _build_error(
             f"model: must generate text, but vLLM uses {name} for embeddings or scores, or as the draft of "
             "another model. Use another model"
