@@ -250,3 +250,12 @@ def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("text", ["", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}', '{"keep": 2}'])
 def test_an_incomplete_list_of_users_removes_nothing(text: str) -> None:
     assert read_cleanup({names.ENV_CACHE_CLEANUP: text}) is None
+
+
+def test_the_list_of_an_earlier_operator_removes_nothing() -> None:
+    """It is in another variable. So an earlier worker image does not find the list of this operator."""
+    earlier = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
+    assert read_cleanup({"HETEROINFER_CACHE_CLEANUP": earlier.to_json()}) is None
+    without_tokens = read_cleanup({names.ENV_CACHE_CLEANUP: earlier.to_json()})
+    assert without_tokens is not None
+    assert CleanupQuestion(without_tokens.token_hashes).ask() is None
