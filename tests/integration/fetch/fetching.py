@@ -12,8 +12,12 @@ from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
+from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
 from heteroinfer_contract.report_access import CREDENTIALS_HEADER
+from heteroinfer_operator.cluster import PodView, ResourceKey
+from heteroinfer_operator.kube.leader_client import LeaderClient
+from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.report_client import NO_ANSWER, ReportClient
 from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer
@@ -62,36 +66,50 @@ class Fetch:
         except OSError:
             return None
 
-    def confirm_removal(self, token: str, credentials: Sequence[str]) -> None:
-        """Sends a token as the operator does, once the fetch asks.
+    def confirm_removal(self, pod: PodView, operator_key: bytes, strangers: Sequence[str]) -> None:
+        """Confirms a removal as the operator does, once the fetch asks.
 
         Args:
-            token: the token of the question.
-            credentials: values of the header `Authorization` to send before. None may confirm the question.
+            pod: the fetch pod, as the operator reads it.
+            operator_key: key of the operator that created the pod.
+            strangers: values of the header `Authorization` to send before. None may confirm the question.
         """
+        owner = ResourceKey(namespace="team", name="tiny")
+        record = PodRecord(view=pod, key=owner, owner_uid="uid", ip="127.0.0.1", health_port=self._port)
 
-        async def confirm() -> bool:
+        async def confirm(key: bytes) -> bool:
+            asked: list[str] = []
+
+            async def may_confirm(asking: PodRecord) -> bool:
+                asked.append(asking.view.name)
+                return True
+
+            client = LeaderClient(key)
+            try:
+                await client.observe_fetch([record], may_confirm)
+            finally:
+                await client.close()
+            return bool(asked)
+
+        async def find_question() -> int | None:
             client = ReportClient()
             try:
                 with contextlib.suppress(*NO_ANSWER):
-                    _, question = await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0)
-                    if question is None:
-                        return False
-                    for value in credentials:
-                        self._send(value)
-                    _, still_open = await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0)
-                    assert still_open == question, "one of these credentials confirmed the question"
-                    await client.confirm_question("127.0.0.1", self._port, token, timeout_s=5.0)
-                    return True
-                return False
+                    return (await client.read_fetch("127.0.0.1", self._port, timeout_s=5.0))[1]
+                return None
             finally:
                 await client.close()
 
         deadline = time.monotonic() + DEADLINE_S
-        while not asyncio.run(confirm()):
+        while asyncio.run(find_question()) is None:
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
+        for value in strangers:
+            self._send(value)
+        assert not asyncio.run(confirm(b"another operator".ljust(KEY_BYTES)))
+        assert asyncio.run(find_question()) == 0, "a stranger confirmed the question"
+        assert asyncio.run(confirm(operator_key))
 
     def _send(self, credentials: str) -> None:
         """Sends a request with these credentials."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,22 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
+from heteroinfer_contract.group_key import KEY_BYTES, CleanupKey
 from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_cache import damaged_files, read_marker
 from heteroinfer_contract.model_fetch import (
     LOCK_FILE,
     MARKER_FILE,
-    CacheCleanup,
     CompleteModel,
-    hash_token,
     model_folder,
 )
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.cluster import PodView, ResourceKey, ResourceObservation, ResourceView
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.model_pods import model_pod_name
+from heteroinfer_operator.reconcile.cache_use import find_cleanup, find_token
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.pki import Pki
 from tests.hub_server import SIGNATURE, HubServer, Repository
@@ -58,6 +63,8 @@ CHUNK_BYTES = 10 * 2**20
 SHARD_BYTES = 6 * CHUNK_BYTES
 PAUSE_BYTES = 3 * CHUNK_BYTES + 100_000
 """Where the hub stops: what came before the last piece is written."""
+
+OPERATOR_KEY = b"k" * KEY_BYTES
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
@@ -327,6 +334,31 @@ def test_two_fetches_of_one_model_download_it_once(hub: HubServer, cache: Path) 
     assert sum(hub.seen.sent_bytes.values()) < total + CHUNK_BYTES
 
 
+def created_pod(in_use: str = "") -> PodView:
+    """Returns the fetch pod that the operator creates for a resource that uses a commit."""
+    key = ResourceKey(namespace="team", name="tiny")
+    spec = {
+        "model": {"uri": f"hf://{MODEL}", "cache": {"claimName": "shared", "keep": 1}},
+        "roles": [{"name": "cpu", "device": "CPU"}],
+    }
+    resource = ResourceView(
+        key=key,
+        uid="uid",
+        generation=1,
+        resource_version="1",
+        finalizers=(),
+        deleting=False,
+        spec=spec,
+        status={"model": {"commit": in_use}} if in_use else {},
+    )
+    observation = ResourceObservation(resource=resource, other_cache_users=())
+    now, parsed = datetime.now(UTC), parse_spec(spec)
+    cleanup = find_cleanup(parsed, observation, now, CleanupKey.of_operator(OPERATOR_KEY))
+    name = model_pod_name(parsed, Owner(key=key, uid="uid"))
+    labels = {names.LABEL_COMPONENT: names.COMPONENT_FETCH}
+    return PodView(name=name, uid="pod", labels=labels, created=now, started=True, cleanup=cleanup)
+
+
 def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         first = fetch.model()
@@ -341,26 +373,30 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     marker = cache / model_folder(MODEL, first.commit) / MARKER_FILE
     assert marker.exists()
 
-    hashes = tuple(map(hash_token, ("token of question 0", "token of question 1")))
-
-    def clean(*in_use: str, token: str = "", strangers: Sequence[str] = ()) -> str:
-        cleanup = CacheCleanup(keep=1, in_use=in_use, listed_s=time.time(), token_hashes=hashes)
-        env = {names.ENV_CACHE_CLEANUP: cleanup.to_json()}
+    def clean(pod: PodView, strangers: Sequence[str] | None = None) -> str:
+        assert pod.cleanup is not None
+        env = {names.ENV_CACHE_CLEANUP: pod.cleanup.to_json()}
         with fetching(hub, cache, "--revision", second.commit, **env) as fetch:
-            if token:
-                fetch.confirm_removal(token, strangers)
+            if strangers is not None:
+                fetch.confirm_removal(pod, OPERATOR_KEY, strangers)
             fetch.model()
             return fetch.said
 
-    clean()
+    clean(created_pod())
     assert marker.exists(), "it was fetched lately"
     hours_ago_s = time.time() - 7200
     os.utime(marker, (hours_ago_s, hours_ago_s))
-    clean(first.commit)
+    clean(created_pod(in_use=first.commit))
     assert marker.exists(), "it is in use"
-    # A stranger that reaches the port, can read the pod's environment, and has the token of another question.
-    guesses = ["0", "HeteroInfer 0", f"HeteroInfer {hashes[0]}", "HeteroInfer token of question 1"]
-    said = clean(token="token of question 0", strangers=guesses)
+    # A stranger reads the pod's environment, and has tokens of another question and of another pod.
+    pod, earlier_pod = created_pod(), created_pod()
+    assert pod.cleanup is not None
+    assert pod.name == earlier_pod.name
+    key = CleanupKey.of_operator(OPERATOR_KEY)
+    replayed = [find_token(key, "uid", pod, 1), find_token(key, "uid", earlier_pod, 0)]
+    assert None not in replayed
+    guesses = ["0", *(f"HeteroInfer {text}" for text in ("0", pod.cleanup.token_hashes[0], *replayed))]
+    said = clean(pod, guesses)
     assert said.count("refused a confirmation without the token of question 0") == 1
     assert not marker.parent.exists()
     check_folder(hub, cache)
