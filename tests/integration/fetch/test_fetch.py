@@ -488,7 +488,7 @@ def test_a_hub_cannot_create_the_marker(hub: HubServer, cache: Path) -> None:
     files |= {INDEX_FILE: json.dumps(index).encode(), MARKER_FILE: planted, f"./{MARKER_FILE}": planted}
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_NOT_READABLE
-    assert f"names ./{MARKER_FILE}" in failure.message
+    assert f"has no usable ./{MARKER_FILE}, which {INDEX_FILE} names" in failure.message
     assert not (folder_of(hub, cache) / MARKER_FILE).exists()
 
 
