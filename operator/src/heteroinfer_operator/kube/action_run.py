@@ -121,7 +121,7 @@ class ActionRun:
         self._is_finished = False
 
     async def run_all(self, actions: Sequence[Action]) -> float | None:
-        """Runs the actions that can run now.
+        """Runs the actions that can run now: the status first, then children in stages, dry runs last.
 
         Returns:
             Seconds until an action may be tried again, or None.
@@ -177,14 +177,16 @@ class ActionRun:
         """
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses and self._memory.status_attempts.has_pending:  # an attempt may still be stored
+        if not statuses and self._memory.status_attempts.has_pending:
+            # The API server may still store an earlier status, so all that depends on the status waits.
             self._memory.status_attempts.cancel()
             self._record_conflicts([PatchStatus(status={}, resource_version="")])
             self._status_retry_s = STATUS_RETRY_S
         elif not statuses:  # the stored status is up to date
             self._context.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
-        if writes and (wait_s := self._memory.status_attempts.wait_s()) > 0:  # send nothing and count nothing
+        wait_s = self._memory.status_attempts.wait_s() if writes else 0.0
+        if wait_s > 0:  # an earlier attempt was just sent: send nothing, and count nothing for the budget
             self._record_conflicts(writes)
             self._status_retry_s = wait_s
             return not statuses
@@ -343,7 +345,7 @@ class ActionRun:
         return True
 
     def _block_dependents(self, actions: Iterable[Write]) -> None:
-        """Blocks objects that depend on an object whose write has no answer yet."""
+        """Blocks objects that depend on an object whose create or apply has no answer yet."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
                 self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, _SENT))
@@ -366,9 +368,8 @@ class ActionRun:
         """Removes answered requests from the pending ones; wakes the resource after the reconcile."""
         for action in actions:
             target = kind_and_name(action, self._resource.key.name)
-            if self._memory.pending_requests.get(target) is self._started_requests.get(
-                target
-            ):  # not a later attempt
+            pending = self._memory.pending_requests.get(target)
+            if pending is self._started_requests.get(target):  # not a later attempt
                 self._memory.pending_requests.pop(target, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
@@ -381,14 +382,14 @@ class ActionRun:
         is_first = self._epochs.isdisjoint(
             {_group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})}
         )
-        first_create, other_creates = (creates[:1], creates[1:]) if is_first else ((), creates)
-        for create in first_create:
-            if not await self._run_child_write(create):
-                for unsent in other_creates:
+        if is_first:
+            first_create, *creates = creates
+            if not await self._run_child_write(first_create):
+                for unsent in creates:
                     self._current_permits().record_unsent(unsent)
                 return
         async with asyncio.TaskGroup() as group:
-            for create in other_creates:
+            for create in creates:
                 group.create_task(self._run_child_write(create))
 
     async def _run_child_write(self, action: Write) -> bool:
@@ -455,9 +456,7 @@ class ActionRun:
 
     def _record_refusal(self, action: Write, reason: str, message: str) -> None:
         """Records a refusal, and an event if it is new. Does nothing if the spec has changed since."""
-        if (
-            self._generation != self._memory.generation
-        ):  # the spec changed since: earlier refusals no longer count
+        if self._generation != self._memory.generation:
             return
         news = self._current_permits().record_refused(action, reason, message)
         if news is not None:

@@ -113,7 +113,7 @@ def name_taken(child: str) -> ChildError:
 
 
 def name_held(child: str, stored: Manifest) -> ChildError:
-    """Returns the error for a name that an object still has, which is being deleted."""
+    """Returns the error for a name that an object in deletion, or of an earlier resource, still has."""
     return ChildError(
         f"{child} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
     )
@@ -185,7 +185,7 @@ def not_answered(why: str) -> ChildError:
 
 
 def _describe_deletion(stored: Manifest) -> str:
-    """Describes why an object that still has the name will disappear."""
+    """Describes an object that still has the name: it is being deleted, or is of an earlier resource."""
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
         return f"belongs to an earlier {names.KIND} of this name and still exists"

@@ -88,9 +88,9 @@ class ClusterState:
         self._ready: set[str | None] = set()
         self._some_ready = asyncio.Event()
         self._awake = AwakeClock(clock)
-        self._silences, self._deletions, self._creations = (
-            OwnClock(monotonic_s=self._awake.awake_s) for _ in range(3)
-        )
+        self._silences = OwnClock(monotonic_s=self._awake.awake_s)
+        self._deletions = OwnClock(monotonic_s=self._awake.awake_s)
+        self._creations = OwnClock(monotonic_s=self._awake.awake_s)
         self.never_placed = NeverPlaced()
         scopes: list[str | None] = [*namespaces] or [None]
 
@@ -147,8 +147,7 @@ class ClusterState:
         self._gangs = GangSchedulers(server, build_children, changed=self._wake_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._pod_requests: WatchCache[PodRequests] | None = None
-        # Not part of `all`: nothing waits for this cache, and the operator works without the right to read
-        # it.
+        # Not in `awaited_caches`: the operator also works without the right to read priority classes.
         self._classes: WatchCache[PriorityClassView] | None = None
         if self.cluster_scope:
             self._nodes = WatchCache(
@@ -259,7 +258,8 @@ class ClusterState:
         A namespace is ready once its resources, pods, ConfigMaps and Services are listed, and in cluster
         scope the nodes. Then `touched` is called for its resources.
         """
-        return (None if self.cluster_scope else namespace) in self._ready
+        scope = None if self.cluster_scope else namespace
+        return scope in self._ready
 
     def errors_by_namespace(self) -> dict[str, str]:
         """Returns the API server's error for each namespace that the operator may not read."""
@@ -534,9 +534,8 @@ class ClusterState:
         for pod in (before, after):
             if pod is not None:
                 self._forget_totals(pod.node)
-        reserved_before, reserved_now = (
-            pod.reservation if pod is not None else None for pod in (before, after)
-        )
+        reserved_before = before.reservation if before is not None else None
+        reserved_now = after.reservation if after is not None else None
         if reserved_before is not None and (reserved_now is None or reserved_now.uid != reserved_before.uid):
             self._reserved_since.pop(reserved_before.uid, None)
         if reserved_now is not None:

@@ -10,7 +10,8 @@ from heteroinfer_operator.cluster import CleanupPod
 class ConfirmedCleanups:
     """The confirmations of this process.
 
-    An earlier process may have confirmed a list until this process started.
+    An earlier process may have confirmed any list until this process started. So a pod without a confirmation
+    of this process counts as confirmed at that time.
 
     Args:
         clock: monotonic clock, in seconds.
@@ -33,7 +34,7 @@ class ConfirmedCleanups:
         """Returns the pods whose confirmation may still be valid."""
         now_s = self._clock()
         return tuple(
-            each
-            for each in pods
-            if now_s - self._confirmed_s.get(each.pod.uid, self._started_s) < CONFIRMED_S
+            cleanup
+            for cleanup in pods
+            if now_s - self._confirmed_s.get(cleanup.pod.uid, self._started_s) < CONFIRMED_S
         )

@@ -25,7 +25,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _cut_deep_values(text: str) -> str:
-    """Returns the JSON text with null for each value that is nested deeper than MAX_DEPTH."""
+    """Returns the JSON text with null for each value that is nested deeper than MAX_DEPTH.
+
+    Whole strings are tokens too, so brackets in strings do not count.
+    """
     pieces: list[str] = []
     depth = start = 0
     for token in _TOKEN.finditer(text):

@@ -36,6 +36,7 @@ class _DryRun:
     uid: str
     revision: str
     since_s: float
+    """Time of the start. Once `is_admitted` is True: time at which a reconcile last saw that."""
     task: asyncio.Task[None]
     is_admitted: bool = False
     """Whether a reconcile has seen that the API server accepts the objects."""
@@ -115,8 +116,8 @@ class DryRuns:
             await self._try_create(manifest)
         except ApiError as error:
             if error.blames_object:
-                words = refusal_message(CreateObject(manifest=manifest), error.answer_message)
-                raise ChildError(words, reason=OBJECT_REFUSED) from error
+                message = refusal_message(CreateObject(manifest=manifest), error.answer_message)
+                raise ChildError(message, reason=OBJECT_REFUSED) from error
             # The plan's ConfigMap may exist already, because another revision has the same plan.
             if not error.is_refusal and error.status != CONFLICT:
                 raise

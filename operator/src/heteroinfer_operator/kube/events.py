@@ -87,11 +87,8 @@ class EventRecorder:
     def record(self, resource: ResourceView, event: RecordEvent) -> None:
         """Queues an event. An identical event within WINDOW_S only increments the count."""
         identity, now = _identity_of(resource, event), self._clock()
-        if self._is_ending(resource.key.namespace, now):
-            return
-        if any(
-            _identity_of(*each) == identity for each in self._waiting
-        ):  # an identical event is already queued
+        is_queued = any(_identity_of(*queued) == identity for queued in self._waiting)
+        if is_queued or self._is_ending(resource.key.namespace, now):
             return
         is_repeated = identity in self._series or identity in self._being_written
         if len(self._waiting) >= MAX_WAITING_EVENTS or not (
@@ -125,7 +122,8 @@ class EventRecorder:
 
     def _fits_rate(self, uid: str, now: float) -> bool:
         """Reports whether a resource may have another new event in this minute, and counts the event."""
-        for other in [each for each, times in self._recent.items() if now - times[-1] >= MINUTE_S]:
+        without_recent = [other for other, times in self._recent.items() if now - times[-1] >= MINUTE_S]
+        for other in without_recent:
             del self._recent[other]
         times = self._recent.get(uid, deque())
         while times and now - times[0] >= MINUTE_S:
@@ -167,7 +165,8 @@ class EventRecorder:
                 return
             logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
             self._dropped()
-            series = series if status != NOT_FOUND else None
+            if status == NOT_FOUND:  # the stored event is gone: the next identical event creates a new one
+                series = None
         if series is not None:
             self._series[identity] = series
         while len(self._series) > MAX_REMEMBERED_EVENTS:

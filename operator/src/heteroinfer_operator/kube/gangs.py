@@ -55,20 +55,20 @@ async def find_unsupported_versions(server: ApiServer) -> tuple[str, ...]:
     Raises:
         ApiError: the API server refused or did not answer.
     """
-    apis_by_group: dict[str, tuple[set[str], set[str]]] = {}
+    supported_versions: dict[str, set[str]] = {}
+    plurals: dict[str, set[str]] = {}
     for group_versions, plural in _APIS.values():
-        for each in group_versions:
-            group, _, version = each.partition("/")
-            known_versions = apis_by_group.setdefault(group, (set(), set()))
-            known_versions[0].add(version)
-            known_versions[1].add(plural)
-    unknown = [
-        f"{group}/{version}"
-        for group, (versions, plurals) in apis_by_group.items()
-        for version in await _served_versions(server, group)
-        if version not in versions and plurals & await _served_resources(server, f"{group}/{version}")
-    ]
-    return tuple(sorted(unknown))
+        for group_version in group_versions:
+            group, _, version = group_version.partition("/")
+            supported_versions.setdefault(group, set()).add(version)
+            plurals.setdefault(group, set()).add(plural)
+    unsupported: list[str] = []
+    for group, supported in supported_versions.items():
+        for version in await _served_versions(server, group):
+            group_version = f"{group}/{version}"
+            if version not in supported and plurals[group] & await _served_resources(server, group_version):
+                unsupported.append(group_version)
+    return tuple(sorted(unsupported))
 
 
 async def _served_versions(server: ApiServer, group: str) -> list[str]:

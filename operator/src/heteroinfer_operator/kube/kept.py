@@ -45,7 +45,7 @@ class RepeatedWrites:
     """Counts how often each child was written, or deleted, with the same content in a row.
 
     If another controller wants other content, it answers each of our writes with its own. Without a bound the
-    two write 25 to 40 times a second.
+    two would write 25 to 40 times a second.
     """
 
     _last_writes: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
@@ -59,7 +59,9 @@ class RepeatedWrites:
         """
         content_hash = hash(json.dumps(manifest, sort_keys=True))
         self._last_writes = {
-            key: entry for key, entry in self._last_writes.items() if abs(now - entry[1]) < CONSECUTIVE_WITHIN
+            key: (last_hash, written_at, count)
+            for key, (last_hash, written_at, count) in self._last_writes.items()
+            if abs(now - written_at) < CONSECUTIVE_WITHIN
         }
         key = kind, name, manifest is None
         last_hash, _, count = self._last_writes.get(key, (None, now, 0))
@@ -86,10 +88,11 @@ class StatusAttempts:
 
     def wait_s(self) -> float:
         """Returns the seconds until the next attempt may start."""
-        self._attempts = [attempt for attempt in self._attempts if not attempt[1].done()]
+        self._attempts = [(sent_s, task) for sent_s, task in self._attempts if not task.done()]
         if not self._attempts:
             return 0.0
-        return max(0.0, self._attempts[-1][0] + STATUS_RETRY_S - asyncio.get_running_loop().time())
+        newest_sent_s, _ = self._attempts[-1]
+        return max(0.0, newest_sent_s + STATUS_RETRY_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
         """Adds a new attempt, and cancels all earlier ones except the first."""

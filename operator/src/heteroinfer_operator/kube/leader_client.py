@@ -155,6 +155,7 @@ class LeaderClient:
         """
         while True:
             leaders = list(self._watched.values())
+            # At least one round, so that the loop also sleeps if there is no leader.
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 tried = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
@@ -192,7 +193,7 @@ class LeaderClient:
         by_uid = {pod.view.uid: pod for pod in pods}
         unready = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
         self._answered_before = {
-            uid: of for uid, of in self._answered_before.items() if of != key or uid in by_uid
+            uid: owner for uid, owner in self._answered_before.items() if owner != key or uid in by_uid
         }
         self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key}
         for uid, pod in by_uid.items():
@@ -216,12 +217,12 @@ class LeaderClient:
             silence = self._silences.get(uid, _Silence(asked_s, 0))
             self._silences[uid] = _Silence(silence.since_s, silence.tries + 1)
 
-    def _is_request_due(self, uid: str, kept: _Answer) -> bool:
+    def _is_request_due(self, uid: str, cached: _Answer) -> bool:
         """Reports whether an unreachable leader gets another request before REPORT_VALID_S has passed."""
         silence, now = self._silences.get(uid), self._clock()
         if silence is None or now - silence.since_s > SURE_AFTER_S:
             return False
-        return now - kept.at_s >= ASK_AGAIN_S
+        return now - cached.at_s >= ASK_AGAIN_S
 
     def _forget_old(self) -> None:
         """Removes answers, challenges and silences that are too old."""
@@ -256,7 +257,9 @@ class LeaderClient:
     async def observe_fetch(
         self, pods: Iterable[PodRecord], may_confirm: Callable[[PodRecord], Awaitable[bool]]
     ) -> FetchProgress | None:
-        """Returns the progress of the pod that fetches the model. Confirms the pod's question, if it asks.
+        """Returns the progress of the pod that fetches the model.
+
+        The pod may ask whether it may remove old commits. If so and if `may_confirm`, confirms that.
 
         Returns None without a running pod or answer.
 
@@ -325,9 +328,9 @@ class LeaderClient:
             self._invalid_reports.append((pod.key, text))
 
     def take_invalid_reports(self, key: ResourceKey) -> list[str]:
-        """Returns the messages about invalid reports since the last call."""
-        texts = [text for of, text in self._invalid_reports if of == key]
-        self._invalid_reports = [(of, text) for of, text in self._invalid_reports if of != key]
+        """Returns and removes the messages about invalid reports of a resource's pods."""
+        texts = [text for owner, text in self._invalid_reports if owner == key]
+        self._invalid_reports = [(owner, text) for owner, text in self._invalid_reports if owner != key]
         return texts
 
 

@@ -39,7 +39,8 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
             f"{name}={amounts[name]}"
             for name in sorted(_read_resource_names(annotation, kind) & amounts.keys())
         ]
-        texts += [f"{kind} {', '.join(set_amounts)}"] if set_amounts else []
+        if set_amounts:
+            texts.append(f"{kind} {', '.join(set_amounts)}")
     return printable(" and ".join(texts))[:_MAX_TEXT]
 
 

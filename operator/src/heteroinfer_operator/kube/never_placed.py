@@ -58,5 +58,8 @@ class NeverPlaced:
 
 def _is_current(owner: Owner, name: str, epochs: Mapping[int, int]) -> bool:
     """Reports whether a pod's name belongs to the stored epoch of its group, or a later one."""
-    group_and_epoch = parse_worker_name(owner, name)
-    return group_and_epoch is not None and group_and_epoch[1] >= epochs.get(group_and_epoch[0], 0)
+    parsed_name = parse_worker_name(owner, name)
+    if parsed_name is None:
+        return False
+    group, epoch, _ = parsed_name
+    return epoch >= epochs.get(group, 0)

@@ -70,7 +70,10 @@ class ObjectWrites:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
-        """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve."""
+        """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve.
+
+        The pod leaves `never_created` once an answer shows that it exists, or that it was refused.
+        """
         manifest = action.manifest
         name = NamespacedName.from_object(manifest)
         was_requested = memory.never_created.is_requested(name.name)
@@ -86,11 +89,11 @@ class ObjectWrites:
                 raise
             if error.api_reason == ALREADY_EXISTS:
                 try:
-                    met_uid = await self._read_uncached(resource, POD, name, manifest)
+                    existing_uid = await self._read_uncached(resource, POD, name, manifest)
                 except ChildError:
                     memory.never_created.forget(name.name)
                     raise
-                if met_uid and was_requested:  # our own earlier create, whose answer was lost
+                if existing_uid and was_requested:  # our own earlier create, whose answer was lost
                     memory.never_created.forget(name.name)
                     return
             raise ConflictError(error.message) from error
@@ -191,7 +194,7 @@ class ObjectWrites:
 
     async def delete(self, resource: ResourceView, memory: ResourceMemory, action: DeleteObject) -> None:
         """Deletes the object with this uid."""
-        if not action.uid:  # a pod whose state is unknown now
+        if not action.uid:  # the API server has not answered what state the pod has, so its uid is unknown
             return
         kind = writable_kind(action.kind, action.api_version)
         name = NamespacedName(namespace=resource.key.namespace, name=action.name)
@@ -248,4 +251,7 @@ def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
     Garbage collection deletes such an object.
     """
     owners = stored["metadata"].get("ownerReferences") or ()
-    return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)
+    return any(
+        owner.get("controller") and owner["kind"] == names.KIND and owner["name"] == resource
+        for owner in owners
+    )

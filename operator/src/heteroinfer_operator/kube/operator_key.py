@@ -52,14 +52,10 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
     """
     own_secret = await _read_secret(server, namespace, name)
     older_secret = await _read_secret(server, namespace, former) if former else None
-    if older_secret is not None and _is_made_by_operator(
-        older_secret
-    ):  # belongs to a release of another name
-        older_secret = None
-    own_key, older_key = (
-        _read_key(own_secret, f"{namespace}/{name}"),
-        _read_key(older_secret, f"{namespace}/{former}"),
-    )
+    if older_secret is not None and _is_made_by_operator(older_secret):
+        older_secret = None  # it belongs to a release of another name
+    own_key = _read_key(own_secret, f"{namespace}/{name}")
+    older_key = _read_key(older_secret, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
     data = {"data": {DATA_KEY: base64.b64encode(key).decode()}}
     if own_secret is None:
@@ -70,7 +66,8 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
         await server.update(SECRET.path(namespace, former), {**older_secret, **data})
     if own_key is not None and own_key != key:
         logger.warning(
-            "Secret %s/%s: replaced its key by that of Secret %s, which an older release has used since",
+            "Secret %s/%s: replaced its key by the key of Secret %s, because an older release used that key "
+            "in the meantime",
             namespace,
             name,
             former,

@@ -118,8 +118,12 @@ class PendingPods:
         waiting_s = {uid: now_s - seen_s for (uid, _), seen_s in waiting.since_s.items()}
         suspects = [pod for pod in pending if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
         late_pods = _first_of_each_role([pod.view for pod in mounting if waiting_s[pod.view.uid] >= SILENT_S])
-        no_reason = bool(mounting) or any(not pod.view.unschedulable for pod in pending)
-        waiting.next_s = AGAIN_S if suspects or late_pods else SILENT_S if no_reason else None
+        if suspects or late_pods:
+            waiting.next_s = AGAIN_S
+        elif mounting or any(not pod.view.unschedulable for pod in pending):  # nothing explains the wait yet
+            waiting.next_s = SILENT_S
+        else:
+            waiting.next_s = None
         claims = {(CLAIM.name, name) for pod in suspects for name in pod.claims}
         self._request_reasons(resource, waiting, claims | {(POD.name, pod.name) for pod in late_pods}, now_s)
         reasons = {
@@ -143,8 +147,8 @@ class PendingPods:
     def forget(self, key: ResourceKey) -> None:
         """Drops the state of a resource that is gone or has no waiting pods."""
         if (waiting := self._waiting.pop(key, None)) is not None:
-            for each in waiting.requests.values():
-                each.task.cancel()
+            for request in waiting.requests.values():
+                request.task.cancel()
 
     def _request_reasons(
         self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_PodOrClaim], now_s: float
@@ -203,7 +207,7 @@ def _is_being_prepared(pod: PodView) -> bool:
 
 
 def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
-    """Returns one pod of each role, because pods of a role have the same volumes."""
+    """Returns the first pod of each role, because pods of a role have the same volumes."""
     return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
 
 

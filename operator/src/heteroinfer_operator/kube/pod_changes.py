@@ -71,4 +71,6 @@ def _command_and_args(container: Mapping[str, Any]) -> list[str]:
 
 def _has_suffix(whole: Sequence[str], suffix: Sequence[str]) -> bool:
     """Reports whether a list ends with another list. A webhook may add a wrapper in front."""
-    return list(whole[len(whole) - len(suffix) :]) == list(suffix) if len(suffix) <= len(whole) else False
+    if len(suffix) > len(whole):
+        return False
+    return list(whole[len(whole) - len(suffix) :]) == list(suffix)

@@ -39,8 +39,9 @@ class ResourceCache:
     ) -> None:
         def wake_resource(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
             """Wakes the resource once, whether it appeared, changed or disappeared."""
-            for record in {record.key: record for record in (before, after) if record is not None}.values():
-                touched(record.key)
+            keys = {record.key for record in (before, after) if record is not None}
+            for key in keys:
+                touched(key)
 
         self._server = server
         self._by_scope = {
@@ -116,7 +117,8 @@ class ResourceCache:
         if cache is None:
             return None
         announced, outdated = self._announced.get(key, 0), self._outdated.get(key, 0)
-        if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= outdated:
+        is_outdated = 0 < cache.version_of(name) <= outdated
+        if is_outdated or not cache.has_seen(name, announced):
             await self._read_anew(cache, key)
         # Keep announcements that arrived during the read: they may be about a later version.
         if self._announced.get(key, 0) == announced:

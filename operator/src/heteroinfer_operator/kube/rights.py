@@ -85,9 +85,9 @@ def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
     return (
         AccessRule(group="", resource="secrets", verbs=("create",)),
         *(
-            AccessRule(group="", resource="secrets", verbs=("get", "update"), name=each)
-            for each in (name, former)
-            if each
+            AccessRule(group="", resource="secrets", verbs=("get", "update"), name=secret)
+            for secret in (name, former)
+            if secret
         ),
     )
 
@@ -130,7 +130,8 @@ async def find_missing_rights(
         for verb in rule.verbs:
             if not await _is_allowed(server, rule, verb, namespace, account):
                 scope_text = f"in namespace {namespace}" if namespace else "in the cluster"
-                missing.append(f"{verb} {rule.resource}{'.' * bool(rule.group)}{rule.group} {scope_text}")
+                resource = f"{rule.resource}.{rule.group}" if rule.group else rule.resource
+                missing.append(f"{verb} {resource} {scope_text}")
     return missing
 
 

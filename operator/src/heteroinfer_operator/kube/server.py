@@ -43,7 +43,7 @@ REQUESTS_AT_ONCE: Final = 64
 """A lane sends at most this many requests at the same time. Watches have no lane, since each keeps its own
 connection: 200 namespaces have 1,600 watches."""
 QUESTION_TIMEOUT_S: Final = 15.0
-"""Timeout of the read of one object."""
+"""Timeout of `get_quickly`, which reads one object."""
 PAGE_OBJECTS: Final = 500
 PAGE_FIRST_OBJECTS: Final = 2
 PAGE_GROWTH: Final = 4
@@ -152,7 +152,8 @@ class ApiError(HeteroInferError):
     def is_refusal(self) -> bool:
         """Whether this request was refused by validation, a quota, a policy or a failing webhook.
 
-        All other errors mean that the API server cannot answer any request now.
+        A conflict (409) is no refusal: the object is in another state than the caller assumed. All other
+        errors mean that the API server cannot answer any request now.
         """
         if _WEBHOOK_DENIES in self.answer_message:  # a webhook chooses its status, even 429 or 503
             return self.status >= 400
@@ -366,7 +367,7 @@ class ApiServer:
         """Sends a write, and reports it to `on_write` or `on_unanswered`."""
         self._before_write()
         verb = _VERBS[request.method]
-        parts = request.path.split("/")
+        parts = request.path.split("/")  # with a namespace: .../namespaces/NAMESPACE/PLURAL/...
         plural = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
         try:
             answer = await self._request_object(request)

@@ -319,7 +319,7 @@ def _health_port(stored: Manifest) -> int:
 def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
     """Builds the record of one of our pods that lost its ownerReference."""
     reference = {
-        "apiVersion": f"{names.API_GROUP}/",
+        "apiVersion": f"{names.API_GROUP}/",  # `owner_uid` reads only the group
         "kind": names.KIND,
         "uid": owner_uid,
         "controller": True,
@@ -445,8 +445,11 @@ def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
-            found = Waiting(*(as_text(waiting.get(field), field) for field in ("reason", "message")))
-            return found if any(found) else None
+            reason, message = (
+                as_text(waiting.get("reason"), "reason"),
+                as_text(waiting.get("message"), "message"),
+            )
+            return Waiting(reason, message) if reason or message else None
     return None
 
 
@@ -479,13 +482,15 @@ def _find_termination(
         if name == names.CONTAINER_WORKER
     ]
     failed_ends = [(code, terminated_state) for _, code, terminated_state in ended_containers if code != 0]
-    for code, terminated_state in worker_ends or failed_ends:
-        return ContainerTermination(
-            exit_code=code,
-            reason=as_text(terminated_state.get("reason"), "reason"),
-            message=as_text(terminated_state.get("message"), "message"),
-        )
-    return None
+    ends = worker_ends or failed_ends
+    if not ends:
+        return None
+    code, terminated_state = ends[0]
+    return ContainerTermination(
+        exit_code=code,
+        reason=as_text(terminated_state.get("reason"), "reason"),
+        message=as_text(terminated_state.get("message"), "message"),
+    )
 
 
 def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:

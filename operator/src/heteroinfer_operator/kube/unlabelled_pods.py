@@ -133,9 +133,9 @@ class UnlabelledPods:
                 work = self._read_pod(resource, name, own_pods.uids.get(name))
                 own_pods.requests[name] = start_task(work, name=f"pod {name}", failed=_report_error)
                 new_requests.append(own_pods.requests[name])
-        _, unanswered = (
-            await asyncio.wait(new_requests, timeout=self._patience_s) if new_requests else ((), ())
-        )
+        if not new_requests:
+            return
+        _, unanswered = await asyncio.wait(new_requests, timeout=self._patience_s)
         for request in unanswered:
             request.add_done_callback(wake)
 
@@ -154,8 +154,10 @@ class UnlabelledPods:
         owner = trim.owner_uid(stored)
         if owner == resource.uid:
             return trim.pod_record(stored, key=resource.key)
-        is_ours = stored["metadata"]["uid"] == uid if uid else _is_orphan(stored, resource.key)
-        if not is_ours or (owner and not uid):
+        # A watch showed our pod with this uid before, so the uid identifies it without label and owner.
+        is_same_pod = stored["metadata"]["uid"] == uid
+        is_new_orphan = not uid and not owner and _is_orphan(stored, resource.key)
+        if not is_same_pod and not is_new_orphan:
             return None
         return trim.orphan_record(stored, key=resource.key, owner_uid=resource.uid)
 

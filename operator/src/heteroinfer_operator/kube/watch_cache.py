@@ -165,8 +165,10 @@ class WatchCache(Generic[T]):
     @property
     def is_failing(self) -> bool:
         """Whether the last list or watch failed, and none has succeeded since."""
-        if self._problem is None or self._watch_timeout is None:
-            return self._problem is not None
+        if self._problem is None:
+            return False
+        if self._watch_timeout is None:  # no watch is running
+            return True
         # A working watch may send nothing for up to a minute, so a watch that lasts counts as success.
         return time.monotonic() - self._watching_since < 2 * MAX_BACKOFF_S
 
@@ -326,7 +328,8 @@ class WatchCache(Generic[T]):
     def _report_error(self, error: ApiError) -> None:
         """Logs a new error of a list or watch, and reports the first one to `failing`."""
         is_new = self._problem is None or self._problem.message != error.message
-        is_first, self._problem = self._problem is None, error
+        is_first = self._problem is None
+        self._problem = error
         if is_first:
             self._failing()
         if not is_new:
@@ -461,6 +464,7 @@ class WatchCache(Generic[T]):
             return
         is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
         if cached is not None and is_unchanged and not self._had_defect:
+            # None if a list or watch has shown the object: then the write is confirmed.
             self._entries[name] = replace(
                 cached, unconfirmed_since=entry.unconfirmed_since and cached.unconfirmed_since
             )

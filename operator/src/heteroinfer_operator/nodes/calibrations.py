@@ -46,10 +46,8 @@ class MeasuredKind:
         """
         if not all(labels.get(name) == value for name, value in self.selector.items()):
             return False
-        measured_gpu, labelled_gpu = (
-            _words_of_gpu(self.calibration.hardware.gpu),
-            _words_of_gpu(labels.get(_GPU_PRODUCT, "")),
-        )
+        measured_gpu = _words_of_gpu(self.calibration.hardware.gpu)
+        labelled_gpu = _words_of_gpu(labels.get(_GPU_PRODUCT, ""))
         return not measured_gpu or not labelled_gpu or measured_gpu == labelled_gpu
 
     def to_entry(self) -> dict[str, str]:
@@ -121,8 +119,8 @@ class Calibrations:
         if self.this_machine is not None:
             return (self.this_machine,)
         by_kind: dict[str, Calibration] = {}
-        for label in labels:
-            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.includes_node(label)}
+        for node_labels in labels:
+            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.includes_node(node_labels)}
             if not of_node:
                 return ()
             by_kind |= of_node
@@ -140,10 +138,10 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
         None without calibrations.
     """
 
-    def rate(each: Calibration) -> float:
+    def rate(calibration: Calibration) -> float:
         if by_gpu:
-            return 0.0 if each.gpu is None else each.gpu.bytes_per_s
-        return each.read_rate(each.hardware.cores)
+            return 0.0 if calibration.gpu is None else calibration.gpu.bytes_per_s
+        return calibration.read_rate(calibration.hardware.cores)
 
     return min(calibrations, key=rate, default=None)
 

@@ -36,10 +36,14 @@ def best_instructions(features: Iterable[str] | None) -> str:
 
 def measured_features(calibration: Calibration) -> frozenset[str]:
     """Returns the CPU features in a calibration."""
-    features = {AMX} if calibration.has_amx else set()
+    features: set[str] = set()
+    if calibration.has_amx:
+        features.add(AMX)
     if "avx512_bf16" in calibration.hardware.instruction_sets:
         features.add(AVX512_BF16)
-    return frozenset(features | ({AVX512} if calibration.has_avx512 else set()))
+    if calibration.has_avx512:
+        features.add(AVX512)
+    return frozenset(features)
 
 
 def labelled_features(node: NodeView) -> frozenset[str] | None:

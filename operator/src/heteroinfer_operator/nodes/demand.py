@@ -211,7 +211,8 @@ def _add_to_terms(
     Args:
         part: `matchExpressions` or `matchFields`.
     """
-    return [{**term, part: [*term.get(part, ()), *requirements]} for term in (*terms,) or ({},)]
+    alternatives: list[Manifest] = list(terms) or [{}]
+    return [{**term, part: [*term.get(part, ()), *requirements]} for term in alternatives]
 
 
 def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
@@ -330,8 +331,8 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
         largest_init = _larger_amounts(largest_init, amounts)
     for container in as_objects(spec.get("containers"), "containers"):
         running = sum_requests((running, _requests_of_holder(container)))
-    of_pod = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
-    return sum_requests((of_pod, as_amounts(spec.get("overhead"), "overhead")))
+    without_overhead = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
+    return sum_requests((without_overhead, as_amounts(spec.get("overhead"), "overhead")))
 
 
 def _requests_of_holder(holder: Manifest) -> dict[str, float]:

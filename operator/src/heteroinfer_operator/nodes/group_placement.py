@@ -77,8 +77,8 @@ def find_farther_placements(
     by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
 
     def nearness(found: Placement) -> tuple[int, int]:
-        each = [others.nearness(by_name[name]) for name in found.nodes]
-        return max(each), sum(each)
+        of_nodes = [others.nearness(by_name[name]) for name in found.nodes]
+        return max(of_nodes), sum(of_nodes)
 
     devices = {name for demand in demands for name in demand.devices}
     far = replace(others, outweigh_devices=True, spare_devices=bool(devices))
@@ -87,8 +87,9 @@ def find_farther_placements(
         if (size := device_memory_mib(node, name)) is not None:
             sizes.setdefault(name, set()).add(size)
     tried = {placement.nodes}
-    for more_than in (None, *sorted(set().union(*sizes.values()))[:_MAX_GPU_SIZES]):
-        limited = [_with_larger_gpus(each, sizes, more_than) for each in demands]
+    all_sizes_mib: set[int] = set().union(*sizes.values())
+    for more_than_mib in (None, *sorted(all_sizes_mib)[:_MAX_GPU_SIZES]):
+        limited = [_with_larger_gpus(demand, sizes, more_than_mib) for demand in demands]
         found = assign_nodes(limited, free_nodes, topology_key, far)
         if found is None:
             return
@@ -114,8 +115,8 @@ def _assign_within(
 ) -> tuple[str, ...] | None:
     """Returns nodes on which all pods fit together, or None.
 
-    Beside other groups these are nodes of one zone, if they are as good and not nearer to other groups. If a
-    group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
+    If the resource has other groups, prefers nodes of one zone that are as good as the best of all zones:
+    if a group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
 
     Args:
         searches: number of calls that share the limit of attempts.
@@ -146,14 +147,14 @@ def _placement_cost(
     distance comes first.
     """
     pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
-    nearness = [0 if others is None else others.nearness(each.node) for _, each in pods]
+    nearness = [0 if others is None else others.nearness(free_node.node) for _, free_node in pods]
     outweighing = [
         near
         for near, (demand, _) in zip(nearness, pods, strict=True)
         if others is not None and others.outweigh_devices_of(demand)
     ]
-    with_devices = [device_cost(demand, each) for demand, each in pods if demand.devices]
-    without_devices = [device_cost(demand, each) for demand, each in pods if not demand.devices]
+    with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
+    without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
     # The plan counts the smallest GPU of a role, so the largest cost is compared first.
     return (
         *_worst_and_sum(outweighing),

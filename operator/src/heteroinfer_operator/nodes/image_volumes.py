@@ -37,11 +37,16 @@ def describe_old_program(runtime: str, kubelet: str) -> str:
         runtime: `containerRuntimeVersion` of the node, such as `containerd://1.7.2`.
         kubelet: `kubeletVersion` of the node, such as `v1.35.4`.
     """
-    found = _RUNTIME.match(runtime)
-    first = _FIRST_RUNTIMES.get(found[1]) if found is not None else None
-    if found is not None and first is not None and (int(found[2]), int(found[3])) < first:
-        name = f"{found[1]} {found[2]}.{found[3]}"
-        return f"{name}, which cannot mount image volumes ({found[1]} {first[0]}.{first[1]} can)"
+    runtime_match = _RUNTIME.match(runtime)
+    if runtime_match is not None:
+        name, major, minor = runtime_match.groups()
+        first = _FIRST_RUNTIMES.get(name)
+        if first is not None and (int(major), int(minor)) < first:
+            first_major, first_minor = first
+            return (
+                f"{name} {major}.{minor}, which cannot mount image volumes "
+                f"({name} {first_major}.{first_minor} can)"
+            )
     version = _KUBELET.match(kubelet)
     if version is not None and (int(version[1]), int(version[2])) < _FIRST_KUBELET:
         return f"kubelet {version[1]}.{version[2]}, which cannot mount image volumes (kubelet 1.35 can)"

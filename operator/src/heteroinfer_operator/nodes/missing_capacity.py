@@ -97,8 +97,8 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
     reported = [
         f"{name_nodes(names)} {obstacle.describe(len(names))}" for obstacle, names in order[:_MAX_REASONS]
     ]
-    rest = sum(len(names) for _, names in order[_MAX_REASONS:])
-    return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
+    num_others = sum(len(names) for _, names in order[_MAX_REASONS:])
+    return ", ".join(reported) + (f", {num_others} more nodes don't fit either" if num_others else "")
 
 
 def name_nodes(names: Sequence[str]) -> str:

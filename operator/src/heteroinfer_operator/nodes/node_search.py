@@ -130,16 +130,16 @@ def _search_with_values(
     for index, kind in enumerate(kinds):
         nodes_of_kind = kind.free_nodes
         for series, values in zip(terms.series, chosen_values, strict=True):
-            nodes_of_kind = (
-                _nodes_with_values(series, values, nodes_of_kind) if index in series.kinds else nodes_of_kind
-            )
+            if index in series.kinds:
+                nodes_of_kind = _nodes_with_values(series, values, nodes_of_kind)
         limited_kinds.append(EqualPods(demand=kind.demand, pods=kind.pods, free_nodes=nodes_of_kind))
     kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
     limited_kinds.sort(key=_sort_key_of_hard_kinds, reverse=True)
     search = _Search(demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries)
     found = search.run()
-    if found is not None or search.tries_left >= 0:
+    if found is not None or search.tries_left >= 0:  # found nodes, or proved that there are none
         return found
+    # The search ran out of tries. Another order may succeed: kinds with the least spare capacity first.
     limited_kinds.sort(key=_spare_room)
     return _Search(
         demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries
@@ -236,6 +236,7 @@ class _Search:
         while len(chosen_nodes) < len(order):
             if len(stack) == len(chosen_nodes):
                 kind, _ = order[len(chosen_nodes)]
+                # Equal pods are placed in the order of nodes: continue at the node of the last such pod.
                 first = chosen_nodes[-1] if chosen_nodes and order[len(chosen_nodes) - 1][0] == kind else 0
                 stack.append(self._candidates(self.kinds[kind], first))
             found = next(stack[-1], None)
@@ -266,7 +267,8 @@ class _Search:
             free_node = kind.free_nodes[index]
             if not free_node.has(kind.demand.requests):
                 continue
-            state = (frozenset(free_node.free.items()), tuple(free_node in each for each in self.room_on))
+            accepted_kinds = tuple(free_node in room_on for room_on in self.room_on)
+            state = (frozenset(free_node.free.items()), accepted_kinds)
             if not paired and state in seen:
                 continue
             seen.add(state)
@@ -323,7 +325,7 @@ class _Search:
             return True
         places = [self.chosen[other] for other in others]
         counted = [place for place in places if any(key in place.node.labels for key in keys)]
-        if not counted:
+        if not counted:  # only a pod that matches its own terms may be the first of a series
             return not peers or kind in peers
         return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
 

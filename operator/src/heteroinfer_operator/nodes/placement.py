@@ -87,10 +87,12 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Returns the free resources of each node after placing pods that have no node yet.
+    """Returns the free resources of each node after placing the pods that have no node yet.
+
+    A pod without a node takes its preferred node if it fits there, otherwise the first node on which it fits.
+    If it fits on no node, it takes its preferred node if preemption would free enough there.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
-    Such a pod takes its preferred node if it fits there, otherwise the first node on which it fits.
 
     Args:
         reserved: demands of the pods without a node.
@@ -154,17 +156,16 @@ class Obstacle(NamedTuple):
         Args:
             nodes: number of nodes.
         """
-        verbs = ("is", "are") if self.excludes else ("has", "have")
-        return f"{verbs[nodes > 1]} {self.rest}"
+        if self.excludes:
+            return f"{'are' if nodes > 1 else 'is'} {self.rest}"
+        return f"{'have' if nodes > 1 else 'has'} {self.rest}"
 
 
 def find_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a node rejects a pod regardless of capacity, or None."""
-    return (
-        find_lasting_obstacle(demand, node)
-        if node.schedulable
-        else Obstacle(excludes=True, rest=node.problem)
-    )
+    if not node.schedulable:
+        return Obstacle(excludes=True, rest=node.problem)
+    return find_lasting_obstacle(demand, node)
 
 
 def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:

@@ -21,7 +21,7 @@ def find_admission(
     old: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
-    """Returns the state of the target's dry run, with a new dry run before groups are replaced.
+    """Returns the result of the target revision's dry run, and the dry run to send now, if any.
 
     No dry run is needed while all groups have the target revision, or after the API server has accepted it. A
     refused revision is tried again as seldom as a refused pod. Until the API server answers, no group is

@@ -245,7 +245,8 @@ def _find_value_problem(given: GivenOption, remote_code: bool) -> PlanError | No
         return None
     if not given.path and not isinstance(value, Mapping):
         return _refusal_error(given.arg, "has no JSON object as its value", "Add a JSON object")
-    unknown_key = next((key for key in given.path[:1] or tuple(value) if key not in keys), None)
+    given_keys = given.path[:1] or tuple(value)  # `--opt.key=...` names one key, a JSON object all its keys
+    unknown_key = next((key for key in given_keys if key not in keys), None)
     if unknown_key is None:
         return None
     return _refusal_error(

@@ -65,19 +65,24 @@ def _find_running_epoch(
 
     The operator writes the status before it deletes the pods of an ended epoch. If it dies in between, a pod
     of that epoch has ended or is missing, or the operator decides the end again. An epoch with a recorded end
-    that still runs counts only while it serves. Between two equal candidates the epoch of the status wins:
-    other users can create all pods of a higher epoch.
+    that still runs counts only while it serves.
+
+    Of several such epochs, one that serves wins, then the epoch of the status, then the highest. The status
+    counts more than the number, because other users can create all pods of a higher epoch.
     """
     recorded = {failure.epoch for failure in status.failures}
-    found: list[tuple[bool, bool, int]] = []
+    candidates: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
         origin = EpochOrigin.from_pods(context, status, pods)
         own = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
         serves = origin.knows_pod_count and all(pod.ready for pod in own)
         is_whole = bool(own) and not origin.missing_indices(own) and not any(pod.ended for pod in own)
         if is_whole and (serves or epoch not in recorded):
-            found.append((serves, epoch == status.epoch, epoch))
-    return max(found)[2] if found else None
+            candidates.append((serves, epoch == status.epoch, epoch))
+    if not candidates:
+        return None
+    _, _, running_epoch = max(candidates)
+    return running_epoch
 
 
 def _status_epoch_is_possible(
@@ -109,11 +114,10 @@ def _without_impossible_members(
     def is_possible(entry: RankEntry) -> bool:
         """Reports whether the pod's name belongs to this group and epoch, with an index of the plan."""
         parsed_name = identity.parse_worker_name(context.owner, entry.pod)
-        return (
-            parsed_name is not None
-            and parsed_name[:2] == (status.index, epoch)
-            and origin.can_have_pod(parsed_name[2])
-        )
+        if parsed_name is None:
+            return False
+        group, epoch_in_name, pod_index = parsed_name
+        return (group, epoch_in_name) == (status.index, epoch) and origin.can_have_pod(pod_index)
 
     members = tuple(entry for entry in status.members if is_possible(entry))
     return status if len(members) == len(status.members) else transitions.with_members(status, members)

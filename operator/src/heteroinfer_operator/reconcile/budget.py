@@ -112,7 +112,7 @@ class Budget:
         The API server may have stored a status even if its write got no answer.
 
         Args:
-            found: status in the resource on which the decision is based.
+            stored: status in the resource on which the decision is based.
             sent: status that is sent now.
         """
         is_consecutive = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
@@ -227,8 +227,8 @@ class Spending:
         if not failures or not isinstance(failures[-1], Mapping):
             return ""
         last = failures[-1]
-        words = f"{last.get('reason', '')}: {last.get('message', '')}"[:_MAX_FAILURE_CHARACTERS]
-        return f". Fix the cause of the last failure: {words}"
+        failure = f"{last.get('reason', '')}: {last.get('message', '')}"[:_MAX_FAILURE_CHARACTERS]
+        return f". Fix the cause of the last failure: {failure}"
 
     def describe_other_writer(self) -> str:
         """Describes another operator that writes the status; returns "" if there is none."""
@@ -253,10 +253,10 @@ def _digest(status: Manifest) -> bytes:
     """Returns a hash of a status that ignores the transition times of its conditions."""
     conditions = status.get("conditions")
     if isinstance(conditions, list | tuple):
-        conditions_found = [condition for condition in conditions if isinstance(condition, Mapping)]
         without_times = [
-            {key: value for key, value in each.items() if key != "lastTransitionTime"}
-            for each in conditions_found
+            {key: value for key, value in condition.items() if key != "lastTransitionTime"}
+            for condition in conditions
+            if isinstance(condition, Mapping)
         ]
         status = {**status, "conditions": without_times}
     return hashlib.sha256(

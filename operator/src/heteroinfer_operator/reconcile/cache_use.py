@@ -154,7 +154,8 @@ def _num_kept_commits(spec: HeteroInferenceSpec) -> int | None:
     if cache is None or not identity.is_hub_model(spec):
         return None
     default = DEFAULT_KEEP if cache.size is not None else 0
-    return (default if cache.keep is None else cache.keep) or None
+    num_kept = default if cache.keep is None else cache.keep
+    return num_kept or None  # 0: no commit is ever removed
 
 
 def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
@@ -166,14 +167,17 @@ def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: st
     """
     values = {_read_path(resource.status, "model", "commit"), *_commits_in_spec(resource.spec, claim)}
     for stored in objects:
-        data = stored.get("data") or {} if stored["kind"] == "ConfigMap" else {}
+        if stored["kind"] != "ConfigMap":
+            continue
+        data = stored.get("data") or {}
         if text := data.get(REVISION_KEY):
             record = json.loads(text)
             values.add(_read_path(record, "commit"))
             values |= _commits_in_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
         if text := data.get(names.PLAN_KEY):
             path = _read_path(json.loads(text), "engine", "model")
-            values |= set(path.split("/")) if isinstance(path, str) else set()
+            if isinstance(path, str):
+                values |= set(path.split("/"))
     return {commit for commit in values if is_commit(commit)}
 
 

@@ -83,8 +83,10 @@ def find_children(
         if index >= context.replicas and not pods:
             continue
         revision = _find_revision(context, decision, pods)
-        for name in {revision.name if revision else None, decision.status.revision} - {None}:
-            in_use.setdefault(str(name), set()).add(group_scope(index))
+        revisions_of_group = {decision.status.revision, revision.name if revision is not None else None}
+        for name in revisions_of_group:
+            if name is not None:
+                in_use.setdefault(name, set()).add(group_scope(index))
         if revision is None:
             kept_groups.add(str(index))
         else:
@@ -143,7 +145,7 @@ def _build_group_children(context: Context, decision: GroupDecision, revision: R
         policies = build_group_egress(spec, group, context.isolation)
         children += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in spec.roles)
-    if pods > 1 and index < context.replicas == 1:
+    if pods > 1 and context.replicas == 1 and index == 0:
         cannot_start = decision.status.stuck_pods or decision.unplaced
         protects_unready_pods = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
         budget = build_disruption_budget(group, pods=pods, protects_unready_pods=protects_unready_pods)
@@ -170,7 +172,8 @@ def _build_shared_budget(
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    evictable_pods = (len(sizes) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    may_evict = (len(sizes) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    evictable_pods = 1 if may_evict else 0
     manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - evictable_pods, 0))
     return [Child(manifest=manifest, last=True)]
 
@@ -239,9 +242,8 @@ def decide_children(
     for child in children.wanted:
         stored_object = by_name.pop(_kind_and_name(child.manifest), None)
         if stored_object is not None and _is_damaged(stored_object, children.readable):
-            before_pods += (
-                [_build_delete(stored_object)] if "deletionTimestamp" not in stored_object["metadata"] else []
-            )
+            if "deletionTimestamp" not in stored_object["metadata"]:
+                before_pods.append(_build_delete(stored_object))
             stored_object = None
         action = _build_write(child, stored_object, children.signer)
         if action is None:
@@ -251,10 +253,10 @@ def decide_children(
         elif has_pods:
             after_pods.append(action)
     lacks_policy = any(
-        isinstance(each, ApplyObject)
-        and each.manifest["kind"] == POLICY_KIND
-        and _kind_and_name(each.manifest) in missing
-        for each in before_pods
+        isinstance(action, ApplyObject)
+        and action.manifest["kind"] == POLICY_KIND
+        and _kind_and_name(action.manifest) in missing
+        for action in before_pods
     )
     after_pods += [
         _build_delete(manifest)
@@ -318,17 +320,13 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
     if manifest.get("immutable"):
         # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already
         # checked it, so the operator may sign the stored data.
-        signed = signer.sign(
-            {**manifest, **{key: stored_object[key] for key in ("data",) if key in stored_object}}
-        )
+        stored_data = {"data": stored_object["data"]} if "data" in stored_object else {}
+        signed = signer.sign({**manifest, **stored_data})
         drift = find_drift(stored_object, signed).get("metadata")
         return ApplyObject(manifest=signed, scopes=child.scopes) if drift else None
-    drift = find_drift(stored_object, manifest)
-    return (
-        ApplyObject(manifest=with_creation_fields(stored_object, manifest), scopes=child.scopes)
-        if drift
-        else None
-    )
+    if not find_drift(stored_object, manifest):
+        return None
+    return ApplyObject(manifest=with_creation_fields(stored_object, manifest), scopes=child.scopes)
 
 
 def _may_be_deleted(manifest: Manifest, used_plans: Collection[str]) -> bool:

@@ -45,6 +45,7 @@ def build_life_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
 
 
 def _answer(checks: Sequence[ConditionCheck], facts: ConditionFacts) -> ConditionAnswer:
+    """Returns the first answer. The last check of each condition always answers."""
     return next(answer for check in checks if (answer := check(facts)) is not None)
 
 
@@ -126,11 +127,9 @@ def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
     if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
     refused = next((refusal for refusal in facts.refusals if refusal.scopes - {CLIENTS_SCOPE}), None)
-    return (
-        ConditionAnswer(False, refused.reason, refused.message)
-        if refused is not None and refused.blocks
-        else None
-    )
+    if refused is None or not refused.blocks:
+        return None
+    return ConditionAnswer(False, refused.reason, refused.message)
 
 
 def a_group_is_down(facts: ConditionFacts) -> ConditionAnswer | None:
@@ -156,9 +155,8 @@ def problem_without_groups(facts: ConditionFacts) -> ConditionAnswer | None:
     """
     if not facts.why_no_group:
         return None
-    return (_find_stall(facts) if facts.problem is not None else None) or ConditionAnswer(
-        False, facts.why_no_group
-    )
+    stall = _find_stall(facts) if facts.problem is not None else None
+    return stall if stall is not None else ConditionAnswer(False, facts.why_no_group)
 
 
 def group_failed(facts: ConditionFacts) -> ConditionAnswer | None:
@@ -195,20 +193,17 @@ def not_stalled(facts: ConditionFacts) -> ConditionAnswer:
 
 def pods_end(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers whether pods still end if no group is wanted; otherwise returns None."""
-    return (
-        ConditionAnswer(facts.draining, facts.why_no_group, _why_pods_remain(facts))
-        if facts.why_no_group
-        else None
-    )
+    if not facts.why_no_group:
+        return None
+    return ConditionAnswer(facts.draining, facts.why_no_group, _why_pods_remain(facts))
 
 
 def any_object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if the API server refused an object that the resource needs; otherwise returns None."""
-    return (
-        ConditionAnswer(False, facts.refusals[0].reason, facts.refusals[0].message)
-        if facts.refusals
-        else None
-    )
+    if not facts.refusals:
+        return None
+    refusal = facts.refusals[0]
+    return ConditionAnswer(False, refusal.reason, refusal.message)
 
 
 def pod_blocked(facts: ConditionFacts) -> ConditionAnswer | None:
@@ -218,15 +213,17 @@ def pod_blocked(facts: ConditionFacts) -> ConditionAnswer | None:
 
 def rollout_stuck(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if a rollout cannot continue until the user acts; otherwise returns None."""
-    stuck = facts.rollout is not None and facts.rollout.stuck
-    return ConditionAnswer(False, "RolloutStuck", facts.rollout.message) if stuck and facts.rollout else None
+    if facts.rollout is None or not facts.rollout.stuck:
+        return None
+    return ConditionAnswer(False, "RolloutStuck", facts.rollout.message)
 
 
 def group_starts_or_stops(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers True with the reason if a group starts or stops; otherwise returns None."""
-    at_ends = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
-    moves = any(group.phase not in at_ends for group in facts.groups)
-    return ConditionAnswer(True, _phase_reason(facts.worst), facts.worst_message) if moves else None
+    lasting_phases = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
+    if all(group.phase in lasting_phases for group in facts.groups):
+        return None
+    return ConditionAnswer(True, _phase_reason(facts.worst), facts.worst_message)
 
 
 def rollout_in_progress(facts: ConditionFacts) -> ConditionAnswer | None:
@@ -253,11 +250,9 @@ def only_some_serve(facts: ConditionFacts) -> ConditionAnswer:
 def restarts_used_up(facts: ConditionFacts) -> ConditionAnswer:
     """Answers True if a group has used up its restarts, otherwise False."""
     failed = any(group.phase is GroupPhase.FAILED for group in facts.groups)
-    return (
-        ConditionAnswer(True, _RESTARTS_USED_UP, facts.worst_message)
-        if failed
-        else ConditionAnswer(False, "NotFailed")
-    )
+    if not failed:
+        return ConditionAnswer(False, "NotFailed")
+    return ConditionAnswer(True, _RESTARTS_USED_UP, facts.worst_message)
 
 
 _STALLS: Final[tuple[ConditionCheck, ...]] = (group_failed, spec_cannot_start, labels_must_be_restored)
@@ -318,8 +313,9 @@ def _down_reason(worst: GroupStatus) -> str:
 
 def _phase_reason(group: GroupStatus) -> str:
     """Returns the reason that names the group's phase; for a starting group, its startup phase."""
-    starts = group.phase is GroupPhase.STARTING and group.startup is not None
-    return group.startup.phase.value if starts and group.startup else group.phase.value
+    if group.phase is GroupPhase.STARTING and group.startup is not None:
+        return group.startup.phase.value
+    return group.phase.value
 
 
 def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:

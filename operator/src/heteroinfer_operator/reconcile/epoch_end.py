@@ -61,7 +61,7 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
 
 
 def _find_first_cause(ended: Sequence[PodView]) -> EpochEnd:
-    """Returns the cause of the first kind that any of the ended pods has."""
+    """Returns the cause that takes precedence over those of the other ended pods."""
     causes_by_precedence: tuple[Iterable[EpochEnd | None], ...] = (
         (_find_own_report(pod) for pod in ended),
         (_find_disruption(pod) for pod in ended),

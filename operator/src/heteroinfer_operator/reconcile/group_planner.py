@@ -213,8 +213,10 @@ class GroupPlanner:
     def _with_reserving_pods(self, shortage: Shortage) -> Shortage:
         """Adds the unscheduled pods that reserve some of the capacity to the message of a shortage."""
         reserved = [name for free_node in self._free_nodes or () for name in free_node.reserved]
-        words = describe_reserving_pods(reserved, self.observation.resource.key.namespace)
-        return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
+        reserving = describe_reserving_pods(reserved, self.observation.resource.key.namespace)
+        if not reserving:
+            return shortage
+        return Shortage(f"{shortage.message}; {reserving}", reason=shortage.reason)
 
     def _choose_gang(self, spec: HeteroInferenceSpec) -> Gang | None:
         """Returns the gang scheduler for the pods of a group, or None."""
@@ -289,12 +291,8 @@ def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
         pods: names of the pods, as `namespace/name`.
         namespace: namespace of the resource. Its users may not see names of pods in other namespaces.
     """
-    own_pods = [
-        name
-        for full_name in sorted(pods)
-        for pod_namespace, _, name in [full_name.partition("/")]
-        if pod_namespace == namespace
-    ]
+    prefix = f"{namespace}/"
+    own_pods = [pod.removeprefix(prefix) for pod in sorted(pods) if pod.startswith(prefix)]
     holders = own_pods[:_MAX_NAMED]
     if len(own_pods) > _MAX_NAMED:
         holders.append(f"{len(own_pods) - _MAX_NAMED} more pods")
@@ -307,7 +305,8 @@ def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
 
 def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
     """Returns the nodes that each group's pods use or are assigned to."""
-    key, nodes_by_group = observation.resource.key, defaultdict[int, set[str]](set)
+    key = observation.resource.key
+    nodes_by_group = defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
         nodes_by_group[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
     for demand in observation.reserved:
@@ -326,7 +325,11 @@ def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]
 def read_gang(pods: Sequence[PodView]) -> Gang | None:
     """Reads the gang scheduler of an epoch from the labels of its pods, or None."""
     known = {gang.value: gang for gang in Gang}
-    return next((known[label] for pod in pods if (label := pod.labels.get(names.LABEL_GANG)) in known), None)
+    for pod in pods:
+        label = pod.labels.get(names.LABEL_GANG)
+        if label in known:
+            return known[label]
+    return None
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:

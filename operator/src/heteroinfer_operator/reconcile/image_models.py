@@ -48,14 +48,15 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
     for node in candidates:
         if obstacle := find_lasting_obstacle(demand_with_image, node):
             by_obstacle.setdefault(obstacle, []).append(node.name)
-    unable = tuple(name for group in by_obstacle.values() for name in group)
+    unable = tuple(name for node_names in by_obstacle.values() for name in node_names)
     if len(unable) < len(candidates):
         excluded = frozenset(unable)
         others = [node for node in candidates if node.name not in excluded]
         others.sort(key=lambda node: (not node.schedulable, -_free_memory_bytes(node), node.name))
         return ImageNodes(unable=unable, able=tuple(node.name for node in others))
     described = ", ".join(
-        f"{name_nodes(group)} {obstacle.describe(len(group))}" for obstacle, group in by_obstacle.items()
+        f"{name_nodes(node_names)} {obstacle.describe(len(node_names))}"
+        for obstacle, node_names in by_obstacle.items()
     )
     return ImageNodes(
         unable=unable,

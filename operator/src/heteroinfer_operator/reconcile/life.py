@@ -113,7 +113,9 @@ class ConditionFacts:
     @property
     def why_no_group(self) -> str:
         """Reason why no group is wanted (Suspended, ScaledToZero), or ""."""
-        return "Suspended" if self.suspended else "" if self.wanted else "ScaledToZero"
+        if self.suspended:
+            return "Suspended"
+        return "" if self.wanted else "ScaledToZero"
 
     @property
     def serving_count(self) -> str:

@@ -43,7 +43,10 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Reports whether the Service of clients selects no pod of this epoch, ready or not."""
+    """Reports whether the Service of clients selects no pod of this epoch, ready or not.
+
+    It selects only the leader, whose index is 0.
+    """
     return not any(index_of(pod) == 0 and _CLIENT_LABELS.isdisjoint(pod.lost_labels) for pod in pods)
 
 

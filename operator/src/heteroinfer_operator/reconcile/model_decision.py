@@ -62,7 +62,7 @@ class ModelContext:
     Attributes:
         progress: progress that the fetch pod reports now, or None.
         unreadable_since: time of the last failure of a group to read the model, or None.
-        cleanup: files that a new fetch may remove from its cache, or None.
+        cleanup: commits that a new fetch must keep in its cache; None if it may remove no commit.
         image_nodes: nodes that can mount the model's image, and nodes that cannot.
         blocking_pod: pod that may now remove a commit that the resource begins to use, or None.
     """
@@ -277,7 +277,8 @@ def _decide_in_progress(context: ModelContext, stored: ModelStatus, wait_message
         return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
     message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_describe_progress(status)}"
     for detail in (wait_message, progress.message if progress is not None else ""):
-        message += f": {detail}" if detail else ""
+        if detail:
+            message += f": {detail}"
     reason = "Fetching" if context.fetches else "Inspecting"
     return ModelDecision(status=status, holds=None, reason=reason, message=message)
 
@@ -292,6 +293,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
+    # -(-a // b) rounds up to a byte. Rounded down, the bytes would belong to the step before.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
@@ -366,7 +368,7 @@ def _decide_known(context: ModelContext, stored: ModelStatus, pod: PodView, answ
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )
-    reported = fetched is not None and fetched.commit != stored.commit
+    is_new_commit = fetched is not None and fetched.commit != stored.commit
     event = RecordEvent(
         reason="ModelFetched",
         message=f"{context.uri}: commit {status.commit} ({format_bytes(size_bytes or 0)}) is in the cache",
@@ -378,7 +380,7 @@ def _decide_known(context: ModelContext, stored: ModelStatus, pod: PodView, answ
         message=_describe_profile(profile),
         profile=profile,
         deletes=_build_deletes(context, [pod]),
-        events=(event,) if reported else (),
+        events=(event,) if is_new_commit else (),
     )
 
 

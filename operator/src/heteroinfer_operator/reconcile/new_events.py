@@ -22,14 +22,14 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 def join_events(events: Sequence[RecordEvent]) -> list[RecordEvent]:
     """Returns one event for each reason, with the messages of all groups.
 
-    The limit is ten events a minute.
+    A resource may have only ten new events a minute.
     """
-    join_events: dict[tuple[str, bool], list[str]] = {}
+    messages: dict[tuple[str, bool], list[str]] = {}
     for event in events:
-        join_events.setdefault((event.reason, event.warning), []).append(event.message)
+        messages.setdefault((event.reason, event.warning), []).append(event.message)
     return [
         RecordEvent(reason=reason, message="; ".join(dict.fromkeys(texts))[:1000], warning=warning)
-        for (reason, warning), texts in join_events.items()
+        for (reason, warning), texts in messages.items()
     ]
 
 
@@ -41,7 +41,8 @@ def lost_label_events(
 ) -> list[RecordEvent]:
     """Returns an event for each pod that has newly lost a label or its owner."""
     reported = {group.damaged_pod for group in old.values()}
-    reported |= {status.model.damaged_pod} if status.model is not None else set()
+    if status.model is not None:
+        reported.add(status.model.damaged_pod)
     damaged = [(model.status.damaged_pod, model.lost_labels_message)]
     damaged += [(decision.status.damaged_pod, decision.lost_labels_message) for decision in wanted]
     return [

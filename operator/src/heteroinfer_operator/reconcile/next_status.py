@@ -117,16 +117,19 @@ def build_status_write(observation: ResourceObservation, status: HeteroInference
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
     """Returns the refusals that concern the resource itself or a group that still exists.
 
-    A dry run or another write without an answer is included only after several attempts.
+    Of dry runs only that of the target revision is included. A write without an answer is included only after
+    several attempts, a dry run without an answer at once.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
-    refusals = [
-        refusal
-        for refusal in context.refusals
-        if scopes & refusal.scopes or refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
-        if refusal.kind != REVISION or refusal.name == context.target.name
-        if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
-    ]
+    refusals: list[Refusal] = []
+    for refusal in context.refusals:
+        is_of_existing = scopes & refusal.scopes or refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
+        if refusal.kind == REVISION:
+            is_reported = refusal.name == context.target.name
+        else:
+            is_reported = refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
+        if is_of_existing and is_reported:
+            refusals.append(refusal)
     # A second operator causes the other refusals too, so its refusal comes first.
     return sorted(refusals, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
@@ -135,7 +138,7 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
     """Returns the ports at which the clients' Service currently forwards to the leaders."""
     name = identity.client_service(context.owner)
     services = (stored_object for stored_object in observation.objects if stored_object["kind"] == "Service")
-    stored = next((each for each in services if each["metadata"]["name"] == name), None)
+    stored = next((service for service in services if service["metadata"]["name"] == name), None)
     return frozenset() if stored is None else client_ports(stored, context.owner)
 
 

@@ -62,11 +62,10 @@ class Options:
             return 1
         version = version_number(resource_version) or 0
         # A version with more digits counts nanoseconds. Divided, it still grows faster than epochs begin.
-        exact = (
-            version
-            if version < _MAX_EXACT_VERSION
-            else _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
-        )
+        exact = version
+        if version >= _MAX_EXACT_VERSION:
+            exact = _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
+        # If the clock is before _SINCE, only the version counts.
         return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:

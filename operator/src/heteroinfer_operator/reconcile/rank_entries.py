@@ -93,7 +93,7 @@ def _build_kv_status(
 
 
 def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str | None:
-    """Describes from how many tokens on the GPU computes experts of feed-forward ranks; None if unknown."""
+    """Describes how many tokens a step needs so that the GPU computes some experts; None if unknown."""
     rank = next((rank.rank for rank in plan.ranks if rank.ring_bytes), None)
     first = None if rank is None or rank not in reported else reported[rank].gpu_experts_from
     if first is None:

@@ -74,7 +74,8 @@ def read_trusted_plans(
     0.1.0, from an operator with another key, or from another user. It is trusted only if a spec may contain
     all its arguments. Fields that this version does not know are ignored; the hash still covers them.
     """
-    args_of_specs, plans = {spec.engine.args for spec in specs}, {}
+    args_of_specs = {spec.engine.args for spec in specs}
+    plans: dict[str, Plan] = {}
     for manifest in observation.objects:
         plan_hash, text = _read_plan_config_map(manifest, signer.owner)
         if text is None or plan_text_hash(text) != plan_hash:
@@ -91,19 +92,20 @@ def read_trusted_plans(
 
 
 def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
-    """Returns the names of ConfigMaps that have the name of a plan but other content."""
+    """Returns the names of unsigned ConfigMaps that have the name of a plan but other content.
+
+    Returns none in an installation without a key, because nothing is signed there.
+    """
     if signer.key is None:
         return ()
-    read_plans = (
-        (manifest, *_read_plan_config_map(manifest, signer.owner)) for manifest in observation.objects
-    )
-    return tuple(
-        manifest["metadata"]["name"]
-        for manifest, plan_hash, text in read_plans
-        if plan_hash
-        and (text is None or plan_text_hash(text) != plan_hash)
-        and not signer.is_signed_by_us(manifest)
-    )
+    forged: list[str] = []
+    for manifest in observation.objects:
+        plan_hash, text = _read_plan_config_map(manifest, signer.owner)
+        is_plan = plan_hash != ""
+        has_hash = text is not None and plan_text_hash(text) == plan_hash
+        if is_plan and not has_hash and not signer.is_signed_by_us(manifest):
+            forged.append(manifest["metadata"]["name"])
+    return tuple(forged)
 
 
 def has_only_allowed_args(

@@ -199,7 +199,7 @@ def _num_wanted_groups(
 ) -> int:
     """Returns the number of wanted groups.
 
-    If the field is unreadable, it is the number of existing groups, at least 1.
+    If the field is unreadable, all existing groups are wanted, up to the highest index, and at least one.
     """
     if spec_replicas is not None:
         return spec_replicas
@@ -262,7 +262,10 @@ def _derive_cleanup_key(options: Options) -> CleanupKey | None:
 
 
 def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> ModelDecision:
-    """Returns the last decision about the model, which stays while the spec is refused."""
+    """Returns the last decision about the model, which stays while the spec is refused.
+
+    If the installation does not allow the model itself, the condition reports that refusal instead.
+    """
     last_condition, problem = status.condition(ConditionType.MODEL_READY.value), target.refusal
     last_status = status.model or ModelStatus()
     if problem is not None and not isinstance(problem, SpecError) and target.source is None:
@@ -302,9 +305,11 @@ def _decide_groups(
         if index >= context.replicas
     ]
     wanted_groups = [
-        with_lost_labels(context.owner, _update_rank_entries(observation, context, decision, by_group), pods)
+        _update_rank_entries(observation, context, decision, by_group) for decision in wanted_groups
+    ]
+    wanted_groups = [
+        with_lost_labels(context.owner, decision, by_group.get(decision.status.index, ()))
         for decision in wanted_groups
-        for pods in [by_group.get(decision.status.index, ())]
     ]
     wanted_groups = [
         with_silence(
@@ -342,7 +347,8 @@ def _decide_groups(
     actions += [replace(create, scopes=frozenset({MODEL_SCOPE})) for create in model.creates]
     actions += [*key_creates, *creates]
     actions += after_pods
-    actions += [context.admission.dry_run] if context.admission.dry_run is not None else []
+    if context.admission.dry_run is not None:
+        actions.append(context.admission.dry_run)
     return Decision(
         actions=tuple(actions),
         look_again_s=_next_check_s(decisions, model, context, next_status),
@@ -389,5 +395,6 @@ def _next_check_s(
     if status.gpus_missing_since is not None and context.target.spec is not None:
         after_s = parse_duration_s(context.target.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - status.gpus_missing_since).total_seconds()
-        waits += [left_s + 0.1] if left_s > 0 else []  # 0.1 s more, so that the time is surely over
+        if left_s > 0:
+            waits.append(left_s + 0.1)  # 0.1 s more, so that the time is surely over
     return min((wait for wait in waits if wait is not None), default=None)

@@ -167,6 +167,7 @@ class Context:
         return [
             refusal
             for refusal in self.refusals
-            if refusal.blocks and scope in refusal.scopes
-            if (refusal.kind, refusal.reason) != (POD, NOT_ANSWERED)
+            if refusal.blocks
+            and scope in refusal.scopes
+            and (refusal.kind, refusal.reason) != (POD, NOT_ANSWERED)
         ]

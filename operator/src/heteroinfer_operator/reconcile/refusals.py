@@ -114,7 +114,7 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
     return float(min(first_s * 2.0 ** min(tries - 1, 16), max_s))
 
 
-def _jitter(action: Write, reason: str, kept_as: KindAndName, tries: int) -> float:
+def _jitter(action: Write, reason: str, refusal_key: KindAndName, tries: int) -> float:
     """Returns the factor for a refused pod's delay, from 0.5 to 1; 1 for other objects.
 
     Resources and groups that a quota refused at the same time must not retry at the same time: each would get
@@ -122,8 +122,9 @@ def _jitter(action: Write, reason: str, kept_as: KindAndName, tries: int) -> flo
     """
     if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not creates_pod(action):
         return 1.0
-    seed = repr((action.manifest["metadata"].get("ownerReferences"), kept_as, tries))
-    return 0.5 + hashlib.sha256(seed.encode()).digest()[0] / 510
+    seed = repr((action.manifest["metadata"].get("ownerReferences"), refusal_key, tries))
+    first_byte = hashlib.sha256(seed.encode()).digest()[0]  # 0 to 255, the same for the same attempt
+    return 0.5 + first_byte / 510
 
 
 def _time_of_expiry(refusal: Refusal) -> datetime:
@@ -200,7 +201,10 @@ class ActionPermits:
 
     def _fits_budget(self, action: Write) -> bool:
         """Reports whether the budget allows an action, and counts it; if not, blocks its scopes."""
-        if self.spending is None or not (wait_s := self.spending.spend(action)):
+        if self.spending is None:
+            return True
+        wait_s = self.spending.spend(action)
+        if wait_s == 0.0:
             return True
         self._budget_waits_s.append(wait_s)
         self._block(action)
@@ -231,15 +235,16 @@ class ActionPermits:
 
         Returns the refusal if an event must report it, otherwise None.
         """
-        kind_name, key = kind_and_name(action, self.resource), self._key(action)
+        kind, name = kind_and_name(action, self.resource)
+        key = self._key(action)
         earlier = self.known.get(key)
         tries = earlier.tries + 1 if earlier is not None else 1
-        delay = timedelta(seconds=_delay_s(kind_name[0], reason, tries) * _jitter(action, reason, key, tries))
+        delay = timedelta(seconds=_delay_s(kind, reason, tries) * _jitter(action, reason, key, tries))
         # The operator does not recognize a changed pod as its own, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
-            kind=kind_name[0],
-            name=kind_name[1],
+            kind=kind,
+            name=name,
             reason=reason,
             message=message,
             scopes=scopes_of(action),
@@ -251,7 +256,8 @@ class ActionPermits:
         if refusal.blocks:
             self._block(action)
         is_new = earlier is None or _reason_and_message(earlier) != _reason_and_message(refusal)
-        self.new += [refusal] if is_new else []
+        if is_new:
+            self.new.append(refusal)
         is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_new
         return refusal if is_reported else None
 
@@ -288,7 +294,9 @@ class ActionPermits:
         if self.new or self._refusal_is_over:
             return 0.0
         known = self.known.values()
-        due = [each.retry_at if each.retry_at > self.now else _time_of_expiry(each) for each in known]
+        due = [
+            refusal.retry_at if refusal.retry_at > self.now else _time_of_expiry(refusal) for refusal in known
+        ]
         waits = [max((moment - self.now).total_seconds(), 0.0) for moment in due]
         return min([*waits, *self._budget_waits_s], default=None)
 
@@ -326,7 +334,9 @@ def scopes_of(action: Write) -> frozenset[str]:
 def _refusal_key(kind_name: KindAndName, scopes: frozenset[str]) -> KindAndName:
     """Returns the key of a refusal: kind and name, without the number of the epoch."""
     kind, name = kind_name
-    return (kind, _EPOCH_IN_NAME[kind].sub("-*", name)) if kind in _EPOCH_IN_NAME and scopes else kind_name
+    if kind not in _EPOCH_IN_NAME or not scopes:
+        return kind_name
+    return kind, _EPOCH_IN_NAME[kind].sub("-*", name)
 
 
 def _reason_and_message(refusal: Refusal) -> tuple[str, str]:

@@ -30,8 +30,10 @@ def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int
     for failure in reversed(failures):
         if failure.served:
             break
-        without_service += failure.counted
-    return max(without_service, sum(failure.counted and failure.time >= since for failure in failures))
+        if failure.counted:
+            without_service += 1
+    in_window = sum(failure.counted and failure.time >= since for failure in failures)
+    return max(without_service, in_window)
 
 
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
@@ -59,7 +61,7 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
     """
     last = failures[-1]
     count = count_recent(failures, restart) if last.counted else _count_recent_uncounted(failures, restart)
-    if count <= 1:
+    if count <= 1:  # the first restart within the window does not wait
         return None
     return last.time + timedelta(seconds=backoff_s(count - 2, restart))
 
@@ -82,7 +84,7 @@ def _count_recent_uncounted(failures: Sequence[FailureStatus], restart: RestartS
     same_cause = [
         failure for failure in failures if (failure.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)
     ]
-    return sum(not each.counted and each.time >= since for each in same_cause)
+    return sum(not failure.counted and failure.time >= since for failure in same_cause)
 
 
 def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:

@@ -192,14 +192,16 @@ def read_records(
         name = stored["metadata"]["name"]
         if stored["kind"] != "ConfigMap" or not name.startswith(prefix):
             continue
-        record, is_signed = read_revision_record(signer.owner, stored), signer.is_signed_by_us(stored)
+        record = read_revision_record(signer.owner, stored)
+        is_signed = signer.is_signed_by_us(stored)
         any_signed = any_signed or is_signed
         has_right_name = record is not None and (is_signed or _is_named_by_content(record))
         if record is not None and (
             is_signed or (not all_signed and has_right_name and _is_accepted(record, allowed))
         ):
             records.append(record)
-            unsigned |= set() if is_signed else {record.name}
+            if not is_signed:
+                unsigned.add(record.name)
         elif signer.key is not None and not is_signed and (all_signed or not has_right_name):
             forged.append(name)
     return KeptRecords(
@@ -258,7 +260,7 @@ def with_modes_of_plans(
 ) -> Mapping[str, Revision]:
     """Adds the modes of revisions whose record is lost, from the plans of their pods.
 
-    The status does not serve: between epochs it names the next revision beside the last plan.
+    The status cannot be used for this: between epochs it names the next revision beside the last plan.
     """
     with_modes = dict(revisions)
     for pod in pods:

@@ -77,7 +77,7 @@ def find_eviction_block(
         if stored_object["metadata"]["name"] == name
     ]
     refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
-    is_closed = any(each["kind"] == BUDGET_KIND and _min_available(each) >= pods for each in stored)
+    is_closed = any(budget["kind"] == BUDGET_KIND and _min_available(budget) >= pods for budget in stored)
     return EvictionBlock(wanted=True, done=is_closed or refused)
 
 
@@ -129,11 +129,9 @@ def decide_wanted(
     serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
     may_continue = problem is None and _may_continue(context)
-    budget = (
-        context.life.rollout.max_unavailable - (num_groups - len(serving))
-        if context.eviction_block.done
-        else 0
-    )
+    num_may_stop = 0  # serving groups that the rollout may stop now
+    if context.eviction_block.done:
+        num_may_stop = context.life.rollout.max_unavailable - (num_groups - len(serving))
     decisions = []
     incomplete = _find_incomplete(context, old, by_group)
     for index in range(num_groups):
@@ -142,7 +140,7 @@ def decide_wanted(
             context,
             old.get(index, GroupStatus(index=index)),
             pods,
-            may_replace=may_continue and (not is_serving or budget > 0),
+            may_replace=may_continue and (not is_serving or num_may_stop > 0),
             report=reports.get(index),
             starts_after=min(incomplete - {index}, default=None),
         )
@@ -155,7 +153,7 @@ def decide_wanted(
         ):
             incomplete.add(index)
         if is_serving and decision.deletes:
-            budget -= 1
+            num_may_stop -= 1
         if index in outdated and decision.runs and decision.refusal is None:
             decision = replace(decision, refusal=problem)
         decisions.append(decision)
@@ -175,9 +173,8 @@ def _find_incomplete(
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         current = [pod for pod in pods if epoch_of(pod) == status.epoch and not pod.ended]
-        if _delays_others(context, status) and EpochOrigin.from_pods(
-            context, status, current
-        ).missing_indices(current):
+        origin = EpochOrigin.from_pods(context, status, current)
+        if _delays_others(context, status) and origin.missing_indices(current):
             incomplete.add(index)
     return incomplete
 
@@ -195,11 +192,9 @@ def find_unfinished_rollout(
     outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None
-    return Rollout(
-        outdated=len(outdated),
-        wanted=len(decisions),
-        stuck=model_problem or next(filter(None, map(_find_obstacle, decisions)), ""),
-    )
+    obstacles = [obstacle for obstacle in map(_find_obstacle, decisions) if obstacle]
+    first_obstacle = obstacles[0] if obstacles else ""
+    return Rollout(outdated=len(outdated), wanted=len(decisions), stuck=model_problem or first_obstacle)
 
 
 def _find_obstacle(decision: GroupDecision) -> str:

@@ -120,14 +120,14 @@ def describe_progress(
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
         done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
         return f"reading weights: {done} of {total}"
-    return (
-        _PHASE_MESSAGES.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
-    )
+    num_ready = sum(pod.ready for pod in pods)
+    return _PHASE_MESSAGES.get(startup.phase) or f"{num_ready} of {expected} pods are ready"
 
 
 def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
     """Describes the pod that does not reach the leader, if the leader answers the operator."""
-    message, by_index = _PHASE_MESSAGES[StartupPhase.CONNECTING], {index_of(pod): pod.name for pod in pods}
+    message = _PHASE_MESSAGES[StartupPhase.CONNECTING]
+    by_index = {index_of(pod): pod.name for pod in pods}
     if report is None:
         leader, port = by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
         return f"{message}; the leader, pod {leader}, does not answer the operator at port {port} yet"

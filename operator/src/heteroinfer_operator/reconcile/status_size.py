@@ -26,6 +26,8 @@ _DETAIL_BYTES: Final = 75
 _RESOURCE_BYTES: Final = 125
 """Size of an entry's locked memory with its limit, and of its list of transports without their names."""
 _PLAN_RANK_BYTES: Final = 150
+_QUOTES_AND_COMMA: Final = 3
+"""Bytes around each text of a list in JSON."""
 
 
 def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
@@ -45,7 +47,7 @@ def _fit_resources(groups: Sequence[GroupStatus], free_bytes: int) -> list[Group
     fitted = []
     for group in groups:
         free_bytes -= sum(
-            _RESOURCE_BYTES + sum(_json_bytes(text) + 3 for text in rank.transports or ())
+            _RESOURCE_BYTES + sum(_json_bytes(text) + _QUOTES_AND_COMMA for text in rank.transports or ())
             for rank in group.members
             if rank.locked_memory_bytes is not None
         )

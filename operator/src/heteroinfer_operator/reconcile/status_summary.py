@@ -57,8 +57,8 @@ def build_summary(
     entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
     slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)
     step_ms = max((entry.step_ms or 0.0 for entry in entries), default=None)
-    predicted = (each.predicted_step_ms for each in plans if plan is not None and each.hash == plan.hash)
-    predicted_ms = next(predicted, None)
+    plan_hash = None if plan is None else plan.hash
+    predicted_ms = next((status.predicted_step_ms for status in plans if status.hash == plan_hash), None)
     return Summary(
         groups=f"{serving}/{wanted}",
         mode=None if plan is None else plan.mode,

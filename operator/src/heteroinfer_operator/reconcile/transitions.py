@@ -221,7 +221,7 @@ def starting(  # noqa: PLR0913 - the fields that a new epoch sets
         refusal: message of a refused object that delays the pods, or None.
         begun_at: time at which the operator requests the pods; None while it waits.
     """
-    rejections = status.rejections
+    rejections = status.rejections  # a start keeps the count, which `_without_running_epoch` clears
     return _without_running_epoch(status).changed(
         epoch=epoch,
         revision=revision,

@@ -124,7 +124,8 @@ def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
     group that already has the target revision waits while the model is inspected again, because a change of
     the model may have ended the group.
     """
-    problem, has_target = context.problem, status.revision == context.target.name
+    problem = context.problem
+    has_target = status.revision == context.target.name
     if problem is None:
         return (context.target_failed or context.admission.is_unanswered) and not has_target
     return not has_target or problem.reason != WAITING_FOR_MODEL
@@ -195,11 +196,10 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
         startup=startup.begin_phase(StartupPhase.SCHEDULING, status.startup, context.now),
     )
     indices = set() if waits_for_refusal else {pod.index for pod in plan.pods}
+    waits_for_key = waits_for_refusal and refusal is not None and refusal.kind == SECRET
     return GroupDecision(
         status=status,
-        key_creates=build_key_create(context, status)
-        if waits_for_refusal and refusal and refusal.kind == SECRET
-        else (),
+        key_creates=build_key_create(context, status) if waits_for_key else (),
         creates=build_pod_creates(context, revision, status, plan, indices, planned.node_assignment),
         events=build_start_events(status, planned) if refusal is None else (),
         runs=True,

@@ -68,11 +68,10 @@ def decide_group(
     )
     # Without pods, members that never ran prove an epoch only if its plan or revision is still stored.
     members_prove_epoch = names_of_run_pods(status) or (status.members and origin.knows_pod_count)
-    if (
-        not current
-        and not members_prove_epoch
-        and not (never_created and _can_still_start(context, status, origin))
-    ):
+    has_epoch = (
+        current or members_prove_epoch or (never_created and _can_still_start(context, status, origin))
+    )
+    if not has_epoch:
         return decide_between_epochs(context, _without_unrequested_epoch(context, status), pods, starts_after)
     if status_is_older:
         status = transitions.with_revision_and_plan(
@@ -80,10 +79,10 @@ def decide_group(
         )
     if may_replace and current and origin.revision_name != context.target.name:
         return replace_group(context, status, pods)
-    if report is not None and (
-        report.epoch != epoch_number or (origin.plan and not report.covers(origin.plan))
-    ):
-        report = None
+    if report is not None:
+        covers_plan = origin.plan is None or report.covers(origin.plan)
+        if report.epoch != epoch_number or not covers_plan:  # the report is about another epoch
+            report = None
     epoch = BegunEpoch(context=context, status=status, pods=current, origin=origin)
     epoch_end = find_epoch_end(epoch)
     if epoch_end is not None:
@@ -99,12 +98,14 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
     """Returns the indices of the named pods in the group's begun epoch."""
     if status.epoch_start_time is None or not pods:
         return set()
-    parsed_names = (parse_worker_name(context.owner, name) for name in pods)
-    return {
-        parsed[2]
-        for parsed in parsed_names
-        if parsed is not None and parsed[:2] == (status.index, status.epoch)
-    }
+    indices = set()
+    for name in pods:
+        parsed_name = parse_worker_name(context.owner, name)
+        if parsed_name is not None:
+            group, epoch, pod_index = parsed_name
+            if (group, epoch) == (status.index, status.epoch):
+                indices.add(pod_index)
+    return indices
 
 
 def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupStatus:

@@ -69,7 +69,8 @@ def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
 def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if a pod must be created, but its plan or revision is gone; otherwise None.
 
-    The same holds for the container of a pod whose plan is gone.
+    A pod that exists but never ran may still wait for its container. It needs only the plan: the container
+    cannot be created without the plan's ConfigMap.
     """
     origin = epoch.origin
     to_be_made = epoch.missing and (origin.plan is None or origin.revision is None)
@@ -92,10 +93,10 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = derive_group_key(epoch.context.options.operator_key, group)
-    origin = "" if key is None else group_key_secret_name(group, key)
+    current_secret = "" if key is None else group_key_secret_name(group, key)
     missing, lacks = epoch.missing, startup.lacks_configuration
     waiting = (pod for pod in epoch.pods if missing or (lacks(pod) and pod.key_secret))
-    old = next((pod for pod in waiting if pod.key_secret != origin), None)
+    old = next((pod for pod in waiting if pod.key_secret != current_secret), None)
     if old is None:
         return None
     old_key = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"

@@ -27,7 +27,12 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     ready = not missing and all(pod.ready and not pod.ended for pod in current)
     asleep = not ready and not missing and _is_asleep(before, report)
     startup_status = None
-    if not ready and not asleep:
+    if ready:
+        phase = GroupPhase.READY
+    elif asleep:
+        phase = GroupPhase.SLEEPING
+    else:
+        phase = GroupPhase.STARTING
         startup_status = startup.observe_startup(
             before.startup, current, report, all_pods_exist=not missing, now=context.now
         )
@@ -46,7 +51,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
     status = transitions.with_active_epoch(
         before,
-        phase=GroupPhase.READY if ready else GroupPhase.SLEEPING if asleep else GroupPhase.STARTING,
+        phase=phase,
         message=message,
         revision=origin.revision_name,
         plan_hash=origin.plan_hash,
@@ -64,13 +69,12 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         context.node_loss.next_check_s(current),
         startup.next_check_s(startup_status, current, context.now, replace_after_s=epoch.replace_after_s),
     ]
+    lacks_configuration = any(map(startup.lacks_configuration, current))
     newly_stuck = [pod for index, pod in stuck.items() if index not in before.stuck_pods]
     return GroupDecision(
         status=status,
         deletes=context.node_loss.build_deletes(replaceable, grace_s=0, after_status=True),
-        key_creates=build_key_create(context, status)
-        if any(map(startup.lacks_configuration, current))
-        else (),
+        key_creates=build_key_create(context, status) if lacks_configuration else (),
         creates=creates,
         events=_events(before, status, newly_stuck, replaceable),
         runs=True,
