@@ -5,11 +5,12 @@
 
 A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), `shared` (ours, and the
 GPU computes a part of the experts of prompts), or stock vLLM: `gpu` (all on the GPU), `uva`,
-`prefetch`. Ours start first, since they measure the CPUs when they start; then stock's. All but the one
-that is measured are idle. Dummy weights, uniform routing, bf16 or FP8 block. A step is the time between
-steps while all requests decode. Before each cell of ours a process with the lane's variables reads memory
-(the stream), and once one copies pinned memory to the GPU (the link): a stock cell that beats the link is
-void, and nothing that copies whole layers can take less than their bytes over it.
+`prefetch`. Ours start first, one after the other, since they measure the CPUs when they start; then
+stock's. All but the one that is measured are idle. Dummy weights, uniform routing, bf16 or FP8 block. A
+step is the time between steps while all requests decode. Before each cell of ours a process with the
+lane's variables reads memory (the stream), and once one copies pinned memory to the GPU (the link): a
+stock cell that beats the link is void, and nothing that copies whole layers can take less than their
+bytes over it.
 
 What is measured is printed and appended to `--results` at the same time; the tables come last, also after
 `--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
@@ -652,8 +653,9 @@ class Cells:
             kind = Ours if way.kind in OURS else Stock
             self.running[way] = kind(way, options, model, logs / str(number))
         ours = [way for way in self.running if way.kind in OURS]
-        for ways in filter(None, (ours, [way for way in self.running if way not in ours])):
-            self._bring_up(ways)
+        for way in ours:
+            self._bring_up([way])
+        self._bring_up([way for way in self.running if way not in ours])
         with contextlib.suppress(RuntimeError):
             link.wait("READY", 60.0)
             self.note(link=True, **link.ask({}, 60.0))
@@ -662,7 +664,7 @@ class Cells:
 
     def _bring_up(self, ways: Sequence[Way]) -> None:
         """Starts ways at the same time, and notes what each says or why it failed."""
-        with ThreadPoolExecutor(len(ways)) as pool:
+        with ThreadPoolExecutor(max(1, len(ways))) as pool:
             limit_s = min(self.options.start_timeout, self.left_s())
             starts = {way: pool.submit(bring_up, self.running[way], limit_s) for way in ways}
         for way, start in starts.items():
