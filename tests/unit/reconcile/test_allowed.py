@@ -277,7 +277,7 @@ def test_usual_arguments_are_allowed(args: list[str]) -> None:
     assert not refusal(*args)
 
 
-@pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "many", ""])
+@pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "0000000005000", "many", ""])
 def test_uncounted_log_probabilities_are_refused(value: str) -> None:
     assert "Set a number from 0 to 100" in refusal(f"--max-logprobs={value}")
 

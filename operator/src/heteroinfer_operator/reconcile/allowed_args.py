@@ -269,8 +269,10 @@ def _find_uncounted_memory(given: GivenOption) -> PlanError | None:
 
 
 def _is_up_to(value: str | None, limit: int) -> bool:
-    """Reports whether a text is a number from 0 to `limit`."""
-    return value is not None and value.isascii() and value.isdecimal() and int(value[:9]) <= limit
+    """Reports whether a text is a number from 0 to `limit`, in at most 9 digits."""
+    if value is None or len(value) > 9:
+        return False
+    return value.isascii() and value.isdecimal() and int(value) <= limit
 
 
 def _remote_code_error(given: GivenOption) -> PlanError:
