@@ -1,17 +1,17 @@
 """Kills feed-forward ranks of tiny groups at random moments under load, again and again.
 
-    python -m tests.bench.feed_forward_kills --kills 50 --parallel 8 [--seconds 270] [--cpu]
+    python -m tests.bench.feed_forward_kills --kills 50 --parallel 8 [--tensor 2] [--seconds 270] [--cpu]
 
 So many groups live side by side on one GPU, and when one has ended the next one starts. A group must
 first answer as transformers does, greedily in float32, from CUDA graphs: so each epoch shows that the
 one before left the GPU usable. Then requests keep it decoding, and after a random time one of its feed-
 forward ranks gets SIGKILL (with --also-asking sometimes the rank that asks). It must be named within 2
 s, every process, port and shared memory of the group must go, and at the end the GPU's memory must be
-what it was. Groups take turns in architectures (two mixtures of experts, one with shared experts, and a
-dense model) and in having one or two feed-forward ranks. With --freeze S each group is frozen for S
-seconds under load before the kill, must go on, and must answer as before. With --copies the GPU
-computes half of the experts of mixtures in every step, so that ranks die while it copies from their
-memory. Exits 1 after any failure.
+what it was. With --tensor 2 two ranks ask, each its own lanes. Groups take turns in architectures (two
+mixtures of experts, one with shared experts, and a dense model) and in having one or two feed-forward
+ranks. With --freeze S each group is frozen for S seconds under load before the kill, must go on, and
+must answer as before. With --copies the GPU computes half of the experts of mixtures in every step, so
+that ranks die while it copies from their memory. Exits 1 after any failure.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Kill:
     Attributes:
         number: of it.
         architecture: of its model.
-        lanes: its feed-forward ranks.
+        lanes: feed-forward ranks of each rank that asks.
         killed: the rank.
         ready_s: from its start until it served.
         tokens: whether it answered as transformers does.
@@ -124,7 +124,10 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
         model.folder,
         num_layers=tiny_models.LAYERS,
         remote=range(first, tiny_models.LAYERS),
-        shares=[BY_RATE] * kill.lanes,
+        shares=[BY_RATE] * kill.lanes * options.tensor,
+        tensor=options.tensor,
+        # Two GPUs divide the 64 columns of these experts; ranks cannot divide 32.
+        by_experts=kill.architecture in MIXTURES and options.tensor * kill.lanes > 2,
         device=Device.CPU if options.cpu else Device.GPU,
         eager_gpu=options.copies,
         ring_bytes=RING_BYTES if options.copies else 0,
@@ -228,9 +231,9 @@ def run(models: Sequence[Model], options: argparse.Namespace, logs: Path) -> lis
     def one(number: int, lanes: int, model: Model) -> None:
         if options.seconds and time.monotonic() - began > options.seconds:
             return
-        killed = 1 + number % lanes
+        killed = options.tensor + number % (lanes * options.tensor)
         if options.also_asking and number % 7 == 6:
-            killed = 0
+            killed = number % options.tensor
         planned = Kill(number=number, architecture=model.architecture, lanes=lanes, killed=killed)
         done = live(planned, model, options, logs)
         with lock:
@@ -308,6 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_kills")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--parallel", type=int, default=8, help="groups alive at the same time")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that ask, one GPU each")
     parser.add_argument("--seconds", type=float, help="start no more groups after so long")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
     parser.add_argument("--also-asking", action="store_true", help="every seventh time the rank that asks")

@@ -16,6 +16,8 @@ def feed_forward_plan(
     remote: Sequence[int],
     shares: Sequence[int] = (BY_RATE,),
     pods: Sequence[int] = (),
+    tensor: int = 1,
+    stages: Sequence[int] = (),
     by_experts: bool = False,
     device: Device = Device.CPU,
     ring_bytes: int = 0,
@@ -27,32 +29,38 @@ def feed_forward_plan(
         model: folder of the model.
         num_layers: of the model.
         remote: layers whose feed-forward parts the feed-forward ranks compute.
-        shares: of the feed-forward ranks.
-        pods: of the feed-forward ranks, ascending; that of the rank with attention, 0, by default.
+        shares: of the feed-forward ranks of each stage.
+        pods: of these, ascending; that of the ranks with attention, 0, by default.
+        tensor: ranks with attention of each stage.
+        stages: layers of each; one stage by default.
         by_experts: whether these have whole experts.
-        device: of the rank with attention.
+        device: of the ranks with attention.
         ring_bytes: of the GPU's memory, for experts that it computes itself.
         **engine: fields of EngineSettings to change.
     """
-    plan = build_plan(model, layers=[num_layers], pods=[1], devices=[device], **engine)
-    layers = tuple(remote)
+    stages = stages or (num_layers,)
+    asking_ranks = tensor * len(stages)
+    plan = build_plan(model, layers=stages, pods=[asking_ranks], tensor=tensor, devices=[device], **engine)
     pod_of = tuple(pods) or (0,) * len(shares)
-    before = (0, *pod_of)
-    lanes = tuple(
-        RankAssignment(
-            rank=1 + lane,
-            local_rank=before[: 1 + lane].count(pod),
-            pod=pod,
-            role=f"role-{pod}",
-            device=Device.CPU,
-            stage=0,
-            tensor_rank=lane,
-            first_layer=layers[0],
-            end_layer=layers[-1] + 1,
-            kv_cache_bytes=0,
-            feed_forward=FeedForwardShare(layers=layers, share=share, by_experts=by_experts),
-        )
-        for lane, (share, pod) in enumerate(zip(shares, pod_of, strict=True))
-    )
+    lanes: list[RankAssignment] = []
+    for stage, served in enumerate(plan.ranks[::tensor]):
+        layers = tuple(layer for layer in remote if served.first_layer <= layer < served.end_layer)
+        for number, (share, pod) in enumerate(zip(shares, pod_of, strict=True)):
+            earlier = sum(lane.pod == pod for lane in lanes)
+            lanes.append(
+                RankAssignment(
+                    rank=asking_ranks + len(lanes),
+                    local_rank=earlier if pod else asking_ranks + earlier,
+                    pod=pod,
+                    role=f"role-{pod}",
+                    device=Device.CPU,
+                    stage=stage,
+                    tensor_rank=number,
+                    first_layer=layers[0],
+                    end_layer=layers[-1] + 1,
+                    kv_cache_bytes=0,
+                    feed_forward=FeedForwardShare(layers=layers, share=share, by_experts=by_experts),
+                )
+            )
     asking = tuple(replace(rank, ring_bytes=ring_bytes) for rank in plan.ranks)
     return replace(plan, mode=Mode.FEED_FORWARD, ranks=(*asking, *lanes))

@@ -3,6 +3,7 @@
 Runs in the worker's Python; `main` answers JSON as its last line. Sums in float64 are the reference.
 """
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.nn import functional
 from heteroinfer_contract.column_shares import Span, share_columns
 from heteroinfer_contract.errors import ContractError
 from tests.integration.feed_forward.expert_files import FORMATS, Published
-from tests.integration.feed_forward.experts_probe import config
+from tests.integration.feed_forward.experts_probe import as_rank_of_stage, config
 from vllm_heteroinfer.feed_forward import held_experts
 from vllm_heteroinfer.feed_forward.expert_reader import ExpertReader
 from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
@@ -149,32 +150,41 @@ def record(published: Published, kind: str, activation: str, path: Path, *, bias
     return Recipe.from_text(recipe.to_text()), layer
 
 
-def ranks(unit: int) -> dict[str, list[held_experts.OwnPart]]:
+def ranks(inner: int, unit: int) -> dict[str, list[held_experts.OwnPart]]:
     """Returns the parts of the ranks of each case."""
     whole = Span(total=1, first=0, end=1)
     return {
-        "one rank": [held_experts.OwnPart(columns=Span(total=INNER, first=0, end=INNER), experts=whole)],
+        "one rank": [held_experts.OwnPart(columns=Span(total=inner, first=0, end=inner), experts=whole)],
         "by columns": [
-            held_experts.OwnPart(columns=own, experts=whole) for own in share_columns(INNER, (1, 3), unit)
+            held_experts.OwnPart(columns=own, experts=whole) for own in share_columns(inner, (1, 3), unit)
         ],
     }
 
 
-def case(name: str, kind: str, activation: str, *, bias: bool) -> dict[str, Any]:
-    """Answers how far the sums are from the exact ones, as a share of the largest."""
+def case(name: str, kind: str, activation: str, *, bias: bool, tensor: int) -> dict[str, Any]:
+    """Answers how far the sums are from the exact ones, as a share of the largest.
+
+    Args:
+        tensor: number of ranks with attention, which share the columns.
+    """
     published = FORMATS[name]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "model.safetensors"
         exact = write(path, name, kind, bias=bias)
-        recipe, layer = record(published, kind, activation, path, bias=bias)
-        reader = ExpertReader(recipe, path.parent).layer(recipe.layers[0])
-        answer: dict[str, Any] = {"gaps": {}, "replaced": isinstance(layer.mlp, RemoteMlp)}
+        readers, layers = [], []
+        for rank in range(tensor):
+            with as_rank_of_stage(rank, tensor):
+                recipe, layer = record(published, kind, activation, path, bias=bias)
+            layers.append(layer)
+            readers.append(ExpertReader(recipe, path.parent).layer(recipe.layers[0]))
+        replaced = all(isinstance(layer.mlp, RemoteMlp) for layer in layers)
+        answer: dict[str, Any] = {"gaps": {}, "replaced": replaced}
         for rows in (1, 9):
             x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(published.dtype)
             wanted = exact_of(exact, activation, x)
-            for case_name, parts in ranks(published.unit).items():
+            for case_name, parts in ranks(INNER // tensor, published.unit).items():
                 total = torch.zeros(wanted.shape, dtype=torch.float64)
-                for part in parts:
+                for reader, part in itertools.product(readers, parts):
                     held, y = (
                         held_experts.load_experts(reader, part, published.dtype),
                         torch.full_like(x, torch.nan),
@@ -206,13 +216,16 @@ def refusals() -> dict[str, str]:
 
 
 def cases(names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the answers to cases "format, kind, activation, bias" by their names, and to "refusals"."""
+    """Yields the answers to cases "format, kind, activation, bias" by their names, and to "refusals".
+
+    A case may end with "two GPUs".
+    """
     for name in names:
         if name == "refusals":
             yield name, refusals()
         else:
-            form, kind, activation, bias = name.split("; ")
-            yield name, case(form, kind, activation, bias=bias == "bias")
+            form, kind, activation, bias, *gpus = name.split("; ")
+            yield name, case(form, kind, activation, bias=bias == "bias", tensor=1 + len(gpus))
 
 
 def main(arguments: str) -> None:

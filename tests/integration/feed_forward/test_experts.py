@@ -71,6 +71,24 @@ def test_each_format_matches_the_reference(name: str, library: list[str]) -> Non
     assert (answer["method"], answer["held"].rpartition(" (")[0]) == (method, held)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_gpus_divide_each_format(name: str, library: list[str]) -> None:
+    """Each GPU's ranks have the columns of its shard: 128 of 256, which ranks can share in smaller units."""
+    answer = ask_forked(PROBE, name, "silu, two GPUs", *library)
+    divided = "by columns, 1 rows" in answer["gaps"]
+    check(answer, ROUNDING.get(name, 2.0**-7), CASES if divided else ("one rank", "by experts"))
+    assert answer["held"].rpartition(" (")[0] == FORMATS[name][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("bfloat16", "gpt-oss"), ("MXFP4 of gpt-oss", "gpt-oss"), ("float32", "stacked"), ("float32", "relu2")],
+)
+def test_two_gpus_divide_other_layouts(name: str, layout: str, library: list[str]) -> None:
+    """gpt-oss has biases of w2, which only one GPU's ranks may add."""
+    check(ask_forked(PROBE, name, f"{layout}, two GPUs", *library), ROUNDING.get(name, 2.0**-7))
+
+
 @pytest.mark.parametrize("name", ["int4, zero points", "AWQ"])
 def test_all_inputs_may_share_a_zero_point(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "one group", *library)

@@ -150,6 +150,36 @@ def test_shared_experts_stay_a_frozen_pod_continues_and_a_stopped_rank_is_report
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
 
 
+def test_two_ranks_of_a_stage_ask_their_own_ranks_and_a_killed_rank_is_reported(tmp_path: Path) -> None:
+    """Of a mixture with shared experts, which stay on the stage's ranks; by whole experts."""
+    model = make_model("qwen2_moe", tmp_path)
+    with serving("qwen2_moe", model, tmp_path, shares=(1, 1, 1, 1), tensor=2, by_experts=True) as group:
+        assert answers(group) == reference(model)
+        rows = scrape(group, 0).total(names.TOKENS_TOTAL)
+        wait_until(lambda: min(rows_computed(group, rank) for rank in range(2, 6)) >= rows, group)
+        assert len({scrape(group, rank).total(names.WEIGHT_BYTES) for rank in range(2, 6)}) == 1
+        failure = check_signal(group, 5, signal.SIGKILL)  # serves rank 1
+        assert failure.reason is FailureReason.RANK_EXITED
+
+
+def test_biases_of_a_shared_stage_are_added_once_and_a_stopped_rank_is_reported(tmp_path: Path) -> None:
+    """Of a mixture whose checkpoint has all experts' matrices in one tensor, by whole experts."""
+    model = make_model("gpt_oss", tmp_path)
+    shares = (*BY_EXPERTS, *BY_EXPERTS)
+    with serving("gpt_oss", model, tmp_path, shares=shares, tensor=2, by_experts=True) as group:
+        assert answers(group) == reference(model)
+        failure = check_signal(group, 4, signal.SIGSTOP)
+        assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
+
+
+def test_stages_of_two_ranks_ask_for_their_own_layers_and_end_with_an_asking_rank(tmp_path: Path) -> None:
+    """Of a dense model: the ranks of a stage add the parts of their feed-forward ranks, by columns."""
+    model = make_model("llama", tmp_path)
+    with serving("llama", model, tmp_path, shares=(1, 1, 1, 1), tensor=2, stages=(1, 2)) as group:
+        assert answers(group) == reference(model)
+        assert check_signal(group, 3, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
 def test_a_dense_model_in_shares_serves_and_ends_with_a_killed_gpu_rank(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(1, 3)) as group:
@@ -253,6 +283,20 @@ def test_tokens_of_whole_experts_equal_those_of_transformers(architecture: str, 
         assert answers(group) == reference(model)
         sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
         assert sizes[0] == 3 * sizes[1]
+
+
+@pytest.mark.feed_forward_matrix
+@pytest.mark.parametrize("architecture", ALL)
+def test_tokens_of_two_asking_ranks_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    model = make_model(architecture, tmp_path)
+    engine = tiny_models.ENGINE.get(architecture, {})
+    if words := REFUSED.get((architecture, TWO)):
+        with serving(architecture, model, tmp_path, shares=TWO, tensor=2, ready=False, **engine) as group:
+            group.children[0].process.wait(300)
+            assert words in group.logs(), group.logs()
+        return
+    with serving(architecture, model, tmp_path, shares=TWO, tensor=2, **engine) as group:
+        assert answers(group) == reference(model)
 
 
 @pytest.mark.feed_forward_matrix

@@ -59,6 +59,13 @@ def test_mlps_of_each_format_match_the_reference(library: list[str]) -> None:
         assert answer["held"].rpartition(" (")[0] == FORMATS[name.partition(";")[0]]
 
 
+def test_two_gpus_divide_mlps_of_each_format_and_structure(library: list[str]) -> None:
+    """Each GPU's ranks have the columns of its shard; only one GPU's ranks add the bias of the last layer."""
+    names = [f"{name}; merged; silu; no; two GPUs" for name in FORMATS]
+    for name, answer in ask([*names, *(f"{kind}; two GPUs" for kind in KINDS)], library).items():
+        check(name, answer)
+
+
 def test_mlps_match_the_reference_on_a_cpu_without_avx512(library: list[str]) -> None:
     names = ["bfloat16; merged; silu; no", "FP8 in blocks; merged; silu; no"]
     for name, answer in ask(names, library, **{ENV_MAX_INSTRUCTIONS: "avx2"}).items():

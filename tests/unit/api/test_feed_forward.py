@@ -47,11 +47,14 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
         (beside(spec(own=None), pods=2, layers=[4]), "No role may set layers"),
         (
             beside(spec(), feedForward=OWN),
-            "one role must have device GPU or feedForward, with pods: 1 and ranksPerPod: 1",
+            "exactly one role must have device GPU or feedForward, with pods: 1",
         ),
-        (beside(spec(own=None), device="GPU"), "does not support several GPUs yet"),
-        (spec(pods=2), "does not support several GPUs yet"),
-        (spec(ranksPerPod=2), "does not support several GPUs yet"),
+        (beside(spec(own=None), device="GPU"), "all GPUs must be in one pod"),
+        (spec(pods=2), "all GPUs must be in one pod"),
+        (spec(ranksPerPod=2), "feedForward.ranks must be a multiple of ranksPerPod"),
+        (spec(ranksPerPod=2, own={**OWN, "ranks": 3}), "must be a multiple of ranksPerPod"),
+        (beside(spec(ranksPerPod=2, own={**OWN, "ranks": 2})), "the GPU role must be the only role"),
+        (beside(spec(ranksPerPod=2, own=None)), "the GPU role must be the only role"),
         (spec(layers=[4]), "Set feedForward.layers"),
         (spec(own={**OWN, "ranks": 0}), "feedForward.ranks: must be greater than or equal to 1"),
         (spec(own={**OWN, "ranks": 16}), "ranksPerPod: must be at most 16 together with feedForward.ranks"),
@@ -65,8 +68,13 @@ def test_impossible_feed_forward_settings_are_refused_with_a_reason(raw: dict[st
     assert words in caught.value.message
 
 
-def test_tensor_and_pipeline_must_be_one() -> None:
+def test_tensor_must_be_the_gpus_and_pipeline_must_be_one() -> None:
     sizes = {"mode": "FeedForward", "tensor": 1, "pipeline": 1}
     assert parse_spec({**spec(), "parallelism": sizes}).world_size == 1
     with pytest.raises(SpecError):
         parse_spec({**spec(), "parallelism": {**sizes, "pipeline": 2}})
+    two = spec(ranksPerPod=2, own={**OWN, "ranks": 4})
+    assert parse_spec(two).roles[0].pod_ranks == 6
+    assert parse_spec({**two, "parallelism": {**sizes, "tensor": 2}}).world_size == 2
+    with pytest.raises(SpecError, match=r"parallelism\.tensor must be unset or that role's ranksPerPod"):
+        parse_spec({**two, "parallelism": sizes})

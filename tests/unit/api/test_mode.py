@@ -94,12 +94,19 @@ def test_feed_forward_ranks_get_exactly_the_resources_of_the_cpu_roles() -> None
     assert own == FeedForwardSpec(ranks=2, cpu="5500m", memory="7680Mi")
 
 
+def test_feed_forward_ranks_are_divided_equally_among_gpus() -> None:
+    own, _ = moved(role("gpu", ranksPerPod=2), role("cpu", cpu="15", memory="60Gi"))
+    assert own == FeedForwardSpec(ranks=2, cpu="7500m", memory="30720Mi")
+    own, _ = moved(role("gpu", ranksPerPod=2), role("cpu", cpu="8", memory="64Gi", pods=3))
+    assert own == FeedForwardSpec(ranks=4, cpu="6", memory="49152Mi")
+
+
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
         ([role("gpu"), {"name": "cpu", "device": "CPU"}], "needs requests of cpu in role cpu"),
         ([role("gpu"), role("cpu", pods=16)], "supports at most 15 CPU ranks"),
-        ([role("gpu", pods=2), role("cpu")], "needs one GPU rank (the roles have 2)"),
+        ([role("gpu", pods=2), role("cpu")], "needs all GPUs in one pod (the roles have 2 GPU pods)"),
         ([role("gpu")], "needs CPUs and memory in the GPU's pod"),
     ],
 )

@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
         )
     mode = draw(st.sampled_from(Mode))
     if mode is Mode.FEED_FORWARD:
-        ranks += _feed_forward_ranks(draw, ranks, layers)
+        ranks += _feed_forward_ranks(draw, ranks, layers, tensor)
     return Plan(
         mode=mode,
         tensor_parallel_size=tensor,
@@ -68,7 +68,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def _feed_forward_ranks(
-    draw: st.DrawFn, ranks: list[RankAssignment], layers: list[int]
+    draw: st.DrawFn, ranks: list[RankAssignment], layers: list[int], tensor: int
 ) -> list[RankAssignment]:
     """Draws feed-forward ranks of some stages, of one at least."""
     own: list[RankAssignment] = []
@@ -95,7 +95,7 @@ def _feed_forward_ranks(
                     layers=tuple(remote), share=draw(shares), by_experts=by_experts
                 ),
             )
-            for number in range(draw(st.integers(1, 3)))
+            for number in range(tensor * draw(st.integers(1, 3)))
         ]
     return own
 

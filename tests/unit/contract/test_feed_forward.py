@@ -74,6 +74,27 @@ def test_stage_and_feed_forward_ranks_are_distinguished() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def _shared_stage(*lanes: RankAssignment) -> Plan:
+    """Returns a plan in which two GPUs share the layers."""
+    return Plan(
+        mode=Mode.FEED_FORWARD,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        ranks=(_rank(0), _rank(1, tensor_rank=1), *lanes),
+        engine=ENGINE,
+    )
+
+
+def test_each_rank_with_attention_has_equally_many_feed_forward_ranks() -> None:
+    plan = _shared_stage(*(_lane(2 + lane, lane) for lane in range(4)))
+    servers = [[each.rank for each in plan.feed_forward_ranks_of(rank)] for rank in plan.stage_ranks]
+    assert servers == [[2, 3], [4, 5]]
+    assert [plan.asking_rank(rank).rank for rank in plan.ranks[2:]] == [0, 0, 1, 1]
+    assert (plan.schedules_ahead, plan.batches_at_once) == (False, 1)
+    with pytest.raises(ContractError, match=r"must be a multiple of its 2 ranks \(got 3\)"):
+        _shared_stage(*(_lane(2 + lane, lane) for lane in range(3)))
+
+
 def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
     plan = _plan(_rank(0), mode=Mode.PIPELINE)
     assert "feed_forward" not in plan.to_json()

@@ -73,6 +73,15 @@ def test_ranks_of_the_same_pod_come_first_and_another_pod_has_one_lane() -> None
     assert numbers(pod_lanes(own, own.ranks[4])) == [4]
 
 
+def test_each_of_two_asking_ranks_has_a_slab_of_its_own() -> None:
+    one = plan(0, 0)
+    second = replace(ASKING, rank=1, local_rank=1, tensor_rank=1)
+    lanes = [replace(rank, rank=rank.rank + 1, local_rank=rank.local_rank + 1) for rank in one.ranks[1:]]
+    two = replace(one, tensor_parallel_size=2, ranks=(ASKING, second, *lanes))
+    assert [numbers(asking_lanes(two, asking)) for asking in two.stage_ranks] == [[2], [3]]
+    assert [numbers(pod_lanes(two, lane)) for lane in two.ranks[2:]] == [[2], [3]]
+
+
 def test_ranks_of_one_pod_need_no_relay() -> None:
     own = plan(0, 0)
     assert numbers(asking_lanes(own, ASKING)) == [1, 2]

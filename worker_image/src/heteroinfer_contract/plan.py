@@ -53,9 +53,9 @@ class FeedForwardShare:
     Attributes:
         layers: layers whose experts (MoE layers) or MLP (dense layers) the rank computes a part, ascending;
             the same for every feed-forward rank of a stage.
-        share: the rank's share of the intermediate columns, relative to the shares of the stage's other
-            feed-forward ranks. BY_RATE (then for all ranks of the stage): shares follow the rates at which
-            the ranks read memory, measured at their start.
+        share: the rank's share of the intermediate columns, relative to the shares of the other feed-forward
+            ranks of the same rank with attention. BY_RATE (then for all ranks of the stage): shares follow
+            the rates at which the ranks read memory, measured at their start.
         by_experts: whether the rank computes whole experts instead of columns; the same for every
             feed-forward rank of a stage.
     """
@@ -75,7 +75,8 @@ class RankAssignment:
         pod: index of its pod in the group, from 0; pod 0 is the leader.
         stage: pipeline stage, from 0; for a feed-forward rank, the stage that it serves.
         tensor_rank: rank within its stage's tensor-parallel group, from 0; for a feed-forward rank, its
-            number among the feed-forward ranks of its stage.
+            number among the feed-forward ranks of its stage. Each rank of the stage has equally many of
+            them, in this order.
         end_layer: one past the last layer of which the rank holds a part.
         weight_bytes: predicted size of its weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
@@ -217,6 +218,17 @@ class Plan(codec.JsonValue):
         """Returns the feed-forward ranks that serve a stage, by their number in the stage."""
         return tuple(r for r in self.ranks if r.feed_forward is not None and r.stage == stage)
 
+    def feed_forward_ranks_of(self, asking: RankAssignment) -> tuple[RankAssignment, ...]:
+        """Returns the feed-forward ranks that serve a rank with attention, by their number in the stage."""
+        ranks = self.feed_forward_ranks(asking.stage)
+        count = len(ranks) // self.tensor_parallel_size
+        return ranks[asking.tensor_rank * count : (asking.tensor_rank + 1) * count]
+
+    def asking_rank(self, rank: RankAssignment) -> RankAssignment:
+        """Returns the rank with attention that a feed-forward rank serves."""
+        count = len(self.feed_forward_ranks(rank.stage)) // self.tensor_parallel_size
+        return self.stage(rank.stage)[rank.tensor_rank // count]
+
     @property
     def pods(self) -> tuple[PodAssignment, ...]:
         """The pods of the group, by index; pod 0 is the leader."""
@@ -239,7 +251,9 @@ class Plan(codec.JsonValue):
 
         KV blocks that these batches will free are not available to the next batch yet.
         """
-        return batches_at_once(self.mode, self.pipeline_parallel_size, self.ranks[0].device)
+        return batches_at_once(
+            self.mode, self.pipeline_parallel_size, self.ranks[0].device, tensor=self.tensor_parallel_size
+        )
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
@@ -369,8 +383,13 @@ class Plan(codec.JsonValue):
         assert share is not None
         if not 0 <= rank.stage < self.pipeline_parallel_size:
             raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
-        served = self.stage(rank.stage)[0]
         peers = self.feed_forward_ranks(rank.stage)
+        if len(peers) % self.tensor_parallel_size:
+            raise ContractError(
+                f"Plan.ranks: the feed-forward ranks of stage {rank.stage} must be a multiple of its "
+                f"{self.tensor_parallel_size} ranks (got {len(peers)})"
+            )
+        served = self.stage(rank.stage)[0]
         ranks_of_pod = [other for other in self.ranks if other.pod == rank.pod]
         has_allowed_pod = rank.pod == served.pod or all(
             other.feed_forward is not None and other.stage == rank.stage for other in ranks_of_pod
@@ -415,15 +434,16 @@ def _schedules_ahead(mode: Mode, devices: Sequence[Device]) -> bool:
     return mode is Mode.FEED_FORWARD and list(devices) == [Device.GPU]
 
 
-def batches_at_once(mode: Mode, stages: int, first_device: Device) -> int:
+def batches_at_once(mode: Mode, stages: int, first_device: Device, *, tensor: int) -> int:
     """Returns `Plan.batches_at_once` before there is a plan.
 
     Source: vllm/config/vllm.py::max_concurrent_batches@v0.32.0.
 
     Args:
         first_device: device of rank 0.
+        tensor: ranks of a stage.
     """
-    return 2 if _schedules_ahead(mode, [first_device] * stages) else stages
+    return 2 if _schedules_ahead(mode, [first_device] * stages * tensor) else stages
 
 
 def plan_text_hash(text: str) -> str:

@@ -83,7 +83,7 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
             modes.append(ChosenMode(mode=Mode.TENSOR, gpu_only=True))
     feed_forward, no_feed_forward = None, ""
     if not has_feed_forward:
-        feed_forward, no_feed_forward = _build_feed_forward(num_gpus, cpus)
+        feed_forward, no_feed_forward = _build_feed_forward(gpus, cpus)
     if has_feed_forward or feed_forward is not None:
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
     # In mode FeedForward these roles have the ranks with attention, and the pods of all other roles compute
@@ -98,15 +98,23 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
     return tuple(modes), no_feed_forward
 
 
-def _build_feed_forward(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedForwardSpec | None, str]:
-    """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason."""
-    if num_gpus != 1:
-        return None, f"needs one GPU rank (the roles have {num_gpus})"
+def _build_feed_forward(
+    gpus: Sequence[RoleSpec], cpus: Sequence[RoleSpec]
+) -> tuple[FeedForwardSpec | None, str]:
+    """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason.
+
+    Each GPU has equally many of these ranks.
+    """
+    pods = sum(role.pods for role in gpus)
+    if pods != 1:
+        return None, f"needs all GPUs in one pod (the roles have {pods} GPU pods)"
     if not cpus:
         return None, "needs CPUs and memory in the GPU's pod (no role offers any)"
-    ranks = sum(role.num_ranks for role in cpus)
-    if ranks >= MAX_RANKS_PER_POD:
-        return None, f"supports at most {MAX_RANKS_PER_POD - 1} CPU ranks in the GPU's pod (got {ranks})"
+    num_gpus = gpus[0].ranks_per_pod
+    ranks = -(-sum(role.num_ranks for role in cpus) // num_gpus) * num_gpus
+    if num_gpus + ranks > MAX_RANKS_PER_POD:
+        most = MAX_RANKS_PER_POD - num_gpus
+        return None, f"supports at most {most} CPU ranks in the GPU's pod (got {ranks})"
     total = {"cpu": Fraction(0), "memory": Fraction(0)}
     for role in cpus:
         for name in total:

@@ -59,7 +59,8 @@ class FeedForwardSpec(Model):
     """CPU ranks in the pods of a GPU role that compute experts and MLPs for the GPU."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_POD)] = 1
-    """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine."""
+    """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine. With several
+    GPUs it must be a multiple of ranksPerPod, and each GPU has an equal number of these ranks."""
     cpu: ResourceQuantity
     """CPU cores for each feed-forward rank. The operator adds them to the pod's requests, and to its CPU
     limit if it has one."""

@@ -214,10 +214,7 @@ _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUT
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
 _HAS_ATTENTION_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
 """CEL expression: whether a role has the rank with attention in mode FeedForward."""
-_ATTENTION_RANKS_CEL: Final = (
-    f"self.roles.filter(r, {_HAS_ATTENTION_CEL}).map(r, r.pods * r.ranksPerPod).sum()"
-)
-"""CEL expression: number of ranks with attention in mode FeedForward."""
+_ASKING_CEL: Final = f"self.roles.filter(r, {_HAS_ATTENTION_CEL})"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
     names.DEFAULT_CONTROL_PORT,
@@ -246,18 +243,33 @@ def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _feed_forward_has_one_stage_rank(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether a spec with mode FeedForward has one rank with attention; True for other modes.
+def _has_one_asking_pod(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether a spec with mode FeedForward has one pod with attention, whose ranks are one stage.
 
-    Such a group has one stage with all layers. So the spec must not divide the model in another way.
+    True for other modes.
     """
     sizes = spec.parallelism
-    if sizes.mode is not Mode.FEED_FORWARD:
+    return sizes.mode is not Mode.FEED_FORWARD or (
+        len(spec.stage_roles) == spec.stage_roles[0].pods == 1
+        and all(role.layers is None for role in spec.roles)
+        and sizes.tensor in (None, spec.stage_roles[0].ranks_per_pod)
+        and sizes.pipeline in (None, 1)
+    )
+
+
+def _asking_ranks_have_servers(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether several ranks with attention have equally many feed-forward ranks, in their pod."""
+    if spec.parallelism.mode is not Mode.FEED_FORWARD:
         return True
-    has_one_rank = sum(role.num_ranks for role in spec.stage_roles) == 1
-    sets_layers = any(role.layers is not None for role in spec.roles)
-    has_one_stage = sizes.tensor in (None, 1) and sizes.pipeline in (None, 1)
-    return has_one_rank and has_one_stage and not sets_layers
+    return all(
+        role.ranks_per_pod == 1
+        or (
+            len(spec.roles) == 1
+            and role.feed_forward is not None
+            and role.feed_forward.ranks % role.ranks_per_pod == 0
+        )
+        for role in spec.stage_roles
+    )
 
 
 def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
@@ -289,15 +301,27 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ATTENTION_RANKS_CEL} == 1 "
+            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ASKING_CEL}.size() == 1 "
+            f"&& {_ASKING_CEL}.all(r, r.pods == 1 "
+            "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == r.ranksPerPod)) "
             "&& !self.roles.exists(r, has(r.layers)) "
-            "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
-            message="FeedForward does not support several GPUs yet: exactly one role must have device GPU or "
-            "feedForward, with pods: 1 and ranksPerPod: 1. No role may set layers, and parallelism.tensor "
-            "and parallelism.pipeline must be 1 or unset",
-            fix="Set feedForward.layers instead of layers, or use mode Pipeline for several GPUs",
-            holds=_feed_forward_has_one_stage_rank,
+            message="in mode FeedForward all GPUs must be in one pod: exactly one role must have device GPU "
+            "or feedForward, with pods: 1. No role may set layers, parallelism.tensor must be unset or that "
+            "role's ranksPerPod, and parallelism.pipeline must be 1 or unset",
+            fix="Set feedForward.layers instead of layers, or use mode Pipeline for GPUs in several pods",
+            holds=_has_one_asking_pod,
+        ),
+        ValidationRule(
+            field="parallelism.mode",
+            cel=f"{_MODE_CEL} != 'FeedForward' || {_ASKING_CEL}.all(r, r.ranksPerPod == 1 "
+            "|| (self.roles.size() == 1 && has(r.feedForward) "
+            "&& r.feedForward.ranks % r.ranksPerPod == 0))",
+            message="in mode FeedForward with several GPUs, the GPU role must be the only role, and its "
+            "feedForward.ranks must be a multiple of ranksPerPod",
+            fix="Set feedForward.ranks to a multiple of ranksPerPod, and move the resources of CPU roles "
+            "into feedForward",
+            holds=_asking_ranks_have_servers,
         ),
         ValidationRule(
             field="roles",

@@ -32,8 +32,8 @@ class CopiedLayers:
         count: number of these layers.
         experts: experts of a layer.
         chosen: experts of a token.
-        inner: intermediate columns of an expert.
-        packed_bytes: bytes of a layer's experts, as the feed-forward ranks hold them.
+        inner: intermediate columns of a GPU's part of an expert.
+        packed_bytes: bytes of a GPU's part of a layer's experts, as its feed-forward ranks hold them.
     """
 
     count: int
@@ -49,6 +49,7 @@ class ExpertRing:
 
     Attributes:
         num_bytes: size of the ring, `RankAssignment.ring_bytes`.
+        gpus: number of GPUs that copy at the same time, each its part of a layer, out of one host's memory.
         hidden: elements of a row.
         element_bytes: bytes of an element of rows and unpacked experts.
     """
@@ -56,6 +57,7 @@ class ExpertRing:
     num_bytes: int = field(default=0)
     hidden: int
     element_bytes: int
+    gpus: int = 1
     layers: tuple[CopiedLayers, ...]
 
     @property
@@ -101,7 +103,8 @@ class ExpertRing:
     def times(self, rows: int, gpu: Rates) -> "RingTimes":
         """Returns the times in which the GPU copies and computes all experts of all layers."""
         early = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
-        copy_s = sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
+        # The host's memory limits copies of several GPUs. Its rate is assumed to be that of one link.
+        copy_s = self.gpus * sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
         compute_s = sum(each.count * self._compute_s(each, rows, gpu) for each in self.layers)
         return RingTimes(copy_s=copy_s, compute_s=compute_s, early_part=early)
 

@@ -79,6 +79,8 @@ class FeedForwardPart:
         remaining: profile of the model without these experts or MLPs, which the rank of the stage computes.
         by_experts: whether each rank has whole experts, because their columns cannot be divided among ranks.
         shares: share of each rank; empty if the ranks of one pod share by the rates that they measure.
+        tensor: number of ranks with attention, which share each layer. Each of them has equally many
+            feed-forward ranks, which hold its columns.
         ring: memory with which the GPU computes a part of the experts in long prompts; None if it has none.
     """
 
@@ -88,6 +90,7 @@ class FeedForwardPart:
     remaining: ModelProfile
     by_experts: bool = False
     shares: tuple[int, ...] = ()
+    tensor: int = 1
     ring: ExpertRing | None = None
 
     @property
@@ -97,8 +100,8 @@ class FeedForwardPart:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Planned share of each rank, relative to the other ranks."""
-        return self.shares or (1,) * self.ranks
+        """Planned share of each rank of one rank with attention, relative to the others."""
+        return self.shares or (1,) * (self.ranks // self.tensor)
 
     @property
     def numbered_sets(self) -> tuple[tuple[RankSet, range], ...]:
@@ -139,8 +142,10 @@ def choose_feed_forward_part(
             reason=PlanReason.LAYERS_MISMATCH,
         )
     _check_lanes(sets)
-    by_experts = _is_by_experts(sum(each.count for each in sets), profile, all_layers)
-    build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts)
+    _check_tensor(topology.tensor, profile, all_layers)
+    ranks = sum(each.count for each in sets) // topology.tensor
+    by_experts = _is_by_experts(ranks, profile, all_layers, topology.tensor)
+    build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts, tensor=topology.tensor)
     largest = build(choose_layers(groups, set_by_user))
     check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
     try:
@@ -205,6 +210,21 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
         )
 
 
+def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> None:
+    """Raises PlanError if the ranks with attention cannot share the columns of a layer in whole units."""
+    unit = profile.column_unit
+    columns = {profile.layer(index).columns for index in layers} if tensor > 1 and unit else set()
+    for number in sorted(columns):
+        if number % (tensor * unit):
+            allowed = [str(ranks) for ranks in range(1, tensor) if number % (ranks * unit) == 0]
+            fix = f"ranksPerPod: {' or '.join(allowed)}" if allowed else "mode Pipeline"
+            raise PlanError(
+                f"parallelism.tensor: must divide the {number} intermediate columns of the experts or MLPs "
+                f"into multiples of {unit}, the columns that must stay together (got {tensor}). Use {fix}",
+                reason=PlanReason.UNSUPPORTED_PARALLELISM,
+            )
+
+
 def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
     """Returns the share of each rank by predicted speed and memory, if the ranks are in several pods.
 
@@ -245,11 +265,15 @@ def _format_layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
-def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int]) -> bool:
+def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int], tensor: int) -> bool:
     """Reports whether ranks share a layer by whole experts, because its columns cannot be divided among them.
 
     Shares of columns are better: all ranks then read the same number of bytes in each step, whichever experts
     the tokens use.
+
+    Args:
+        ranks: feed-forward ranks of each rank with attention.
+        tensor: ranks with attention, which share the columns.
     """
     kinds = [profile.layer(index) for index in layers]
     if ranks == 1 or not all(kind.experts for kind in kinds):
@@ -258,7 +282,7 @@ def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int]) -> 
         return True
     try:
         for kind in kinds:
-            _columns_by_rank(kind, profile.column_unit, (1,) * ranks)
+            _columns_by_rank(kind, profile.column_unit, (1,) * ranks, tensor)
     except ContractError:
         return True
     return False
@@ -315,6 +339,7 @@ def build_feed_forward_part(
     *,
     by_experts: bool = False,
     shares: tuple[int, ...] = (),
+    tensor: int = 1,
 ) -> FeedForwardPart:
     """Returns the part of the model with the experts or MLPs of the layers with these indices."""
     layers = tuple(sorted(indices))
@@ -337,6 +362,7 @@ def build_feed_forward_part(
         layers=layers,
         by_experts=by_experts,
         shares=shares,
+        tensor=tensor,
         profile=replace(
             _with_kinds(profile, moved_kinds),
             scheme=scheme,
@@ -404,7 +430,9 @@ def with_one_more_layer(
     if (setting is not None and setting.layers is not None) or count > len(choose_layers(groups)):
         return None
     layers = choose_layers(groups, count)
-    return build_feed_forward_part(remote.sets, profile, layers, by_experts=remote.by_experts)
+    return build_feed_forward_part(
+        remote.sets, profile, layers, by_experts=remote.by_experts, tensor=remote.tensor
+    )
 
 
 def stage_rank_missing_bytes(
@@ -437,8 +465,8 @@ def _stage_sizes(
     topology: Topology, remaining: ModelProfile, engine: EngineSettings, ring: ExpertRing | None
 ) -> Sizes:
     device = topology.stages[0][0].placed.device
-    batches = batches_at_once(Mode.FEED_FORWARD, 1, device)
-    return Sizes.for_settings(remaining, engine, 1, batches=batches, ring=ring)
+    batches = batches_at_once(Mode.FEED_FORWARD, 1, device, tensor=topology.tensor)
+    return Sizes.for_settings(remaining, engine, topology.tensor, batches=batches, ring=ring)
 
 
 def _missing_bytes(topology: Topology, sizes: Sizes, inventory: Inventory) -> int | None:
@@ -471,15 +499,19 @@ class _Division:
     kind: LayerKind
     unit: int
     weights: tuple[int, ...]
+    tensor: int
     by_experts: bool
 
     @classmethod
     def of_layer(cls, remote: FeedForwardPart, index: int) -> "_Division":
-        return cls(remote.profile.layer(index), remote.profile.column_unit, remote.weights, remote.by_experts)
+        profile = remote.profile
+        return cls(
+            profile.layer(index), profile.column_unit, remote.weights, remote.tensor, remote.by_experts
+        )
 
 
 def _units_by_rank(division: _Division) -> list[int]:
-    """Returns the number of a layer's intermediate columns, or of its experts, that each rank gets.
+    """Returns the intermediate columns, or experts, of a layer that the ranks of one GPU rank get.
 
     Without planned shares, the plan assumes that ranks read equally fast. When such ranks start, they share
     by their measured rates (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks
@@ -493,14 +525,14 @@ def _units_by_rank(division: _Division) -> list[int]:
     """
     if division.by_experts:
         return [share.count for share in share_experts(division.kind.experts, division.weights)]
-    return _columns_by_rank(division.kind, division.unit, division.weights)
+    return _columns_by_rank(division.kind, division.unit, division.weights, division.tensor)
 
 
-def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[int]:
-    """Returns the number of columns of each rank, [] if unknown; raises ContractError."""
+def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int], tensor: int) -> list[int]:
+    """Returns the columns of each rank of a rank with attention, [] if unknown; raises ContractError."""
     if not kind.columns or not unit:
         return []
-    return [share.count for share in share_columns(kind.columns, shares, unit)]
+    return [share.count for share in share_columns(kind.columns // tensor, shares, unit)]
 
 
 def _shares_by_rank(remote: FeedForwardPart, index: int) -> tuple[Fraction, ...]:
@@ -519,7 +551,7 @@ def _divide(division: _Division) -> tuple[Fraction, ...]:
         units = _units_by_rank(division)
     except ContractError:
         units = []
-    units = units or list(division.weights)
+    units = (units or list(division.weights)) * division.tensor
     total = sum(units)
     return tuple(Fraction(each, total) for each in units)
 
@@ -552,18 +584,24 @@ def _packed_part(remote: FeedForwardPart, index: int) -> Fraction:
 
 
 def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) -> ExpertRing:
-    """Returns a ring of this size for these feed-forward ranks, all of whose layers have experts."""
+    """Returns a ring of this size for the feed-forward ranks of one GPU; all their layers have experts."""
     stored_bytes = Sizes.for_settings(remote.profile, engine, 1, batches=1).layer_bytes
     equal_layers = Counter(
-        (kind.experts, kind.experts_per_token, _total_columns(remote.profile, kind), packed_bytes)
+        (
+            kind.experts,
+            kind.experts_per_token,
+            _total_columns(remote.profile, kind) // remote.tensor,
+            packed_bytes,
+        )
         for index in remote.layers
         for kind in (remote.profile.layer(index),)
-        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, index)),)
+        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, index) / remote.tensor),)
     )
     return ExpertRing(
         num_bytes=num_bytes,
         hidden=remote.profile.hidden_size,
         element_bytes=ELEMENT_BYTES[engine.dtype],
+        gpus=remote.tensor,
         layers=tuple(
             CopiedLayers(count=count, experts=experts, chosen=chosen, inner=inner, packed_bytes=packed_bytes)
             for (experts, chosen, inner, packed_bytes), count in equal_layers.items()
@@ -592,25 +630,27 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         total = _total_columns(remote.profile, kind)
         parts = _shares_by_rank(remote, index)
-        columns = total if remote.by_experts else ceil(total * max(parts[rank] for rank in ranks))
+        part = Fraction(1, remote.tensor) if remote.by_experts else max(parts[rank] for rank in ranks)
+        columns = ceil(total * part)
         scratch_bytes = max(
             scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
         )
     shared_bytes = _slab_growth_bytes(remote, engine)
-    if remote.ring is not None:  # the GPU's process maps the weights of all ranks
-        shared_bytes += remote.ring.page_table_bytes
+    if remote.ring is not None:  # each GPU's process maps the weights of its ranks
+        shared_bytes += remote.tensor * remote.ring.page_table_bytes
     shared_bytes = ceil(shared_bytes / remote.sets[0].count)
     return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + shared_bytes
 
 
 def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
-    """Returns the bytes by which larger steps enlarge the slab, through which rows and answers pass.
+    """Returns the bytes by which larger steps enlarge the slabs, through which rows and answers pass.
 
-    The slab is pinned memory of the pod (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES has the
-    slab of small steps.
+    Each rank with attention has a slab, which is pinned memory of the pod
+    (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES has the slab of small steps.
     """
-    row_bytes = (1 + remote.ranks) * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
-    choice_bytes = 8 * max(remote.profile.layer(index).experts_per_token for index in remote.layers)
+    tensor = remote.tensor
+    row_bytes = (tensor + remote.ranks) * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    choice_bytes = 8 * tensor * max(remote.profile.layer(index).experts_per_token for index in remote.layers)
     return max(engine.max_num_batched_tokens - CPU_BATCH_TOKENS, 0) * (row_bytes + choice_bytes)
 
 
@@ -699,7 +739,7 @@ def exchange_seconds(
 
 
 def _busiest_rank_factor(remote: FeedForwardPart, numbers: range, rows: int) -> float:
-    """Returns the load of the busiest rank of a set, relative to its share in `_rank_sizes`.
+    """Returns the load of the busiest rank of one GPU rank, relative to its share in `_rank_sizes`.
 
     It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
     without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over
@@ -708,10 +748,10 @@ def _busiest_rank_factor(remote: FeedForwardPart, numbers: range, rows: int) -> 
     expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 % too
     high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
     """
-    ranks = remote.ranks
+    ranks = remote.ranks // remote.tensor
     if not remote.by_experts:
         return 1.0
-    shares_by_rank = _shares_by_rank(remote, remote.layers[0])
+    shares_by_rank = [part * remote.tensor for part in _shares_by_rank(remote, remote.layers[0])]
     kind = remote.profile.layer(remote.layers[0])
     largest_share = max(shares_by_rank[number] for number in numbers)
     mean_experts = kind.expected_experts(rows)

@@ -98,6 +98,7 @@ class PlannedMode:
         topology, remote, engine = self.topology, self.remote, self.engine
         if remote is None:
             return advise(topology, plan, self.profile, self.inventory)
+        gpus = "GPUs" if topology.tensor > 1 else "GPU"
         notes = [self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :])]
         placed_role = topology.stages[0][0].placed
         roles_with_ranks = [placed_role.role, *(rank_set.role for rank_set in remote.sets if rank_set.pods)]
@@ -113,7 +114,9 @@ class PlannedMode:
         if placed_role.device is not Device.GPU:
             return Advice(notes=tuple(notes))
         stage_budget = stage_budgets(
-            topology.stages, Sizes.for_settings(self.profile, engine, 1, batches=1), self.inventory
+            topology.stages,
+            Sizes.for_settings(self.profile, engine, topology.tensor, batches=1),
+            self.inventory,
         )[0]
         if not stage_budget.is_known:
             if placed_role.role.feed_forward is None or placed_role.role.feed_forward.layers is None:
@@ -122,9 +125,9 @@ class PlannedMode:
         if stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0:
             return Advice(notes=tuple(notes))
         not_needed = (
-            "feed-forward ranks are not needed: the GPU can hold the model and the KV cache for one request "
-            f"of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
-            f"{'CPU roles' if has_other_pods else 'feedForward'}"
+            f"feed-forward ranks are not needed: the {gpus} can hold the model and the KV cache for one "
+            f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline "
+            f"without {'CPU roles' if has_other_pods else 'feedForward'}"
         )
         return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 
@@ -144,14 +147,15 @@ class PlannedMode:
             held_bytes += profile.layer_bytes[num_layers_on_cpus]
             num_layers_on_cpus += 1
         sizes = Sizes.for_settings(profile, engine, 1, batches=1)
+        gpu_sizes = Sizes.for_settings(profile, engine, remote.tensor, batches=1)
         cpu_reads = count_reads(sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
         gpu_reads = count_reads(
-            sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
+            gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
         )
         pipeline_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates) + gpu_reads.seconds(
             stage_rates
         )
-        stage_sizes = Sizes.for_settings(remote.remaining, engine, 1, batches=1)
+        stage_sizes = Sizes.for_settings(remote.remaining, engine, remote.tensor, batches=1)
         this_mode_s = count_reads(
             stage_sizes, 0, profile.num_layers, StepLoad(), has_head=True, engine=engine
         ).seconds(stage_rates)

@@ -126,7 +126,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
     mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
     engine, ring = mode.engine, None if mode.remote is None else mode.remote.ring
-    batches = batches_at_once(wanted_mode, stages, first_device)
+    batches = batches_at_once(wanted_mode, stages, first_device, tensor=topology.tensor)
     sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches, ring=ring)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     layers = choose_layers(stage_spec, topology, budgets, sizes)

@@ -159,7 +159,12 @@ def _find_feed_forward_part(
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
     remote = build_feed_forward_part(
-        sets, profile, parts[0].layers, by_experts=parts[0].by_experts, shares=shares
+        sets,
+        profile,
+        parts[0].layers,
+        by_experts=parts[0].by_experts,
+        shares=shares,
+        tensor=plan.tensor_parallel_size,
     )
     ring_bytes = plan.ranks[0].ring_bytes
     return replace(remote, ring=build_ring(remote, plan.engine, ring_bytes)) if ring_bytes else remote

@@ -169,7 +169,7 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
     elif stages:
         tensor = Fraction(world, stages)
     else:
-        tensor = Fraction(world if sizes.mode is Mode.TENSOR else 1)
+        tensor = Fraction(world if sizes.mode in (Mode.TENSOR, Mode.FEED_FORWARD) else 1)
     if tensor.denominator != 1 or world % tensor:
         num_stages = f"{stages or 'any number of'} stages"
         ranks_per_stage = f", {sizes.tensor} ranks per stage" if sizes.tensor else ""

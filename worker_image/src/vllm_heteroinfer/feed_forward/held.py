@@ -53,8 +53,8 @@ def load_parts(
     """Reads and packs this rank's part of the recipe's layers.
 
     Args:
-        shares: agreed shares of the stage's feed-forward ranks.
-        lane: index of this rank among the stage's feed-forward ranks.
+        shares: agreed shares of the feed-forward ranks that read this recipe.
+        lane: index of this rank among them.
 
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 from torch.nn import functional
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
 from heteroinfer_contract.errors import ContractError
@@ -42,13 +43,19 @@ class _NoMlpError(Exception):
 class RemoteMlp(torch.nn.Module):
     """Replaces a dense layer's MLP, which feed-forward ranks compute."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, *, reduces: bool) -> None:
+        """Replaces the MLP of a layer.
+
+        Args:
+            reduces: whether the MLP adds the parts of all ranks of the stage.
+        """
         super().__init__()
-        self._layer = layer
+        self._layer, self._reduces = layer, reduces
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the MLP of hidden states, [rows, hidden]."""
-        return torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
+        answer = torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
+        return tensor_model_parallel_all_reduce(answer) if self._reduces else answer
 
 
 class RecordedMlp:
@@ -93,6 +100,8 @@ class RecordedMlp:
     def _find_targets(self) -> Iterator[tuple[str, RecordedParameter]]:
         """Yields each parameter under an expert parameter's name: `w13_` for gate and up, `w2_` for down."""
         for name, parameter in self._down.named_parameters(recurse=False):
+            if name == "bias" and self._down.tp_rank:
+                continue  # only the first rank of a stage adds it
             yield f"w2_{name}", RecordedParameter(parts=(parameter,), shape=(1, *parameter.shape))
         for name, parameter in self._ups[0].named_parameters(recurse=False):
             parts = tuple(getattr(linear, name) for linear in self._ups)
@@ -104,15 +113,18 @@ class RecordedMlp:
 
     def end(self) -> None:
         """Replaces the MLP in the model."""
-        setattr(self._layer, self._name, RemoteMlp(self._index))
+        down = self._down
+        reduces = isinstance(down, RowParallelLinear) and down.reduce_results and down.tp_size > 1
+        setattr(self._layer, self._name, RemoteMlp(self._index, reduces=reduces))
 
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
         """Returns the layer's recipe with these parameters."""
+        columns = getattr(self._down, "input_size_per_partition", self._down.input_size)
         return LayerRecipe(
             experts=1,
             topk=0,
             hidden=int(self._down.output_size),
-            inner=int(self._down.input_size),
+            inner=int(columns),
             activation=self._activation,
             method=type(self._down.quant_method).__name__,
             parameters=parameters,

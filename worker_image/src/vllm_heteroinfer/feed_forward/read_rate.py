@@ -33,15 +33,16 @@ READING_S: Final = 1.0
 def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
     """Measures this rank's read rate together with the stage's other feed-forward ranks, and publishes it.
 
-    Every feed-forward rank must call it. It does nothing if the plan sets their shares.
+    Every feed-forward rank must call it. It does nothing if the plan sets their shares, or if each rank with
+    attention has one feed-forward rank.
 
     Raises:
         ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
         TimeoutError: another rank did not start by the deadline.
     """
-    ranks = plan.feed_forward_ranks(rank.stage)
-    if not _shares_follow_rates(ranks):
+    if not _shares_follow_rates(plan.feed_forward_ranks_of(plan.asking_rank(rank))):
         return
+    ranks = plan.feed_forward_ranks(rank.stage)
     # The memory for this rank's weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
@@ -61,14 +62,14 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of all feed-forward ranks of a stage, by the plan or by their read rates.
+    """Returns the shares of the feed-forward ranks that serve the same rank, by the plan or by read rates.
 
     All these ranks get the same result.
 
     Raises:
         TimeoutError: another rank did not `publish_read_rate` by the deadline.
     """
-    lanes = plan.feed_forward_ranks(rank.stage)
+    lanes = plan.feed_forward_ranks_of(plan.asking_rank(rank))
     if not _shares_follow_rates(lanes):
         return tuple(lane.feed_forward.share or 1 for lane in lanes if lane.feed_forward is not None)
     rates = [

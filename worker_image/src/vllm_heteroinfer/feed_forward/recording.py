@@ -92,8 +92,13 @@ class RemoteExperts:
             self.module._parameters.pop(name, None)
 
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
-        """Returns the layer's recipe with these parameters."""
+        """Returns the layer's recipe with these parameters.
+
+        The first rank of a stage adds the biases of w2; loaders write zeros over them on the other ranks.
+        """
         module, config = self.module, self.module.moe_config
+        if config.tp_rank:
+            parameters = {name: each for name, each in parameters.items() if name != "w2_bias"}
         return LayerRecipe(
             experts=int(module.local_num_experts),
             topk=int(module.top_k),

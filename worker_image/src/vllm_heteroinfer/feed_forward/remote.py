@@ -118,10 +118,13 @@ def _fake_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 @contextmanager
-def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, RemotePart]]:
+def replace_remote_parts(
+    layers: frozenset[int], *, records: bool, first_layer: int = 0
+) -> Iterator[dict[int, RemotePart]]:
     """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
 
     Args:
+        first_layer: first decoder layer of the model's stage.
         records: whether `recording.record` follows, which needs the parameters in the model.
 
     Yields:
@@ -155,8 +158,9 @@ def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[d
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)
 
-    def replace_mlp(index: int, layer: torch.nn.Module) -> None:
+    def replace_mlp(index_in_stage: int, layer: torch.nn.Module) -> None:
         """Replaces the MLP of a remote layer that has no experts."""
+        index = first_layer + index_in_stage
         # If a layer has experts and a dense MLP (Gemma-4), the MLP stays. An encoder has layers, too.
         if index not in layers or index in remote_parts:
             return
@@ -177,7 +181,10 @@ def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[d
 
 
 class VisitingOffloader(NoopOffloader):
-    """Visits each layer right after its construction, so at most one removed part uses memory at a time."""
+    """Visits each layer right after its construction, so at most one removed part uses memory at a time.
+
+    vLLM builds the layers of the rank's own stage only.
+    """
 
     def __init__(self, visit: Callable[[int, torch.nn.Module], None]) -> None:
         self._visit = visit

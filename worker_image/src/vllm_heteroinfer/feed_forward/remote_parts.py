@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.weights import is_of_encoder
-from heteroinfer_contract.plan import Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import Mode, Plan
 from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -62,17 +62,9 @@ def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], mode
 
 def check_plan(plan: Plan) -> None:
     """Raises ContractError for a plan of this mode that is not built yet."""
-    if plan.mode is not Mode.FEED_FORWARD:
-        return
-    if len(plan.stage_ranks) != 1:
+    if plan.mode is Mode.FEED_FORWARD and len({rank.pod for rank in plan.stage_ranks}) != 1:
         raise ContractError(
-            f"Plan.ranks: mode {Mode.FEED_FORWARD} must have one rank with attention (got "
-            f"tensor_parallel_size {plan.tensor_parallel_size} x pipeline_parallel_size "
-            f"{plan.pipeline_parallel_size}), because it supports one GPU only. Use one GPU rank, or "
-            "spec.parallelism.mode: Pipeline"
+            f"Plan.ranks: mode {Mode.FEED_FORWARD} must have all ranks with attention in one pod (got "
+            f"{len({rank.pod for rank in plan.stage_ranks})} pods). Use one pod, or spec.parallelism.mode: "
+            "Pipeline"
         )
-
-
-def served_rank(plan: Plan, rank: RankAssignment) -> RankAssignment:
-    """Returns the rank that a feed-forward rank serves."""
-    return plan.stage(rank.stage)[0]

@@ -11,15 +11,16 @@ from heteroinfer_contract.plan import Plan, RankAssignment
 
 def asking_lanes(plan: Plan, asking: RankAssignment) -> tuple[RankAssignment, ...]:
     """Returns the ranks behind the asking rank's lanes, by lane; for another pod, its first rank."""
-    ranks = plan.feed_forward_ranks(asking.stage)
+    ranks = plan.feed_forward_ranks_of(asking)
     own = tuple(rank for rank in ranks if rank.pod == asking.pod)
     firsts = {rank.pod: rank for rank in reversed(ranks) if rank.pod != asking.pod}
     return (*own, *sorted(firsts.values(), key=lambda rank: rank.rank))
 
 
 def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
-    """Returns the feed-forward ranks of a feed-forward rank's stage and pod, by lane of the pod's slab."""
-    return tuple(each for each in plan.feed_forward_ranks(rank.stage) if each.pod == rank.pod)
+    """Returns the ranks of a feed-forward rank's pod that serve the same rank, by lane of the pod's slab."""
+    servers = plan.feed_forward_ranks_of(plan.asking_rank(rank))
+    return tuple(each for each in servers if each.pod == rank.pod)
 
 
 def relayed_lanes(

@@ -124,7 +124,7 @@ def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
     """Returns whether feed-forward ranks in other pods serve this rank."""
     if rank.feed_forward is not None:
         return False
-    return any(each.pod != rank.pod for each in plan.feed_forward_ranks(rank.stage))
+    return any(each.pod != rank.pod for each in plan.feed_forward_ranks_of(rank))
 
 
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:

@@ -22,7 +22,6 @@ from vllm_heteroinfer.feed_forward.exchange import (
     open_slab,
     stall_limit_s,
 )
-from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, Slab, check_offer, connect
 from vllm_heteroinfer.feed_forward.slab_lanes import asking_lanes, pod_lanes
 from vllm_heteroinfer.feed_forward.spinning import spin_time_ns
@@ -77,7 +76,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
         TimeoutError: another rank was not ready by the deadline.
     """
     plan, rank = context.plan, context.rank
-    asking = served_rank(plan, rank)
+    asking = plan.asking_rank(rank)
     shape = replace(expected, lanes=len(asking_lanes(plan, asking)))
     if rank.pod == asking.pod:
         return SlabLine(context, asking.rank, asking_lanes(plan, asking).index(rank), shape)
@@ -138,7 +137,7 @@ class PodLine:
     def __init__(self, context: RankContext, expected: Shape) -> None:
         """Creates the pod's slab, and listens for the asking rank, which connects after `report_ready`."""
         self._context = context
-        self._asking = served_rank(context.plan, context.rank).rank
+        self._asking = context.plan.asking_rank(context.rank).rank
         offered = _wait_for_offer(context, self._asking).shape
         check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
         self._lanes = pod_lanes(context.plan, context.rank)

@@ -22,7 +22,6 @@ from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER
 from vllm_heteroinfer.feed_forward.held import LoadedParts, load_parts
 from vllm_heteroinfer.feed_forward.offered_weights import offer_weights, weights_key
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
-from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.slab import Shape, shape_of
 from vllm_heteroinfer.rank.answering_line import open_line
 from vllm_heteroinfer.rank.context import RankContext
@@ -49,14 +48,15 @@ def serve(context: RankContext) -> NoReturn:
     assert rank.feed_forward is not None
     reporter.set_phase(RankPhase.LOADING, 0, rank.weight_bytes)
     shares = read_rate.agreed_shares(plan, rank, context.store, context.startup)
-    asking = served_rank(plan, rank).rank
+    asking = plan.asking_rank(rank)
     wait_began = time.perf_counter()
     text = context.store.get(
-        recipe_key(asking), context.startup, what=f"recipe of rank {asking}", rank=asking
+        recipe_key(asking.rank), context.startup, what=f"recipe of rank {asking.rank}", rank=asking.rank
     )
     load_began = time.perf_counter()
     recipe = Recipe.from_text(text)
-    held = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
+    index = plan.feed_forward_ranks_of(asking).index(rank)
+    held = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, index)
     context.metrics.weight_bytes.set(held.stored_bytes)
     reporter.set_phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
@@ -89,7 +89,7 @@ class Lane:
         self._ids = asks.ids.data_ptr()
         self._compute_by_layer = build_compute_functions(loaded_parts, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, loaded_parts)
-        asking = served_rank(context.plan, context.rank)
+        asking = context.plan.asking_rank(context.rank)
         if asking.ring_bytes and asking.pod == context.rank.pod:
             context.store.put(weights_key(context.rank.rank), offer_weights(loaded_parts).to_json())
         self._line.report_ready(ask_s, row_s)

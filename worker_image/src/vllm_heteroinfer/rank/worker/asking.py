@@ -71,10 +71,14 @@ class Asking(RankMode):
     _slab: Slab
     _watch: Watch
 
-    def __init__(self, context: RankContext, device: torch.device, config: Any) -> None:
-        """Reads this rank's feed-forward ranks and their layers from the plan."""
-        self._context, self._device, self._config = context, device, config
-        self._ranks = context.plan.feed_forward_ranks(context.rank.stage)
+    def __init__(self, context: RankContext, device: torch.device, config: Any, *, stages: RankMode) -> None:
+        """Reads this rank's feed-forward ranks and their layers from the plan.
+
+        Args:
+            stages: the hops to other stages.
+        """
+        self._context, self._device, self._config, self._stages = context, device, config, stages
+        self._ranks = context.plan.feed_forward_ranks_of(context.rank)
         self._lanes = asking_lanes(context.plan, context.rank)
         share = self._lanes[0].feed_forward
         assert share is not None
@@ -95,7 +99,8 @@ class Asking(RankMode):
             "heteroinfer_feed_forward": sorted(self._layers),
         }
         dummy = self._config.load_config.load_format == "dummy"
-        with remote.replace_remote_parts(self._layers, records=not dummy) as parts:
+        first = self._context.rank.first_layer
+        with remote.replace_remote_parts(self._layers, records=not dummy, first_layer=first) as parts:
             yield _RemoteLoad(self._config, parts, self._layers, self._publish)
         if dummy:
             remote_parts.check_found(parts, self._layers, self._context.plan.engine.model)
@@ -114,6 +119,7 @@ class Asking(RankMode):
             TimeoutError: a lane was not ready before the start-up deadline.
             RuntimeError: a lane answered the probe with wrong values.
         """
+        self._stages.model_loaded(runner)
         context = self._context
         shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
@@ -160,6 +166,7 @@ class Asking(RankMode):
             offers[rank.rank] = OfferedWeights.from_json(text)
         loaded = weight_bytes(runner.get_model())
         context.reporter.set_phase(RankPhase.WARMING_UP, loaded, loaded)  # the measurement takes seconds
+        self._wait_for_gpus_of_stage()
         return let_gpu_compute_experts(
             exchange,
             self._recipe,
@@ -170,6 +177,21 @@ class Asking(RankMode):
             device=self._device,
             meter=self._meter,
         )
+
+    def _wait_for_gpus_of_stage(self) -> None:
+        """Waits until all GPUs of the stage can measure, because their copies share the host's memory.
+
+        Raises:
+            TimeoutError: another GPU was not ready before the start-up deadline.
+        """
+        context = self._context
+        context.store.put(f"feed-forward/measures/{context.rank.rank}", "")
+        for other in context.plan.stage(context.rank.stage):
+            key, awaited = (
+                f"feed-forward/measures/{other.rank}",
+                f"message from rank {other.rank} that it measures",
+            )
+            context.store.get(key, context.startup, what=awaited, rank=other.rank)
 
     def _max_captured_rows(self) -> int:
         """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
@@ -203,6 +225,7 @@ class Asking(RankMode):
 
     def begin_step(self, rows: int, *, for_client: bool) -> None:
         """Wakes the sleeping lanes before a step's asks, except in the group's own first request."""
+        self._stages.begin_step(rows, for_client=for_client)
         self._meter.is_users_step = for_client
         if for_client:
             self._slab.wake_lanes()

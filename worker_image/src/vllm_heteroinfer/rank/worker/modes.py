@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def connect(context: RankContext, device: torch.device, config: "VllmConfig") -> RankMode:
     """Builds the mode of this rank. Every rank must call this once, after its process groups exist."""
+    stages = PipelineHops(context, device) if get_pp_group().world_size > 1 else RankMode()
     if context.plan.mode is Mode.FEED_FORWARD:
         from vllm_heteroinfer.rank.worker.asking import Asking
 
-        return Asking(context, device, config)
-    stages = PipelineHops(context, device) if get_pp_group().world_size > 1 else RankMode()
+        return Asking(context, device, config, stages=stages)
     group = get_tp_group()
     if context.plan.mode is not Mode.TENSOR or not isinstance(group.device_communicator, BridgeCommunicator):
         return stages
