@@ -103,7 +103,7 @@ def _build_feed_forward(
 ) -> tuple[FeedForwardSpec | None, str]:
     """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason.
 
-    Each GPU has equally many of these ranks.
+    Their number is a multiple of the number of GPUs.
     """
     pods = sum(role.pods for role in gpus)
     if pods != 1:
@@ -142,7 +142,7 @@ def _find_amount(role: RoleSpec, name: str) -> str | None:
 
 
 def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> ChosenMode | None:
-    """Returns the candidate mode with which a stored plan was made, or None.
+    """Returns the candidate mode of a stored plan, or None.
 
     Args:
         roles: roles of the plan's ranks.
