@@ -1,5 +1,7 @@
 """Feed-forward ranks in the resource: what is taken, and what is refused in which words."""
 
+import itertools
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -51,6 +53,7 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
         ),
         (beside(spec(own=None), device="GPU"), "all GPUs must be in one pod"),
         (spec(pods=2), "all GPUs must be in one pod"),
+        (spec(device="CPU", own=None), "exactly one role must have device GPU or feedForward"),
         (spec(ranksPerPod=2), "feedForward.ranks must be a multiple of ranksPerPod"),
         (spec(ranksPerPod=2, own={**OWN, "ranks": 3}), "must be a multiple of ranksPerPod"),
         (beside(spec(ranksPerPod=2, own={**OWN, "ranks": 2})), "the GPU role must be the only role"),
@@ -78,3 +81,30 @@ def test_tensor_must_be_the_gpus_and_pipeline_must_be_one() -> None:
     assert parse_spec({**two, "parallelism": {**sizes, "tensor": 2}}).world_size == 2
     with pytest.raises(SpecError, match=r"parallelism\.tensor must be unset or that role's ranksPerPod"):
         parse_spec({**two, "parallelism": sizes})
+
+
+_ROLES = [
+    {"device": device, "pods": pods, "ranksPerPod": ranks, **own, **layers}
+    for device in ("CPU", "GPU")
+    for pods, ranks in ((1, 1), (2, 1), (1, 2))
+    for own in ({}, {"feedForward": OWN})
+    for layers in ({}, {"layers": [4]})
+]
+_SIZES = [(tensor, pipeline) for tensor in (None, 1, 2) for pipeline in (None, 2)]
+
+
+@pytest.mark.parametrize("mode", [None, "Auto", "FeedForward", "Pipeline", "Tensor"])
+def test_every_combination_of_roles_and_sizes_is_parsed_or_refused(mode: str | None) -> None:
+    one_role = [(role,) for role in _ROLES]
+    for roles, (tensor, pipeline) in itertools.product(
+        [*one_role, *itertools.product(_ROLES[::3], _ROLES[::2])], _SIZES
+    ):
+        sizes = {"mode": mode, "tensor": tensor, "pipeline": pipeline}
+        named = [{"name": f"role-{index}", **role} for index, role in enumerate(roles)]
+        raw = {
+            "model": {"uri": "pvc://models/moe"},
+            "parallelism": {name: value for name, value in sizes.items() if value is not None},
+            "roles": named,
+        }
+        with suppress(SpecError):
+            parse_spec(raw)

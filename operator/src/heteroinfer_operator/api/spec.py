@@ -249,10 +249,15 @@ def _has_one_asking_pod(spec: "HeteroInferenceSpec") -> bool:
     True for other modes.
     """
     sizes = spec.parallelism
-    return sizes.mode is not Mode.FEED_FORWARD or (
-        len(spec.stage_roles) == spec.stage_roles[0].pods == 1
+    if sizes.mode is not Mode.FEED_FORWARD:
+        return True
+    if len(spec.stage_roles) != 1:
+        return False
+    (asking_role,) = spec.stage_roles
+    return (
+        asking_role.pods == 1
         and all(role.layers is None for role in spec.roles)
-        and sizes.tensor in (None, spec.stage_roles[0].ranks_per_pod)
+        and sizes.tensor in (None, asking_role.ranks_per_pod)
         and sizes.pipeline in (None, 1)
     )
 
