@@ -182,8 +182,8 @@ class ResourceObservation:
         admitted: revisions whose objects passed a dry run; None if no API server checks objects.
         connecting_s: seconds for which this process has observed a group's ranks connect, by group index and
             epoch.
-        never_created: names of pods that the operator decided to create and that never existed. No create
-            request was sent yet, or it has no answer.
+        never_created: names of pods that the operator decided to create and that no answer or watch has
+            shown yet: no create request was sent, or it has no answer.
         never_requested: names in `never_created` for which no create request was sent.
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and

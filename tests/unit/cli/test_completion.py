@@ -35,7 +35,7 @@ def test_without_a_cluster_a_name_completes_nothing(tmp_path: Path) -> None:
     assert not [word for word in completions("heteroinfer status lla", tmp_path) if word.startswith("lla")]
 
 
-def test_kubectl_gets_a_completion_a_line_and_a_directive() -> None:
+def test_kubectl_gets_one_completion_per_line_and_then_a_directive() -> None:
     call = "from heteroinfer_operator.cli import complete_for_kubectl; complete_for_kubectl()"
     done = subprocess.run(
         [sys.executable, "-c", call, "top", "--al"], capture_output=True, text=True, check=True, timeout=60

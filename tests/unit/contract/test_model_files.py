@@ -330,8 +330,8 @@ def test_refuses_an_invalid_header(tmp_path: Path, header: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_hidden_layers", None, "num_hidden_layers must be a number above 0"),
-        ("hidden_size", "8", "hidden_size must be a number above 0 .got '8'"),
+        ("num_hidden_layers", None, "num_hidden_layers must be a whole number above 0"),
+        ("hidden_size", "8", "hidden_size must be a whole number above 0 .got '8'"),
         (
             "num_hidden_layers",
             LAYERS + 2,

@@ -96,7 +96,7 @@ def test_a_node_counts_as_lost_by_one_clock(skew_s: int, states: Sequence[tuple[
 
 
 @pytest.mark.parametrize("skew_s", [-86400.0 * 365, 0.0, 86400.0 * 365])
-def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
+def test_a_nodes_silence_and_a_pods_grace_count_by_the_operators_clock(skew_s: float) -> None:
     """Timestamps may be years off. Only the time at which the operator first saw them counts."""
     state = ClusterState(
         None,  # type: ignore[arg-type]  # no request is sent: the test adds the objects

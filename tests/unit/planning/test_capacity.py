@@ -72,7 +72,9 @@ def test_nodes_of_another_system_or_architecture_do_not_count() -> None:
     error = refused(spec(cpu(memory="64Gi")), arm, windows, nameless)
     assert "node arm is of architecture arm64, and the pod needs amd64" in error.message
     assert "node windows is of system windows, and the pod needs linux" in error.message
-    assert "node nameless is not selected by the pod's node rules" in error.message, "as the scheduler says"
+    assert "node nameless is not matched by the pod's nodeSelector or node affinity" in error.message, (
+        "as the scheduler says"
+    )
     planned = fit(spec(cpu(memory="64Gi")), build_free_nodes([arm, windows, big("amd")]))
     assert planned.node_assignment.nodes == {0: "amd"}
 
@@ -262,10 +264,10 @@ def test_device_memory_of_the_role_wins_over_labels() -> None:
     assert planned.node_assignment.gpu_memory_mib == {}, "the user knows better than the label"
 
 
-# Somebody else waits
+# Pods may wait
 
 
-def test_plans_despite_a_shortage_if_others_wait() -> None:
+def test_plans_despite_a_shortage_if_pods_may_wait() -> None:
     planned = fit(spec(gpu()), build_free_nodes([node("a")]), pods_may_wait=True)
     assert planned.plan.ranks[0].device is Device.GPU
     assert planned.missing == "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu"
@@ -274,7 +276,7 @@ def test_plans_despite_a_shortage_if_others_wait() -> None:
     assert (fits.missing, fits.node_assignment.nodes) == ("", {})
 
 
-def test_cpu_only_is_decided_whether_or_not_others_wait() -> None:
+def test_cpu_only_is_decided_whether_or_not_pods_may_wait() -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [node("a")]
     assert "will use CPUs once" in refused(parsed, *nodes, pods_may_wait=True, shortage_age_s=0.0).message
     planned = fit(parsed, build_free_nodes(nodes), pods_may_wait=True, shortage_age_s=600.0)
@@ -351,7 +353,7 @@ def test_an_existing_plan_waits_for_a_gpu_of_its_size() -> None:
     planned = fit(group, build_free_nodes([big("a", gpus=1, memory_mib=81559)]))
     used = big("a", gpus=1, memory_mib=81559, requested={GPU: 1.0})
     nodes = build_free_nodes([used, big("b", gpus=1, memory_mib=8192)])
-    with pytest.raises(Shortage, match=r"node b is not selected by the pod's node rules"):
+    with pytest.raises(Shortage, match=r"node b is not matched by the pod's nodeSelector or node affinity"):
         assign_existing_plan(group, planned.plan, Capacity(free_nodes=nodes), planned.sizes.gpu_floor)
 
 

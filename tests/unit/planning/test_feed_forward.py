@@ -186,7 +186,7 @@ def test_experts_with_gates_and_ups_in_one_tensor_are_not_split() -> None:
 
 
 def test_notes_a_gpu_of_unknown_memory() -> None:
-    note = "the GPU's memory is unknown. Set deviceMemory to plan layers by memory"
+    note = "the GPU's memory is unknown, so the plan moves only 1 layer. Set deviceMemory"
     assert note in plan(feed_forward(device_memory=None), mixture()).notes
     assert note not in plan(feed_forward(device_memory=None, own={"layers": 3}), mixture()).notes
     assert note not in plan(feed_forward(), mixture()).notes

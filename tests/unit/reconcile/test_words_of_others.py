@@ -134,7 +134,7 @@ def _ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("exit_code", [-257, 257, 300, 3221225477, -1073741819])
-def test_an_impossible_exit_code_ends_no_reconcile(exit_code: int) -> None:
+def test_an_impossible_exit_code_is_reported_and_the_status_stays_storable(exit_code: int) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[0], exit_code=exit_code)

@@ -407,8 +407,8 @@ def _positive_number(
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: {name} must be a number above 0 (got {value!r}). "
-            "Use a decoder language model"
+            f"{directory / CONFIG_FILE}: {name} must be a whole number above 0 (got {value!r}). "
+            "Use a decoder language model, or repair the file"
         )
     return value
 

@@ -83,7 +83,7 @@ MIXED_STAGE_IN_PIPELINE: Final = Unsupported(
     feature="a stage shared by GPU and CPU ranks in pipeline mode",
     options=(),
     why="the stage's collectives are inside the forward pass, so GPU ranks could not use CUDA graphs",
-    remedy="set spec.parallelism.mode: Tensor, or give each stage one device",
+    remedy="set spec.parallelism.mode: Tensor, or let all ranks of each stage be GPUs or all be CPUs",
 )
 
 UNSUPPORTED: Final[tuple[Unsupported, ...]] = (

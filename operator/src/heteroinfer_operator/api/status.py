@@ -116,7 +116,8 @@ class ModelStatus(StatusModel):
     key: Hash | None = None
     """Hash of the URI and revision to which the profile belongs."""
     commit: Hash | None = None
-    """Commit of an hf:// model that was downloaded. It stays the same until model.revision changes."""
+    """Commit of an hf:// model that was downloaded. It stays the same until model.uri or
+    model.revision changes."""
     bytes_done: Count | None = None
     """Bytes in the cache, in steps of a hundredth of bytesTotal during a download."""
     bytes_total: Count | None = None

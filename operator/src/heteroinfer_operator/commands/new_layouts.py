@@ -71,7 +71,7 @@ class GroupLayout:
         """Cores of a GPU's pod, without those of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return _GPU_POD_CPUS
-        # The user's cores are for this pod and its feed-forward rank. A quarter is enough for the rest of it.
+        # The user's cores are for this pod, with its feed-forward rank. All other processes get a quarter.
         quarter = self.hardware.cpus // 4
         return max(min(_GPU_POD_CPUS, quarter), 1)
 
@@ -304,7 +304,7 @@ def _find_length(longest: int, fits: Callable[[int], bool]) -> FittingChange | N
     tokens = longest // 2
     while tokens >= _MIN_TOKENS:
         if fits(tokens):
-            change = f"shorter requests than {longest:,} tokens"
+            change = f"requests of at most {tokens:,} tokens instead of {longest:,}"
             return FittingChange(option=f"--max-model-len {tokens}", change=change)
         tokens //= 2
     return None

@@ -113,7 +113,7 @@ class ResourceMemory:
 
     Attributes:
         generation: generation of the spec at the last decision.
-        never_created: pods that the operator decided to create and that never existed.
+        never_created: pods that the operator decided to create and that no answer or watch has shown yet.
         pending_requests: unanswered requests, by object.
         slots: limits concurrent creates and applies.
         reservations: capacity reserved for the pods of the last decision.

@@ -216,7 +216,7 @@ class ObjectWrites:
     def _update_cache_after_delete(
         self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest
     ) -> None:
-        """Stores the state of a deleted object in the caches, or removes the object if it is gone."""
+        """Stores a pod that still terminates in the caches; removes other objects and pods that are gone."""
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}

@@ -277,7 +277,8 @@ def _quote_event(event: Mapping[str, Any]) -> str:
 def _event_time(event: Mapping[str, Any]) -> str:
     """Returns the last time of an event, as text.
 
-    Kubernetes stores it in one of several fields. The texts of such times sort like the times.
+    Kubernetes stores it in one of several fields. The texts sort like the times, except within one second,
+    because only some have fractions of a second.
     """
     series = as_object(event.get("series"), "series")
     times = (

@@ -181,7 +181,11 @@ def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     if demand.mounts_images and node.no_image_volumes:
         return Obstacle(excludes=False, rest=node.no_image_volumes)
     selected = selects_node(demand, node.name, node.labels)
-    return None if selected else Obstacle(excludes=True, rest="not selected by the pod's node rules")
+    return (
+        None
+        if selected
+        else Obstacle(excludes=True, rest="not matched by the pod's nodeSelector or node affinity")
+    )
 
 
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:

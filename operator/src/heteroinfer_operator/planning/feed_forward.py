@@ -219,8 +219,8 @@ def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> 
             allowed = [str(ranks) for ranks in range(1, tensor) if number % (ranks * unit) == 0]
             fix = f"ranksPerPod: {' or '.join(allowed)}" if allowed else "mode Pipeline"
             raise PlanError(
-                f"parallelism.tensor: must divide the {number} intermediate columns of the experts or MLPs "
-                f"into multiples of {unit}, the columns that must stay together (got {tensor}). Use {fix}",
+                f"ranksPerPod: {tensor} GPUs cannot share the {number} intermediate columns of the "
+                f"experts or MLPs equally in whole units of {unit} columns. Use {fix}",
                 reason=PlanReason.UNSUPPORTED_PARALLELISM,
             )
 
@@ -529,7 +529,16 @@ def _units_by_rank(division: _Division) -> list[int]:
 
 
 def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int], tensor: int) -> list[int]:
-    """Returns the columns of each rank of a rank with attention, [] if unknown; raises ContractError."""
+    """Returns how many columns each feed-forward rank of one GPU gets, [] if the model's number is unknown.
+
+    Args:
+        unit: columns that must stay together.
+        shares: relative share of each of these ranks.
+        tensor: number of GPUs, which divide the columns first.
+
+    Raises:
+        ContractError: the columns cannot be divided so.
+    """
     if not kind.columns or not unit:
         return []
     return [share.count for share in share_columns(kind.columns // tensor, shares, unit)]

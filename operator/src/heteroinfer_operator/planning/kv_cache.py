@@ -134,7 +134,7 @@ def _group_kinds(
         groups += [
             {cache.layer: block_bytes for cache in same_kind[i::num_groups]} for i in range(num_groups)
         ]
-        # Smaller pages get longer blocks if they divide the largest page, and are padded otherwise.
+        # Smaller pages of attention get longer blocks if they divide the largest page. All others are padded.
         own_bytes = same_kind[0].page_bytes
         length_factor = (
             block_bytes // own_bytes

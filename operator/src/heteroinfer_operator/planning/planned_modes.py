@@ -120,7 +120,7 @@ class PlannedMode:
         )[0]
         if not stage_budget.is_known:
             if placed_role.role.feed_forward is None or placed_role.role.feed_forward.layers is None:
-                notes.append("the GPU's memory is unknown. Set deviceMemory to plan layers by memory")
+                notes.append("the GPU's memory is unknown, so the plan moves only 1 layer. Set deviceMemory")
             return Advice(notes=tuple(notes))
         if stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0:
             return Advice(notes=tuple(notes))

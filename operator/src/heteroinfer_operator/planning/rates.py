@@ -298,15 +298,25 @@ def _kernels_of_weights(profile: ModelProfile) -> tuple[tuple[KernelPart, Scheme
 
 
 def _build_rates(
-    kernels: Sequence[KernelRate], bytes_per_s: float, operations: float, source: str, error: ErrorRange
+    kernels: Sequence[KernelRate],
+    memory_bytes_per_s: float,
+    operations: float,
+    source: str,
+    error: ErrorRange,
 ) -> Rates:
-    """Returns the rates of a rank from its kernels for unquantized weights, quantized weights and experts."""
+    """Returns the rates of a rank from its kernels for unquantized weights, quantized weights and experts.
+
+    Args:
+        memory_bytes_per_s: rate at which the rank reads memory. The plan assumes that it reads its KV cache
+            at the rate of weights in other types than bf16.
+        operations: multiplications and additions per second.
+    """
     plain, quantized, experts = kernels
     return Rates(
         plain=plain.bytes_per_s,
         quantized=quantized.bytes_per_s,
         experts=experts.bytes_per_s,
-        cache=bytes_per_s * CPU_OTHER_TYPES_RATIO,
+        cache=memory_bytes_per_s * CPU_OTHER_TYPES_RATIO,
         operations=operations,
         source=source,
         error=error,

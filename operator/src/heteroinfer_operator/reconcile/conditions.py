@@ -99,7 +99,10 @@ def ready_if_no_pod_left(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers whether clients reach groups if all are ready with this spec; otherwise returns None."""
+    """Answers whether clients reach the groups; returns None unless all groups serve this spec.
+
+    It answers Unknown if a leader does not answer. It returns None, too, if a pod has lost labels.
+    """
     if not facts.serves_spec or facts.lost_labels_message:
         return None
     if facts.port_unreachable is not None:

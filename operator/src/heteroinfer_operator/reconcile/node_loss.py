@@ -121,7 +121,7 @@ class NodeLoss:
         if node is None:
             return f"node {pod.node} of pod {pod.name} no longer exists"
         since = node.unreachable_since
-        return f"node {pod.node} of pod {pod.name} has sent no heartbeat since {since:%H:%M:%S} UTC"
+        return f"node {pod.node} of pod {pod.name} has sent no heartbeat since before {since:%H:%M:%S} UTC"
 
     def _lost_from(self, pod: PodView) -> datetime | None:
         """Returns the time from which the node of this pod counts as lost, or None."""

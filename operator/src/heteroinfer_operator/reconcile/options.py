@@ -53,20 +53,20 @@ class Options:
         No group of this name has used it before. No stored value proves which epochs existed: the status, a
         scaled group or the whole resource may be lost, and a restore of etcd resets all of them and the
         resourceVersion. The epoch is therefore the sum of two counts: the milliseconds since _SINCE, which a
-        restore does not reset, and the resourceVersion, which grows with each write within a millisecond. The
-        operator writes each epoch to the status, so the sum is larger than all earlier epochs under two
-        assumptions: the API server accepts fewer than 1,000 writes a second between a backup and its restore,
-        and the operator's clock is not set back in that time.
+        restore does not reset, and the resourceVersion, which grows with each write and so distinguishes two
+        writes in one millisecond. The operator writes each epoch to the status, so the sum is larger than all
+        earlier epochs under two assumptions: the API server accepts fewer than 1,000 writes a second between
+        a backup and its restore, and the operator's clock is not set back in that time.
         """
         if not self.names_come_again:
             return 1
         version = version_number(resource_version) or 0
         # A version with more digits counts nanoseconds. Divided, it still grows faster than epochs begin.
-        exact = version
+        version_part = version
         if version >= _MAX_EXACT_VERSION:
-            exact = _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
+            version_part = _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
         # If the clock is before _SINCE, only the version counts.
-        return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
+        return max(version_part + (now - _SINCE) // timedelta(milliseconds=1), version_part, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the largest epoch that the operator can have written to the status of a resource.

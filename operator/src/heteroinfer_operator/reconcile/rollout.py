@@ -163,9 +163,9 @@ def decide_wanted(
 def _find_incomplete(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the groups that have just begun and lack pods.
+    """Returns the indices of groups that have just begun and lack pods; other groups wait for them.
 
-    Returns none unless the API server refused a pod: only then do groups start one at a time.
+    The set is empty unless the API server refused a pod: only then do groups start one at a time.
     """
     if context.refused_worker is None:
         return set()

@@ -54,7 +54,7 @@ def observe_startup(
     total_bytes = sum(rank.total_bytes for rank in report.ranks)
     measured_before = old if old is not None and old.measured_time is not None else None
     if not total_bytes or (
-        measured_before is not None and _keeps_measurement(measured_before, loaded_bytes, now)
+        measured_before is not None and _keeps_progress(measured_before, loaded_bytes, now)
     ):
         return status if measured_before is None else _with_old_measurement(status, measured_before)
     return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
@@ -77,11 +77,8 @@ def _find_phase(
     return StartupPhase.LOADING if RankPhase.LOADING in phases else StartupPhase.WARMING_UP
 
 
-def _keeps_measurement(measured_before: StartupStatus, loaded_bytes: int, now: datetime) -> bool:
-    """Reports whether the last written progress stays.
-
-    It stays if it is unchanged, or was written less than a minute ago.
-    """
+def _keeps_progress(measured_before: StartupStatus, loaded_bytes: int, now: datetime) -> bool:
+    """Reports whether the status keeps its last progress: it is unchanged, or less than a minute old."""
     assert measured_before.measured_time is not None
     return measured_before.bytes_done == loaded_bytes or now - measured_before.measured_time < _WRITE_EVERY
 
@@ -134,11 +131,11 @@ def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) ->
     missing = [by_index[index] for index in report.missing_pods if index in by_index]
     if not missing:
         return message
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    others = f" and {len(missing) - 1} more pods do" if len(missing) > 1 else " does"
     return (
-        f"{message}; pod {missing[0]}{more} does not reach the leader, pod {by_index.get(0)}, at port "
+        f"{message}; pod {missing[0]}{others} not reach the leader, pod {by_index.get(0)}, at port "
         f"{names.DEFAULT_CONTROL_PORT} yet. If this persists, check the NetworkPolicies of the namespace, "
-        "the network between the two nodes, and the log of the first pod"
+        f"the network between the two nodes, and the log of pod {missing[0]}"
     )
 
 

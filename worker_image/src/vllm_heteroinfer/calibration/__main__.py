@@ -27,7 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help=f"time limit; measurements that do not fit are skipped; default: {LIMIT_S:g}",
     )
-    parser.add_argument("--termination-message-path", type=Path, help="second file to write")
+    parser.add_argument(
+        "--termination-message-path",
+        type=Path,
+        help="file for the calibration or the failure, in addition to --output",
+    )
     arguments = parser.parse_args(argv)
     _handle_sigterm()
     adopt_orphans()

@@ -188,7 +188,8 @@ class ExpertWeights:
         )
         return ContractError(
             f"experts: HeteroInfer's CPU kernels do not support the format of {recipe.method} "
-            f"({parameters}). Use the model in bf16, FP8, int4 or MXFP4, or use GPU roles only"
+            f"({parameters}). Use the model in bf16, FP8, int8, int4, MXFP8, MXFP4 or NVFP4, or use "
+            "GPU roles only"
         )
 
     def _read_unquantized(self, expert: int, w13: bool) -> Coded:

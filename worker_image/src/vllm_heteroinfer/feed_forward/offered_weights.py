@@ -186,13 +186,13 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
             error = matrix.find_error(layer.experts, offer.num_bytes, gated=name == "w13")
             if error:
                 raise ContractError(
-                    f"feed-forward rank {rank}, layer {layer.layer}, {name}: {error}. Start all pods "
-                    "from one image"
+                    f"feed-forward rank {rank}, layer {layer.layer}, {name}: {error}. This is a "
+                    "defect of HeteroInfer. Report it, and name the model"
                 )
     try:
         fd = open_memfd(offer.pid, offer.fd, offer.name, f"the weights of feed-forward rank {rank}")
     except OSError as error:
-        raise ContractError(f"feed-forward rank {rank}: {error}. Run this rank in the GPU's pod") from error
+        raise ContractError(f"feed-forward rank {rank}: {error}. Report this with the pod's log") from error
     try:
         return torch.frombuffer(mmap.mmap(fd, offer.num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     except (OSError, ValueError) as error:

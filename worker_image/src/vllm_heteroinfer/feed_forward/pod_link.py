@@ -49,7 +49,7 @@ _MAX_PROOFS: Final = 64
 _LINE_BYTES: Final = 1024
 _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
 """Offsets in `struct tcp_info` (linux/tcp.h), and the number of bytes to read of it."""
-_SLOW: Final = "the network is slow"
+_SLOW: Final = "the network is slow, or the rank has stopped"
 _UNANSWERED: Final = 2
 """After the kernel has sent this many packets again, the other machine counts as silent. One may be lost."""
 
@@ -366,7 +366,7 @@ def _describe_open_link(link: Link, info: bytes) -> str:
     if link.sent < link.to_send:
         return f"{_describe_progress(link.sent, link.to_send)} of the request are sent; {_SLOW}"
     if unacknowledged_packets:
-        return f"its machine has not acknowledged the request; {_SLOW}"
+        return "its machine has not acknowledged the request; the network is slow"
     if link.received:
         return f"{_describe_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}"
     return "its machine has received the request"

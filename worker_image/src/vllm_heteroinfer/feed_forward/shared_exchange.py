@@ -26,6 +26,7 @@ import torch
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.gpu_experts import SLOTS
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import slot_experts
 from vllm_heteroinfer.feed_forward.cuda_exchange import CudaError, register_memory
 from vllm_heteroinfer.feed_forward.expert_choices import ExpertChoices
@@ -153,12 +154,12 @@ class SharedExchange:
         first_rows = [balance.first_rows(self._ahead, recipe.max_rows) for balance in self._balances.values()]
         self.first_rows = min((rows for rows in first_rows if rows), default=0)
         _logger.info(
-            "the GPU can compute experts of %d layers (%d kinds of layers). One copy has up to %d experts; "
-            "the ring takes %d bytes. Started in %.1f s",
+            "the GPU can compute experts of %d layers of %d kinds. It copies at most %d experts at a time "
+            "into a ring of %s. Measuring took %.1f s",
             len(self._layers),
             len(self._balances),
             self._ring.slot_experts,
-            self._ring.num_bytes,
+            format_bytes(self._ring.num_bytes),
             time.perf_counter() - started,
         )
 
@@ -288,7 +289,7 @@ class SharedExchange:
         compiled = time.perf_counter()
         balance = Balance(measure(run, list(measured_sizes(self._captured_rows, most)), experts))
         _logger.info(
-            "layers like %d: compiled in %.1f s, measured in %.1f s: %s",
+            "layer %d and equal layers: compiled kernels in %.1f s, measured speeds in %.1f s: %s",
             layer.number,
             compiled - started,
             time.perf_counter() - compiled,

@@ -284,9 +284,9 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
     Call this after the start of all children. Otherwise it could reap a forked child whose process id is not
     known yet.
 
-    Asks the kernel for any zombie, and does not read /proc: on a busy host that took 8 % of a core at the
-    interval of the watch (2 cores, 2026-11-21). If the kernel returns one of `children`, this function stops,
-    since ChildProcess reaps these. The next call reaps the zombies behind it.
+    Asks the kernel for any zombie. To read /proc instead took 8 % of a core on a busy host, since supervisors
+    call this at short intervals (2 cores, 2026-11-21). If the kernel returns one of `children`, this function
+    stops, since ChildProcess reaps these. The next call reaps the zombies behind it.
     """
     own_pids = {child.pid for child in children if child.started}
     with contextlib.suppress(ChildProcessError):  # this process has no children

@@ -178,8 +178,9 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
 def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:
     """Returns the CPUs to which a CPU rank's threads are bound, or None if they are not bound.
 
-    All supervisors of a machine compute the same result: each counts the CPU ranks of all pods with its own
-    address, in rank order.
+    Threads are not bound under a CPU limit, and with Auto only to exclusive CPUs. All supervisors of a
+    machine divide its CPUs in the same way, because each counts the CPU ranks of all pods with its
+    own address.
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
         return None

@@ -234,7 +234,7 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
         for_rank = culprit.waiting_for_rank
         waiting = "" if for_rank is None else f", waiting for rank {for_rank}"
         late_text = f"rank {rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
-    others_text = f"; ranks {others} also wait" if others else ""
+    others_text = f"; ranks {', '.join(map(str, others))} are late, too" if others else ""
     return Failure(
         reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
         message=(

@@ -314,7 +314,7 @@ class Supervisor:
             reason=FailureReason.STARTUP_TIMEOUT,
             message=(
                 f"no progress for {self._launch.startup_timeout_s:g} s: {message}. "
-                "See the logs of that pod, or increase startup.timeout"
+                f"Read the log of {'the pods' if pod is None else f'pod {pod}'}, or raise startup.timeout"
             ),
             pod=pod,
             rank=rank,

@@ -21,8 +21,10 @@ class CodedLayer:
                 packed weight.
         """
         packed = coded.pack(coded.register(), weight)
-        self._name, self._packed = name, packed.packed if keep else None
-        self._numbers, self._sizes = weight.format.to_numbers(), (weight.columns, weight.inputs)
+        self._name = name
+        self._packed = packed.packed if keep else None
+        self._format_numbers = weight.format.to_numbers()
+        self._sizes = (weight.columns, weight.inputs)
         if not keep:
             replace_parameter(layer, name, torch.nn.Parameter(packed.packed, requires_grad=False))
 
@@ -31,7 +33,7 @@ class CodedLayer:
         weight = getattr(layer, self._name) if self._packed is None else self._packed
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        return coded.product(x, weight, bias, self._numbers, *self._sizes)
+        return coded.product(x, weight, bias, self._format_numbers, *self._sizes)
 
 
 def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:

@@ -214,8 +214,9 @@ ENGINE_PAUSE: Final = Patch(
     parameters=("self",),
     processes="the engine of a group",
     why=(
-        "with a queue of batches, vLLM receives a step's answer in a call that has nothing to schedule, "
-        "and then sleeps 1 ms, for each token. No option changes this, and the engine's class is fixed"
+        "with a queue of batches (pipeline stages), the engine receives a step's output in a call that "
+        "schedules nothing. vLLM takes it for an idle step and sleeps 1 ms, so each token takes 1 ms longer. "
+        "No option changes this, and no option selects another class of engine"
     ),
     verified=("0.32.0",),
     remove_when="vLLM sleeps only if a step also had no outputs",

@@ -222,6 +222,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
                 f"compared/{other.rank}",
                 grace,
                 what=f"message from rank {other.rank} that it has compared the settings",
+                rank=other.rank,
             )
         except TimeoutError as error:
             _logger.error("%s", error)

@@ -41,8 +41,9 @@ class Exchange:
     def publish_and_collect(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
         """Publishes the tensor that `copy_out` copied, and returns the tensors of all ranks.
 
-        The tensors are in the process group's order and valid until `mark_used`. A tensor of one part keeps
-        its shape: `exchange_parts` would create views, which takes longer than the rest of this method.
+        The tensors are in the process group's order and valid until `mark_used`. The own tensor is `x`.
+        Use it for tensors of at most one part: `exchange_parts` creates flat views, which takes longer than
+        this whole method.
         """
         signal = self._staging.publishing_signal()
         self._meter.add_transfer(
