@@ -14,7 +14,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.mode_choice import LoadFigures, ModeChoice, ModeOption
 from heteroinfer_operator.planning.planner import GroupRequest, Planned
 from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token
-from heteroinfer_operator.planning.step_limit import plan_within_limit
+from heteroinfer_operator.planning.step_limit import keeps_limit, plan_within_limit, time_between_tokens
 from heteroinfer_operator.quantity import parse_bytes
 
 PlanMode: TypeAlias = Callable[[GroupRequest], Planned]
@@ -132,20 +132,29 @@ def _check_rules(spec: HeteroInferenceSpec) -> None:
 def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec) -> tuple[_TriedMode, bool]:
     """Returns the mode to use, and whether the choice is certain.
 
-    Modes whose pods have capacity now come first. Among modes with known memory, the fastest is chosen. If no
-    mode's memory is known, the roles decide, and the choice is certain only if a single mode fits.
+    Modes whose pods have capacity now come first. Among modes with known memory, those that keep
+    `engine.maxTimeBetweenTokens` come first, and the fastest is chosen; if none keeps it, the mode with the
+    least time between tokens. If no mode's memory is known, the roles decide, and the choice is certain only
+    if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
     with_capacity = [each for each in candidates if each.planned and not each.planned.missing] or candidates
     if with_known_memory:
-        return min(with_capacity, key=lambda each: each.figures.total_s if each.figures else 0.0), True
+        return min(with_capacity, key=_excess_and_time), True
     has_feed_forward_role = any(role.feed_forward is not None for role in spec.roles)
     preferred_mode = Mode.FEED_FORWARD if has_feed_forward_role else Mode.PIPELINE
     preferred = [
         each for each in with_capacity if each.chosen.mode is preferred_mode and not each.chosen.gpu_only
     ]
     return (preferred or with_capacity)[0], len(fitting_modes) == 1
+
+
+def _excess_and_time(tried: _TriedMode) -> tuple[float, float]:
+    """Returns the time between tokens of a plan that exceeds its limit, else 0, and the time of the load."""
+    assert tried.planned is not None and tried.figures is not None  # noqa: PT018 - for mypy
+    excess_s = 0.0 if keeps_limit(tried.planned) else time_between_tokens(tried.planned).step_s
+    return excess_s, tried.figures.total_s
 
 
 def _build_option(tried: _TriedMode) -> ModeOption:
@@ -215,7 +224,7 @@ def _memory_gains(
             except PlanError:
                 continue
             total_s = predict_load(planned, load).total_s
-            if total_s <= (1 - _MIN_REPORTED_GAIN) * chosen_s:
+            if total_s <= (1 - _MIN_REPORTED_GAIN) * chosen_s and keeps_limit(planned):
                 yield f"with {memory}, {chosen.title} would take {total_s:.3g} s instead of {chosen_s:.3g} s"
             break
 

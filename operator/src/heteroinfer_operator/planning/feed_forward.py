@@ -216,7 +216,9 @@ def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> 
     columns = {profile.layer(index).columns for index in layers} if tensor > 1 and unit else set()
     for number in sorted(columns):
         if number % (tensor * unit):
-            allowed = [str(ranks) for ranks in range(1, tensor) if number % (ranks * unit) == 0]
+            # Other numbers of GPUs may not divide the attention heads.
+            divisors = [ranks for ranks in range(1, tensor) if tensor % ranks == 0]
+            allowed = [str(ranks) for ranks in divisors if number % (ranks * unit) == 0]
             fix = f"ranksPerPod: {' or '.join(allowed)}" if allowed else "mode Pipeline"
             raise PlanError(
                 f"ranksPerPod: {tensor} GPUs cannot share the {number} intermediate columns of the "

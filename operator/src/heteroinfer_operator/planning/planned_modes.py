@@ -124,10 +124,11 @@ class PlannedMode:
             return Advice(notes=tuple(notes))
         if stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0:
             return Advice(notes=tuple(notes))
+        other_mode = Mode.TENSOR.value if topology.tensor > 1 else Mode.PIPELINE.value
         not_needed = (
             f"feed-forward ranks are not needed: the {gpus} can hold the model and the KV cache for one "
-            f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline "
-            f"without {'CPU roles' if has_other_pods else 'feedForward'}"
+            f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
+            f"{other_mode} without {'CPU roles' if has_other_pods else 'feedForward'}"
         )
         return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 

@@ -1,61 +1,115 @@
 """Limits the tokens of a step, so that running requests get their tokens in time beside prompts. Pure.
 
 vLLM puts the next token of each running request and a chunk of the waiting prompts into one step. So the time
-between two tokens is at most that of a step with `max_num_batched_tokens` tokens.
+between two tokens is at most that of the longest step.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
-from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_contract.plan import EngineSettings, Plan
+from heteroinfer_operator.api import LoadSpec
+from heteroinfer_operator.planning.concurrency import requests_at_once
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import Prediction, StepLoad, forecast
+from heteroinfer_operator.planning.ring_choice import least_rows
 from heteroinfer_operator.quantity import parse_duration_s
+
+_FALLBACK: Final = 1.05
+"""If even the smallest step exceeds the limit, the longest step may take this many times its time."""
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     """Makes the plan of a spec that has a mode, with the most tokens of a step that its limit allows.
 
-    A limit that even the smallest step exceeds gives the smallest step, and a note.
+    If even the smallest step exceeds the limit, the plan has a note, and steps that take hardly longer than
+    the smallest: smaller steps would delay first tokens for nothing.
 
     Raises:
         PlanError: as `make_plan`.
     """
     planned = make_plan(request, inventory)
     limit = request.spec.engine.max_time_between_tokens
-    if limit is None or _keeps(planned, limit):
+    if limit is None or keeps_limit(planned):
         return planned
     sizes = list(_smaller_steps(planned.plan.engine))
-    tried, best = planned, None
+    if not sizes:
+        return replace(planned, notes=(*planned.notes, _exceeded_note(planned, limit)))
+    smallest = _plan_with_tokens(request, inventory, sizes[0])
+    if keeps_limit(smallest):
+        return _plan_largest_step(request, inventory, sizes, parse_duration_s(limit)) or smallest
+    allowed_s = _FALLBACK * time_between_tokens(smallest).step_s
+    fallback = _plan_largest_step(request, inventory, sizes, allowed_s) or smallest
+    return replace(fallback, notes=(*fallback.notes, _exceeded_note(fallback, limit)))
+
+
+def _plan_largest_step(
+    request: GroupRequest, inventory: Inventory, sizes: list[int], limit_s: float
+) -> Planned | None:
+    """Returns the plan with the largest of these sizes whose longest step keeps a time, or None.
+
+    The time of the longest step grows with the size.
+    """
+    best = None
     low, high = 0, len(sizes)
-    while low < high:  # finds the largest step that keeps the limit; larger steps take longer
+    while low < high:
         middle = (low + high) // 2
         tried = _plan_with_tokens(request, inventory, sizes[middle])
-        if _keeps(tried, limit):
+        if time_between_tokens(tried).step_s <= limit_s:
             best, low = tried, middle + 1
         else:
             high = middle
-    # Without a step that keeps the limit, the last try was the smallest step.
-    return best or replace(tried, notes=(*tried.notes, _exceeded_note(tried, limit)))
+    return best
 
 
 def time_between_tokens(planned: Planned) -> Prediction:
     """Predicts the longest time between two tokens of a request while prompts of others are computed.
 
-    It is the time of a step with the most tokens, at the end of a prompt of the maximum length.
+    It is the time of the longest step with a prompt's chunk, at the end of a prompt of the maximum length,
+    and of reading the KV cache of the requests of `planning.load`, which run at the same time.
     """
     plan = planned.plan
-    tokens, longest = plan.engine.max_num_batched_tokens, plan.engine.max_model_len
-    load = StepLoad(context=longest - min(tokens, longest) // 2, tokens=tokens)
     wait = build_feed_forward_wait(plan, planned.sizes, planned.rates, planned.remote)
-    return forecast(plan, planned.sizes, planned.rates, load, wait)
+    longest = plan.engine.max_model_len
+
+    def predict(load: StepLoad) -> Prediction:
+        return forecast(plan, planned.sizes, planned.rates, load, wait)
+
+    chunks = [
+        predict(StepLoad(context=longest - min(tokens, longest) // 2, tokens=tokens))
+        for tokens in _longest_steps(plan)
+    ]
+    slowest = max(chunks, key=lambda prediction: prediction.step_s)
+    load = planned.request.spec.planning.load or LoadSpec()
+    context = min(load.prompt_tokens + load.output_tokens, longest)
+    running = max(min(load.requests, requests_at_once(planned, context)), 1)
+    with_cache = predict(StepLoad(requests=running, context=context))
+    without_cache = predict(StepLoad(requests=running))
+    return slowest + Prediction(
+        step_s=max(with_cache.step_s - without_cache.step_s, 0.0),
+        least_s=max(with_cache.least_s - without_cache.least_s, 0.0),
+        most_s=max(with_cache.most_s - without_cache.most_s, 0.0),
+    )
 
 
-def _keeps(planned: Planned, limit: str) -> bool:
-    """Reports whether a plan keeps the limit, by prediction."""
-    return time_between_tokens(planned).step_s <= parse_duration_s(limit)
+def keeps_limit(planned: Planned) -> bool:
+    """Reports whether a plan keeps `engine.maxTimeBetweenTokens`, by prediction. True without a limit."""
+    limit = planned.request.spec.engine.max_time_between_tokens
+    return limit is None or time_between_tokens(planned).step_s <= parse_duration_s(limit)
+
+
+def _longest_steps(plan: Plan) -> Iterator[int]:
+    """Yields the numbers of tokens of the steps that can take longest.
+
+    These are a full step and, if the GPU computes experts only in long steps, the longest step without it.
+    """
+    tokens = plan.engine.max_num_batched_tokens
+    yield tokens
+    if any(rank.ring_bytes for rank in plan.ranks):
+        yield min(least_rows(plan.engine) - 1, tokens)
 
 
 def _smaller_steps(engine: EngineSettings) -> Iterator[int]:
@@ -81,6 +135,7 @@ def _exceeded_note(planned: Planned, limit: str) -> str:
     step_ms = time_between_tokens(planned).step_s * 1e3
     return (
         f"engine.maxTimeBetweenTokens: the plan exceeds {limit} while it computes prompts, because even the "
-        f"smallest step, {planned.plan.engine.max_num_batched_tokens:,} tokens, takes {step_ms:,.0f} ms by "
-        "prediction. Raise the limit, or move fewer layers to CPUs"
+        "smallest step takes longer by prediction. It takes steps of "
+        f"{planned.plan.engine.max_num_batched_tokens:,} tokens, and the longest takes {step_ms:,.0f} ms. "
+        "Raise the limit, or move fewer layers to CPUs"
     )
