@@ -71,8 +71,8 @@ def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
     assert failure.exit_code == -signal.SIGKILL
     words = (
-        "the engine (pod 0) was killed by SIGKILL while Ready. If you did not kill it, the pod reached its "
-        "memory limit"
+        "the engine (pod 0) was killed by SIGKILL while Ready. If nobody killed it, the pod or the node had "
+        "no memory left"
     )
     assert failure.message.startswith(words)
 
