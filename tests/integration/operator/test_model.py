@@ -254,7 +254,7 @@ async def test_a_model_of_a_hub_becomes_ready(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     installed = install()
-    async with operator(installed.kubeconfig, tmp_path / "log") as process:
+    async with operator(installed.kubeconfig, tmp_path / "log", **installed.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec())
         fetch = await the_fetch(server, namespace)
