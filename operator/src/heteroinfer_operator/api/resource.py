@@ -101,8 +101,8 @@ class HeteroInference(Model):
 
 
 MAX_SPEC_LENGTH: Final = 256 * 1024
-"""Longest spec in bytes of JSON: a ConfigMap stores the spec, pods contain parts of it, and one object
-contains spec and status."""
+"""Longest spec in bytes of JSON: a ConfigMap stores the spec, pods contain parts of the spec, and one
+object contains spec and status."""
 
 
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
