@@ -15,7 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import QUESTION_HEADER, FetchProgress
-from heteroinfer_contract.report_access import CREDENTIALS_HEADER, SCHEME, ReportReader
+from heteroinfer_contract.report_access import ReportReader, credentials_headers
 
 MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
@@ -72,8 +72,7 @@ class ReportClient:
 
     async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
         """Confirms a pod's question about commits in use with its token; raises one of NO_ANSWER."""
-        headers = {CREDENTIALS_HEADER: f"{SCHEME} {token}"}
-        await self._get(host, port, names.PATH_FETCH, timeout_s, headers)
+        await self._get(host, port, names.PATH_FETCH, timeout_s, credentials_headers(token))
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:
         """Returns whether a readiness probe of this path succeeds."""

@@ -15,7 +15,7 @@ from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.auto_mode import chosen_load, predict_load
+from heteroinfer_operator.planning.auto_mode import predict_load
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile
 
 CPUS = {"requests": {"cpu": "14", "memory": "80Gi"}}
@@ -274,8 +274,8 @@ def test_without_gpus_the_choice_is_between_plans_on_cpus() -> None:
 def test_the_default_load_is_one_request() -> None:
     spec = auto(gpu())
     without = spec.changed(planning=spec.planning.changed(load=None))
-    assert chosen_load(without) == LoadSpec(requests=1, prompt_tokens=1024, output_tokens=256)
-    assert chosen_load(replace_load(spec, LOADS["many"])) == LOADS["many"]
+    assert without.planning.chosen_load == LoadSpec(requests=1, prompt_tokens=1024, output_tokens=256)
+    assert replace_load(spec, LOADS["many"]).planning.chosen_load == LOADS["many"]
 
 
 def replace_load(spec: HeteroInferenceSpec, load: LoadSpec) -> HeteroInferenceSpec:

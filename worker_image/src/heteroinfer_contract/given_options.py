@@ -5,8 +5,9 @@ Stdlib only; pure. Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from typing import Final
 
 from heteroinfer_contract.word_table import word_pairs
@@ -35,12 +36,14 @@ class GivenOption:
         name: the option with hyphens. Short forms are expanded, abbreviations are not.
         path: keys inside the option's JSON, from `--option.key.key`.
         value: the first value, or None.
+        values: all values, of an option that takes several.
     """
 
     arg: str
     name: str
     path: tuple[str, ...]
     value: str | None
+    values: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def is_negated(self) -> bool:
@@ -76,25 +79,29 @@ def given_options(args: Sequence[str]) -> tuple[GivenOption, ...]:
 @lru_cache(maxsize=256)
 def _find_options(args: tuple[str, ...]) -> tuple[GivenOption, ...]:
     """Finds the options among vLLM's arguments; caches its results."""
-    pairs = zip(args, (*args[1:], None), strict=False)
-    return tuple(_parse_option(arg, following) for arg, following in pairs if _is_option(arg))
+    return tuple(_parse_option(arg, args[end:]) for end, arg in enumerate(args, 1) if _is_option(arg))
 
 
 def _is_option(arg: str) -> bool:
     return arg.startswith("-") and arg != "-" and not _NUMBER.fullmatch(arg)
 
 
-def _parse_option(arg: str, following: str | None) -> GivenOption:
-    """Parses an argument that is an option; `following` is the argument after it."""
+def _parse_option(arg: str, following: Sequence[str]) -> GivenOption:
+    """Parses an argument that is an option; `following` are the arguments after it."""
     full_name, equals, value_after_equals = arg.partition("=")
     name, *path = full_name.split(".")
     # The next argument is the value even if it looks like an option: vLLM removes dotted options first, and
     # then another argument may follow.
-    value = value_after_equals if equals else following
+    value: str | None = value_after_equals
+    values: tuple[str, ...] = (value_after_equals,)
+    if not equals:
+        value = following[0] if following else None
+        values = tuple(takewhile(lambda text: not _is_option(text), following))
     if path:  # `--option.list+ VALUE` appends a value to a list
         path[-1] = path[-1].removesuffix("+")
     if name.startswith("--"):
         name = name.replace("_", "-")
     elif name not in SHORT and arg[:2] in SHORT:
         name, path, value = arg[:2], [], arg[2:]
-    return GivenOption(arg=arg, name=SHORT.get(name, name), path=tuple(path), value=value)
+        values = (value,)
+    return GivenOption(arg=arg, name=SHORT.get(name, name), path=tuple(path), value=value, values=values)

@@ -20,6 +20,17 @@ CHALLENGE_LIFE_S: Final = 30.0
 """Seconds for which a challenge is valid. A reader that polls less often needs one more request each time."""
 
 
+def credentials_headers(proof: str) -> dict[str, str]:
+    """Returns the headers of a request that proves something, such as the possession of a key."""
+    return {CREDENTIALS_HEADER: f"{SCHEME} {proof}"}
+
+
+def read_proof(credentials: str) -> str:
+    """Returns the proof in the value of CREDENTIALS_HEADER; "" if the value has another scheme."""
+    scheme, _, proof = credentials.partition(" ")
+    return proof if scheme == SCHEME else ""
+
+
 class ReportGuard:
     """Answers readers of the report. Stores no open challenges, so that strangers cannot fill the memory."""
 
@@ -35,14 +46,13 @@ class ReportGuard:
 
     def accepted_challenge(self, credentials: str, now_s: float) -> str | None:
         """Returns the challenge if `credentials` are its first correct answer; None otherwise."""
-        scheme, _, answer = credentials.partition(" ")
-        challenge, _, code = answer.rpartition("/")
+        challenge, _, code = read_proof(credentials).rpartition("/")
         issued_s, _, nonce_and_code = challenge.partition("/")
         nonce, _, challenge_code = nonce_and_code.partition("/")
         self._answered_until_s = {
             answered: until_s for answered, until_s in self._answered_until_s.items() if until_s > now_s
         }
-        if scheme != SCHEME or not self._challenge_key.verifies(challenge_code, "challenge", issued_s, nonce):
+        if not self._challenge_key.verifies(challenge_code, "challenge", issued_s, nonce):
             return None
         if now_s - float(issued_s) > CHALLENGE_LIFE_S or challenge in self._answered_until_s:
             return None
@@ -71,7 +81,7 @@ class ReportReader:
         """Returns the headers of the next request."""
         if self._key is None or not self._challenge:
             return {}
-        return {CREDENTIALS_HEADER: f"{SCHEME} {self._challenge}/{self._key.code('read', self._challenge)}"}
+        return credentials_headers(f"{self._challenge}/{self._key.code('read', self._challenge)}")
 
     def read(self, headers: Mapping[str, str], body: str) -> str | None:
         """Returns `body`; None if the reader must ask again to get the full report.

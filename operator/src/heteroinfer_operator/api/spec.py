@@ -130,6 +130,11 @@ class PlanningSpec(Model):
     on_gpu_shortage: ShortageSpec = Field(default=ShortageSpec(), alias="onGPUShortage")
     """Reaction to fewer GPUs than the roles need."""
 
+    @property
+    def chosen_load(self) -> LoadSpec:
+        """The load for which the plan compares modes: `load`, or the default load."""
+        return self.load or LoadSpec()
+
 
 class NetworkSpec(Model):
     """How the pods of a group reach each other."""

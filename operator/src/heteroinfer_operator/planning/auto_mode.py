@@ -8,13 +8,13 @@ from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import ChosenMode, HeteroInferenceSpec, LoadSpec, RoleSpec, candidate_modes
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.planning.alternatives import ALTERNATIVES
-from heteroinfer_operator.planning.concurrency import requests_at_once
+from heteroinfer_operator.planning.concurrency import concurrent_requests
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.mode_choice import LoadFigures, ModeChoice, ModeOption
 from heteroinfer_operator.planning.planner import GroupRequest, Planned
 from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token
-from heteroinfer_operator.planning.step_limit import keeps_limit, plan_within_limit, time_between_tokens
+from heteroinfer_operator.planning.step_limit import exceeding_s, plan_within_limit
 from heteroinfer_operator.quantity import parse_bytes
 
 PlanMode: TypeAlias = Callable[[GroupRequest], Planned]
@@ -62,7 +62,7 @@ def plan_any_mode(request: GroupRequest, plan: PlanMode) -> Planned:
     """
     if request.spec.parallelism.mode is not None:
         return plan(request)
-    load = chosen_load(request.spec)
+    load = request.spec.planning.chosen_load
     modes, no_feed_forward = candidate_modes(request.spec)
     tried_modes = [_try_mode(request, chosen, plan, load) for chosen in modes]
     fitting_modes = [tried for tried in tried_modes if tried.planned is not None]
@@ -86,11 +86,6 @@ _MEMORY_UNKNOWN: Final = (
 )
 
 
-def chosen_load(spec: HeteroInferenceSpec) -> LoadSpec:
-    """Returns the load for which the modes are compared: planning.load, or the default load."""
-    return spec.planning.load or LoadSpec()
-
-
 def predict_load(planned: Planned, load: LoadSpec) -> LoadFigures:
     """Predicts the times of a plan under a load.
 
@@ -102,7 +97,7 @@ def predict_load(planned: Planned, load: LoadSpec) -> LoadFigures:
     longest = plan.engine.max_model_len
     prompt = min(load.prompt_tokens, max(longest - 1, 1))
     output = min(load.output_tokens, max(longest - prompt, 1))
-    num_concurrent = max(min(load.requests, requests_at_once(planned, prompt + output)), 1)
+    num_concurrent = concurrent_requests(planned, load)
     decode = StepLoad(requests=num_concurrent, context=prompt + output // 2)
     step = forecast(plan, sizes, rates, decode, feed_forward_wait)
     first = forecast_first_token(plan, sizes, rates, prompt, feed_forward_wait)
@@ -153,8 +148,7 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
 def _excess_and_time(tried: _TriedMode) -> tuple[float, float]:
     """Returns the time between tokens of a plan that exceeds its limit, else 0, and the time of the load."""
     assert tried.planned is not None and tried.figures is not None  # noqa: PT018 - for mypy
-    excess_s = 0.0 if keeps_limit(tried.planned) else time_between_tokens(tried.planned).step_s
-    return excess_s, tried.figures.total_s
+    return exceeding_s(tried.planned), tried.figures.total_s
 
 
 def _build_option(tried: _TriedMode) -> ModeOption:
@@ -224,7 +218,7 @@ def _memory_gains(
             except PlanError:
                 continue
             total_s = predict_load(planned, load).total_s
-            if total_s <= (1 - _MIN_REPORTED_GAIN) * chosen_s and keeps_limit(planned):
+            if total_s <= (1 - _MIN_REPORTED_GAIN) * chosen_s and not exceeding_s(planned):
                 yield f"with {memory}, {chosen.title} would take {total_s:.3g} s instead of {chosen_s:.3g} s"
             break
 

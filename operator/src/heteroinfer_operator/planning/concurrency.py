@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from heteroinfer_operator.api import LoadSpec
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.planner import Planned
 
@@ -31,3 +32,9 @@ def requests_at_once(planned: Planned, tokens: int) -> int:
     """Returns the number of requests of this many tokens that run at the same time."""
     usable_blocks = max(num_kv_blocks(planned) - 1, 0)  # vLLM keeps one block for itself
     return min(usable_blocks // max(sequence_blocks(planned, tokens), 1), planned.plan.engine.max_num_seqs)
+
+
+def concurrent_requests(planned: Planned, load: LoadSpec) -> int:
+    """Returns how many requests of a load run at the same time if each has all of its tokens; at least 1."""
+    tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
+    return max(min(load.requests, requests_at_once(planned, tokens)), 1)

@@ -27,7 +27,7 @@ from heteroinfer_operator.nodes.placement import (
     find_obstacle,
 )
 from heteroinfer_operator.nodes.role_demand import role_demand
-from heteroinfer_operator.planning.auto_mode import chosen_load, plan_any_mode
+from heteroinfer_operator.planning.auto_mode import plan_any_mode
 from heteroinfer_operator.planning.concurrency import requests_at_once
 from heteroinfer_operator.planning.gpu_floor import GpuFloor
 from heteroinfer_operator.planning.gpu_sizes import fits_gpus, gpu_memory_mib, largest_labelled_gpus
@@ -222,7 +222,7 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
             for rank in plan.ranks
         ]
 
-    load = chosen_load(planned.request.spec)
+    load = planned.request.spec.planning.chosen_load
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
     wanted = min(load.requests, requests_at_once(reference, tokens))
     plan, reference_plan = planned.plan, reference.plan

@@ -14,7 +14,7 @@ from heteroinfer_contract.plan import (
     RankAssignment,
 )
 from heteroinfer_contract.printable import format_bytes
-from heteroinfer_operator.api import HeteroInferenceSpec, LoadSpec
+from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
     FeedForwardPart,
@@ -207,7 +207,7 @@ def choose_mode(
             profile=profile,
             engine=engine,
             inventory=inventory,
-            load=spec.planning.load or LoadSpec(),
+            load=spec.planning.chosen_load,
             tokens=spec.engine.max_batched_tokens,
         )
         remote, engine = chooser.choose(without_ring)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract.plan import EngineSettings, Plan
-from heteroinfer_operator.api import LoadSpec
-from heteroinfer_operator.planning.concurrency import requests_at_once
+from heteroinfer_operator.planning.concurrency import concurrent_requests
 from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
@@ -33,20 +32,17 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     """
     planned = make_plan(request, inventory)
     limit = request.spec.engine.max_time_between_tokens
-    if limit is None or keeps_limit(planned):
+    if limit is None or not exceeding_s(planned):
         return planned
     sizes = list(_smaller_steps(planned.plan.engine))
-    if not sizes:
-        return replace(planned, notes=(*planned.notes, _exceeded_note(planned, limit)))
-    smallest = _plan_with_tokens(request, inventory, sizes[0])
-    if keeps_limit(smallest):
-        return _plan_largest_step(request, inventory, sizes, parse_duration_s(limit)) or smallest
-    allowed_s = _FALLBACK * time_between_tokens(smallest).step_s
-    fallback = _plan_largest_step(request, inventory, sizes, allowed_s) or smallest
-    return replace(fallback, notes=(*fallback.notes, _exceeded_note(fallback, limit)))
+    best = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
+    least_s = exceeding_s(best)
+    longest_s = _FALLBACK * least_s if least_s else parse_duration_s(limit)
+    best = _find_largest_step(request, inventory, sizes[1:], longest_s) or best
+    return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if least_s else best
 
 
-def _plan_largest_step(
+def _find_largest_step(
     request: GroupRequest, inventory: Inventory, sizes: list[int], limit_s: float
 ) -> Planned | None:
     """Returns the plan with the largest of these sizes whose longest step keeps a time, or None.
@@ -83,9 +79,9 @@ def time_between_tokens(planned: Planned) -> Prediction:
         for tokens in _longest_steps(plan)
     ]
     slowest = max(chunks, key=lambda prediction: prediction.step_s)
-    load = planned.request.spec.planning.load or LoadSpec()
+    load = planned.request.spec.planning.chosen_load
     context = min(load.prompt_tokens + load.output_tokens, longest)
-    running = max(min(load.requests, requests_at_once(planned, context)), 1)
+    running = concurrent_requests(planned, load)
     with_cache = predict(StepLoad(requests=running, context=context))
     without_cache = predict(StepLoad(requests=running))
     return slowest + Prediction(
@@ -95,10 +91,13 @@ def time_between_tokens(planned: Planned) -> Prediction:
     )
 
 
-def keeps_limit(planned: Planned) -> bool:
-    """Reports whether a plan keeps `engine.maxTimeBetweenTokens`, by prediction. True without a limit."""
+def exceeding_s(planned: Planned) -> float:
+    """Returns the predicted time between tokens if it exceeds `engine.maxTimeBetweenTokens`, otherwise 0."""
     limit = planned.request.spec.engine.max_time_between_tokens
-    return limit is None or time_between_tokens(planned).step_s <= parse_duration_s(limit)
+    if limit is None:
+        return 0.0
+    step_s = time_between_tokens(planned).step_s
+    return step_s if step_s > parse_duration_s(limit) else 0.0
 
 
 def _longest_steps(plan: Plan) -> Iterator[int]:

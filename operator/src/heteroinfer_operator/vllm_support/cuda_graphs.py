@@ -4,8 +4,9 @@ Source: vllm/config/vllm.py::VllmConfig._set_cudagraph_sizes@v0.32.0.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Final
 
 from heteroinfer_contract.given_options import given_options
@@ -46,34 +47,21 @@ def _floor_to_captured(rows: int) -> int:
 def _read_config(args: tuple[str, ...]) -> Mapping[str, Any]:
     """Returns the settings of CUDA graphs in the arguments, as keys of --compilation-config."""
     config: dict[str, Any] = {}
-    for number, arg in enumerate(args):
-        for option in given_options((arg, *args[number + 1 : number + 2]))[:1]:
-            if option.arg != arg:
-                continue
-            if option.may_mean(_SIZES):
-                config["cudagraph_capture_sizes"] = _read_numbers(arg, args[number + 1 :])
-            elif option.may_mean(_MOST):
-                config["max_cudagraph_capture_size"] = _read_json(option.value)
-            elif option.may_mean(_LEVEL) and option.value == "0":
-                config["cudagraph_mode"] = "NONE"
-            elif option.may_mean(_CONFIG):
-                value = _read_json(option.value)
-                if option.path:
-                    config[option.path[0]] = value
-                elif isinstance(value, dict):
-                    config |= value
+    for option in given_options(args):
+        if option.may_mean(_SIZES):
+            sizes = [int(text) for text in takewhile(str.isdecimal, option.values)]
+            config["cudagraph_capture_sizes"] = sizes or None
+        elif option.may_mean(_MOST):
+            config["max_cudagraph_capture_size"] = _read_json(option.value)
+        elif option.may_mean(_LEVEL) and option.value == "0":
+            config["cudagraph_mode"] = "NONE"
+        elif option.may_mean(_CONFIG):
+            value = _read_json(option.value)
+            if option.path:
+                config[option.path[0]] = value
+            elif isinstance(value, dict):
+                config |= value
     return config
-
-
-def _read_numbers(arg: str, following: Sequence[str]) -> list[int] | None:
-    """Returns the numbers of an option that takes several, or None if it has none."""
-    _, equals, value = arg.partition("=")
-    numbers: list[int] = []
-    for text in [value] if equals else following:
-        if not text.isdecimal():
-            break
-        numbers.append(int(text))
-    return numbers or None
 
 
 def _read_json(text: str | None) -> Any:

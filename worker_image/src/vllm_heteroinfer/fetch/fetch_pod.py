@@ -15,7 +15,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, QUESTION_HEADER, CacheCleanup
 from heteroinfer_contract.printable import printable
-from heteroinfer_contract.report_access import SCHEME
+from heteroinfer_contract.report_access import read_proof
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
@@ -147,8 +147,8 @@ def _answer_request(job: FetchJob, request: HealthRequest) -> HealthAnswer:
     if request.path == names.PATH_HEALTHZ:
         return HealthAnswer(status=HTTPStatus.OK, body="ok")
     if request.path == names.PATH_FETCH:
-        scheme, _, token = request.credentials.partition(" ")
-        if scheme == SCHEME:
+        token = read_proof(request.credentials)
+        if token:
             job.question.confirm(token)
         number = job.question.number
         return HealthAnswer(
