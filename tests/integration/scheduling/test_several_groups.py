@@ -158,6 +158,8 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
                 plane.kubectl("uncordon", node)
             await until("both groups", pair.places, STEP_S, pair.said)
 
+            await _scale_down_while_group_0_starts(pair, load)
+
             # A rollout has taken one group: the other one is not evicted before that serves again.
             nodes.held = True
             change = {"spec": {"engine": {"maxModelLen": 256}}}
@@ -230,6 +232,37 @@ async def _drain_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> N
         assert not load.failed, node
         await pair.apart()
         pair.plane.kubectl("uncordon", node)
+
+
+async def _scale_down_while_group_0_starts(pair: Pair, load: Clients) -> None:
+    """Group 1 is no longer wanted, but serves until group 0 serves."""
+    path = HETERO_INFERENCE.path(pair.namespace, "pair")
+    node = next(iter((await pair.apart())["0"]))
+    pair.nodes.held = True
+    await pair.drain(node)
+    pair.plane.kubectl("uncordon", node)
+    await pair.server.merge(path, {"spec": {"replicas": 1}})
+    await until("group 1 is kept", lambda: _has_kept_group(pair), STEP_S, pair.said)
+    pair.nodes.held = False
+    await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.said)
+    assert not load.failed, load.failed[0]
+    await pair.server.merge(path, {"spec": {"replicas": 2}})
+    await pair.apart()
+
+
+async def _has_kept_group(pair: Pair) -> bool:
+    stored = await pair.server.get(HETERO_INFERENCE.path(pair.namespace, "pair"))
+    return any(
+        "this group stops once group 0 serves" in (g.get("message") or "") for g in stored["status"]["groups"]
+    )
+
+
+async def _has_one_group(pair: Pair) -> bool:
+    groups = {
+        pod["metadata"]["labels"][names.LABEL_GROUP]
+        for pod in await pods_of(pair.server, pair.namespace, "pair")
+    }
+    return groups == {"0"}
 
 
 async def _lose_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> None:

@@ -59,13 +59,15 @@ def no_group_wanted(facts: ConditionFacts) -> ConditionAnswer | None:
 
 def no_client_reaches_groups(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if groups serve but clients reach no group; otherwise returns None."""
-    if not facts.serving or facts.unreachable is None:
+    if facts.unreachable is None or not (facts.serving or facts.kept):
         return None
     return ConditionAnswer(False, facts.unreachable.reason, facts.unreachable.message)
 
 
 def some_group_serves(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers True if a group serves; otherwise returns None."""
+    if facts.kept is not None and not facts.serving:
+        return ConditionAnswer(True, "Serving", f"group {facts.kept.index}: {facts.kept.message}")
     return ConditionAnswer(True, "Serving", facts.serving_count) if facts.serving else None
 
 

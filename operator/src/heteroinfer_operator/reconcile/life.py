@@ -58,6 +58,7 @@ class ConditionFacts:
     """The facts from which the conditions of a resource are built.
 
     Attributes:
+        kept: group that is no longer wanted and serves until a wanted group does, or None.
         draining: whether pods of stopping or unwanted groups still exist.
         blocked_pod: message about a pod that a finalizer blocks, or "".
         target: revision of the spec, or None if the spec cannot be read.
@@ -69,6 +70,7 @@ class ConditionFacts:
 
     decisions: Sequence[GroupDecision]
     serving: Sequence[GroupStatus]
+    kept: GroupStatus | None
     worst: GroupStatus
     wanted: int
     draining: bool

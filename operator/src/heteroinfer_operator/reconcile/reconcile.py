@@ -59,7 +59,6 @@ from heteroinfer_operator.reconcile.new_events import (
 from heteroinfer_operator.reconcile.next_status import build_next_status, build_status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
-from heteroinfer_operator.reconcile.one_group.stopping import stop_group
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (
@@ -81,6 +80,7 @@ from heteroinfer_operator.reconcile.revisions import (
     with_modes_of_plans,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_eviction_block
+from heteroinfer_operator.reconcile.scale_down import decide_unwanted
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_silence, with_silence_by_report
 from heteroinfer_operator.reconcile.teardown import decide_teardown
@@ -299,11 +299,7 @@ def _decide_groups(
     context = replace(context, eviction_block=find_eviction_block(context, old_groups, by_group))
     wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
     context = context.with_chosen_mode()
-    unwanted_groups = [
-        stop_group(context, old_groups.get(index, GroupStatus(index=index)), pods, "stopping: scaled down")
-        for index, pods in sorted(by_group.items())
-        if index >= context.replicas
-    ]
+    unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)
     wanted_groups = [
         _update_rank_entries(observation, context, decision, by_group) for decision in wanted_groups
     ]

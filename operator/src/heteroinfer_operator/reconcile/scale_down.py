@@ -1,0 +1,86 @@
+"""Stops the groups that are no longer wanted. Pure.
+
+A group that is no longer wanted may be the only group that serves: an autoscaler may scale down while a
+wanted group restarts. The operator keeps such a group until a wanted group serves, so that clients always
+have a group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Final
+
+from heteroinfer_contract.group_report import GroupReport
+from heteroinfer_operator.api import GroupPhase, GroupStatus, StartupPhase
+from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.errors import Shortage
+from heteroinfer_operator.reconcile.one_group.decide import decide_group
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
+from heteroinfer_operator.reconcile.one_group.stopping import stop_group
+from heteroinfer_operator.reconcile.reconcile_context import Context
+
+MAX_WAIT_FOR_ROOM: Final = timedelta(seconds=30)
+"""How long a wanted group may wait for nodes beside a kept group, whose nodes it may need."""
+
+
+def decide_unwanted(
+    context: Context,
+    old: Mapping[int, GroupStatus],
+    by_group: Mapping[int, Sequence[PodView]],
+    reports: Mapping[int, GroupReport],
+    wanted: Sequence[GroupDecision],
+) -> list[GroupDecision]:
+    """Stops each group that is no longer wanted, except one that serves while no wanted group does.
+
+    Args:
+        wanted: decisions about the wanted groups in this reconcile.
+    """
+    keeps_one = _needs_kept_group(context, wanted)
+    decisions = []
+    for index, pods in sorted(by_group.items()):
+        if index < context.replicas:
+            continue
+        status = old.get(index, GroupStatus(index=index))
+        kept = _keep(context, status, pods, reports.get(index), wanted) if keeps_one else None
+        keeps_one = keeps_one and kept is None
+        decisions.append(kept or stop_group(context, status, pods, "stopping: scaled down"))
+    return decisions
+
+
+def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool:
+    """Reports whether no wanted group serves although one can start without the nodes of other groups."""
+    if context.life.suspend or any(
+        decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
+    ):
+        return False
+    return any(_wait_for_room(context, decision) < MAX_WAIT_FOR_ROOM for decision in wanted)
+
+
+def _wait_for_room(context: Context, decision: GroupDecision) -> timedelta:
+    """Returns for how long a group has waited for nodes. A group with a refused spec waits for no node."""
+    startup, refusal = decision.status.startup, decision.refusal
+    waits_for_spec = refusal is not None and not isinstance(refusal, Shortage)
+    if startup is None or startup.phase is not StartupPhase.SCHEDULING or waits_for_spec:
+        return timedelta(0)
+    return context.now - startup.since
+
+
+def _keep(
+    context: Context,
+    status: GroupStatus,
+    pods: Sequence[PodView],
+    report: GroupReport | None,
+    wanted: Sequence[GroupDecision],
+) -> GroupDecision | None:
+    """Returns the decision that keeps a serving group; None if the group does not serve."""
+    decision = decide_group(context, status, pods, may_replace=False, report=report)
+    if decision.status.phase is not GroupPhase.READY or decision.creates or decision.deletes:
+        return None
+    message = f"scaled down: this group stops once group {wanted[0].status.index} serves"
+    if len(wanted) > 1:
+        message = "scaled down: this group stops once a group with a lower index serves"
+    return replace(
+        decision,
+        status=decision.status.changed(message=message),
+        look_again_s=min(filter(None, (decision.look_again_s, MAX_WAIT_FOR_ROOM.total_seconds()))),
+    )
