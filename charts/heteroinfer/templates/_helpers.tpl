@@ -8,7 +8,7 @@
 
 {{- define "heteroinfer.selector" -}}
 app.kubernetes.io/name: heteroinfer-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "heteroinfer.labels" -}}
@@ -159,7 +159,7 @@ annotations:
 {{/* Network settings and runtime class of the operator's pod. */}}
 {{- define "heteroinfer.network" -}}
 {{- with .Values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- if .Values.hostNetwork }}
 hostNetwork: true

@@ -382,7 +382,7 @@ def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(schema["properties"]) - {"global"} == set(values)
+    assert set(schema["properties"]) - {"global", "enabled"} == set(values)
 
     def closed(node: dict[str, Any], path: str) -> None:
         if node.get("type") == "object" and path not in OPEN:

@@ -29,14 +29,15 @@ class UniqueKeys(yaml.CSafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def render(folder: Path, values: dict[str, Any]) -> Objects:
-    """Returns the objects of release `rel` in namespace `sys`, with these values and the least ones."""
+def render(folder: Path, values: dict[str, Any], release: str = "rel", namespace: str = "sys") -> Objects:
+    """Returns the objects of a release, with these values and the least ones."""
     tools.ensure_built(tools.HELM)
     files = [LEAST_VALUES]
     for number, (path, value) in enumerate(values.items()):
         files.append(folder / f"{number}.yaml")
         files[-1].write_text(values_of(path, value))
-    command = [str(tools.program(tools.HELM, "helm")), "template", "rel", str(CHART), "--namespace", "sys"]
+    helm = str(tools.program(tools.HELM, "helm"))
+    command = [helm, "template", release, str(CHART), "--namespace", namespace]
     given = [option for file in files for option in ("-f", str(file))]
     home = {f"HELM_{name}_HOME": str(folder / "helm") for name in ("CACHE", "CONFIG", "DATA")}
     text = processes.run([*command, "--kube-version", "1.35.4", *given], timeout_s=60, environment=home)
@@ -394,3 +395,44 @@ def test_people_of_an_installation_with_rights_in_namespaces_only_have_no_cluste
 ) -> None:
     objects = render(tmp_path, {"scope": "Namespaced", "crds.install": False})
     assert not [each for each in objects if each["kind"].startswith("Cluster")]
+
+
+@pytest.mark.parametrize("scope", [{}, {"scope": "Namespaced", "watchNamespaces": ["2026", "no"]}])
+def test_names_that_yaml_reads_as_numbers_or_booleans_stay_texts(
+    tmp_path: Path, scope: dict[str, Any]
+) -> None:
+    """Namespaces such as `2024` or `no` are valid in Kubernetes."""
+    values = {
+        **scope,
+        "priorityClassName": "123",
+        "runtimeClassName": "12",
+        "dashboards.enabled": True,
+        "dashboards.namespace": "2023",
+        "podDisruptionBudget.enabled": True,
+        "networkPolicy.enabled": True,
+        "metricsService.enabled": True,
+    }
+    objects = render(tmp_path, values, release="2025", namespace="2024")
+    names = [
+        (path, value)
+        for each in objects
+        for path, value in leaves(each)
+        if path[-1] in {"name", "namespace", "priorityClassName", "runtimeClassName", "serviceAccountName"}
+        or path[-1].startswith("app.kubernetes.io/")
+    ]
+    assert [(path, value) for path, value in names if not isinstance(value, str)] == []
+    assert {"2024", "2023", "123"} <= {value for _, value in names}
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the path and the value of everything that is no object and no list."""
+    if isinstance(value, dict):
+        return [leaf for key, child in value.items() for leaf in leaves(child, (*path, str(key)))]
+    if isinstance(value, list):
+        return [leaf for child in value for leaf in leaves(child, path)]
+    return [(path, value)]
+
+
+def test_a_parent_chart_may_switch_the_chart_off_by_a_condition(tmp_path: Path) -> None:
+    """Helm passes the value of the condition to the chart, too."""
+    assert render(tmp_path, {"enabled": True}) == render_least()
