@@ -102,7 +102,7 @@ class PodView:
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
         unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
         defaulted: requests and limits that a LimitRange set for the worker container, or "".
-        cleanup: commits that a fetch pod must not remove from its cache; None for a pod that removes no
+        cleanup: rule by which a fetch pod removes old commits from its cache; None for a pod that removes no
             commit.
     """
 

@@ -25,7 +25,10 @@ BYTES_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?
 RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Pattern of a container resource in the resource's schema."""
 DURATION_PATTERN: Final = r"^([0-9]{1,5}(h|m|s|ms)|[0-9]{6}s){1,4}$"
-"""Pattern of a duration in the resource's schema: GEP-2257's, plus the six digits of seconds of 0.1.0."""
+"""Pattern of a duration in the resource's schema.
+
+It is the pattern of GEP-2257 (Gateway API), plus seconds of six digits, which version 0.1.0 accepted.
+"""
 _UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
 PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -43,7 +46,7 @@ _QUANTITY: Final = re.compile(
 _MAX_QUANTITY: Final = Fraction(2**63 - 1)
 _MIN_QUANTITY: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
-"""Number of significant digits that are parsed. The bounds above need 28 digits."""
+"""Number of significant digits that are parsed. The two bounds of a quantity need 28 digits."""
 _MAX_EXPONENT: Final = 10**9
 _MAX_CACHED_LENGTH: Final = 64
 """Longest text whose value is cached, in characters. Other clients may store texts of a megabyte."""
@@ -55,10 +58,10 @@ _MILLISECONDS: Final[Mapping[str, int]] = MappingProxyType({"h": 3_600_000, "m":
 def parse_quantity(text: object) -> Fraction:
     """Parses a quantity such as `3920m`, `80Gi`, `.5` or `1e9`.
 
-    Accepts every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity` that the API server stores: any
-    number of digits, any exponent. Caps larger numbers at 2**63 - 1, as Kubernetes does with binary suffixes.
-    Like Kubernetes, rounds away from zero to a billionth. The resource's schema accepts fewer forms
-    (BYTES_PATTERN, RESOURCE_PATTERN).
+    Accepts every form that the API server stores (`k8s.io/apimachinery/pkg/api/resource.ParseQuantity`), with
+    any number of digits and any exponent. The schema of HeteroInference accepts fewer forms (BYTES_PATTERN,
+    RESOURCE_PATTERN). Rounds away from zero to a billionth, as Kubernetes does. Larger numbers become
+    2**63 - 1, as in Kubernetes with binary suffixes.
 
     Raises:
         ValueError: the text is not a quantity.
@@ -94,16 +97,21 @@ def _bounded_integer(text: str) -> int:
 
 
 def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> Fraction:
-    """Returns `whole.part` * 10**`exponent` * `factor` within the bounds, for any number of digits."""
+    """Returns `whole.part` * 10**`exponent` * `factor`, at least _MIN_QUANTITY and at most _MAX_QUANTITY.
+
+    Returns 0 for zero. The number may have any number of digits.
+    """
     written = whole + part
     digits = written.lstrip("0")
     if not digits:
         return Fraction(0)
-    # The number is 0.DIGITS * 10**power, so its size is known without computing it.
+    # The number is 0.DIGITS * 10**power, so `power` gives its size. The factor is from 10**-9 (n) to 1024**6
+    # (Ei). Beyond this power, no factor brings the number back within the bounds.
     power = len(digits) - len(part) + exponent
-    if power > len(str(_MAX_QUANTITY)) + len(str(10**9)):
+    decisive_power = len(str(_MAX_QUANTITY)) + len(str(10**9))
+    if power > decisive_power:
         return _MAX_QUANTITY
-    if power < -len(str(_MAX_QUANTITY)) - len(str(10**9)):
+    if power < -decisive_power:
         return _MIN_QUANTITY
     read = digits[:_DIGITS_READ]
     amount = Fraction(int(read)) * Fraction(10) ** (power - len(read)) * factor
@@ -111,10 +119,10 @@ def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> F
 
 
 def exact_quantity(text: str) -> Fraction:
-    """Parses a quantity of RESOURCE_PATTERN to the value that the API server compares.
+    """Parses a quantity of RESOURCE_PATTERN to the value with which the API server compares it.
 
-    The API server caps only numbers with a binary suffix at 2**63 - 1.
-    Source: k8s.io/apimachinery/pkg/api/resource/quantity.go, ParseQuantity.
+    `parse_quantity` caps every number at 2**63 - 1. The API server and this function cap only numbers with a
+    binary suffix (k8s.io/apimachinery/pkg/api/resource/quantity.go, ParseQuantity).
 
     Raises:
         ValueError: the text is not a quantity.
@@ -144,7 +152,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def format_quantity(value: Fraction) -> str:
-    """Formats a number as a quantity, rounded up to thousandths. Multiples of Mi or Gi get that suffix."""
+    """Formats a number as a quantity, rounded up to thousandths. Whole Gi or Mi get this suffix."""
     if value.denominator != 1:
         return f"{math.ceil(value * 1000)}m"
     for suffix in ("Gi", "Mi"):

@@ -1,6 +1,6 @@
 """A work queue that merges repeated keys and runs one reconcile of a resource at a time.
 
-Independent of Kubernetes: callers pass the function that processes a key. Must not import kopf or a client.
+Independent of Kubernetes: the function that processes a key is an argument. Must not import kopf or a client.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Backoff:
     Attributes:
         first_s: wait after the first failure. Each further failure doubles it.
         max_s: longest wait.
-        changed_s: longest wait after a failure if another program changes the resource.
+        changed_s: longest wait after a failure if others change the resource.
         conflicts_at_once: number of consecutive conflicts after which the queue retries without a wait.
             Further conflicts count as failures.
     """
@@ -65,12 +65,12 @@ _MAX_DEFECTS: Final = 100
 
 
 def build_process(
-    cluster: Cluster, decide: Decide, *, passed_s: Callable[[], float] = time.monotonic
+    cluster: Cluster, decide: Decide, *, monotonic_s: Callable[[], float] = time.monotonic
 ) -> Process:
     """Builds the reconcile function of one resource: observe, decide, act.
 
     Args:
-        passed_s: monotonic clock, in seconds.
+        monotonic_s: monotonic clock, in seconds.
     """
     logged: set[tuple[ResourceKey, str]] = set()
     connecting: dict[ResourceKey, SeenTime[tuple[int, int]]] = {}
@@ -92,10 +92,10 @@ def build_process(
         if observation is None:
             connecting.pop(key, None)
             return None
-        seen = connecting.setdefault(key, SeenTime())
-        connecting_s = seen.look(passed_s())
+        times = connecting.setdefault(key, SeenTime())
+        connecting_s = times.add_elapsed(monotonic_s())
         decision = decide(replace(observation, connecting_s=connecting_s), datetime.now(UTC))
-        seen.keep(decision.connecting)
+        times.set_states(decision.connecting)
         for action in decision.actions:
             if isinstance(action, PatchStatus) and action.defect:
                 log_defect(key, action.defect)
@@ -113,13 +113,13 @@ class _KeyState:
     Attributes:
         waiting: whether the resource is in the queue.
         run: token that identifies the running reconcile, or None.
-        changed: whether the resource was added during the running reconcile.
-        changed_by_others: whether something other than the running reconcile added it.
+        changed: whether the resource was added again during the running reconcile.
+        changed_by_others: whether code outside the running reconcile added the resource again.
         failures: consecutive failures.
         conflicts: conflicts since the last success.
-        not_before: event loop time before which changes start no reconcile; 0 without a failure.
+        not_before: event loop time before which no reconcile starts after a failure; 0 without a failure.
         timer: timer of the next reconcile, or None.
-        waiters: futures of process_all for the next reconcile that starts.
+        waiters: futures of `process_all` that the next reconcile sets when it ends.
     """
 
     waiting: bool = False
@@ -139,15 +139,15 @@ class _KeyState:
 
 
 _RUN: Final[ContextVar[object | None]] = ContextVar("reconcile", default=None)
-"""Token of the reconcile that runs the current code. `add` finds out by it who caused a change."""
+"""Token of the reconcile that runs the current code. With it, `add` recognizes a reconcile's own changes."""
 
 
 class WorkQueue:
     """Runs `process` for each added key, never twice at the same time for the same key.
 
-    A key that is added several times before its turn is processed once. A key that is added during its
-    processing is processed once more. While a key fails, changes by others shorten its back-off, but changes
-    by its own reconcile do not. Use from one event loop.
+    A key that is added several times before its turn is processed once. A key that is added while it is
+    processed is processed once more. After a failure, changes by others shorten the key's back-off. Changes
+    by its own reconcile do not, so that a failing reconcile does not restart itself. Use from one event loop.
 
     Args:
         workers: most concurrent reconciles, without those that have run for `slow_s`.
@@ -175,7 +175,7 @@ class WorkQueue:
         self._keys: dict[ResourceKey, _KeyState] = {}
 
     def add(self, key: ResourceKey) -> None:
-        """Queues a reconcile of a resource. After a failure the reconcile waits for the back-off."""
+        """Queues a reconcile of a resource. After a failure, it waits at least until `not_before`."""
         state = self._keys.setdefault(key, _KeyState())
         if state.run is not None:
             state.changed = True
@@ -186,7 +186,7 @@ class WorkQueue:
             self._enqueue(key, state)
 
     def add_after(self, key: ResourceKey, delay_s: float) -> None:
-        """Schedules a reconcile after a delay, or earlier if the resource is added or due before."""
+        """Schedules a reconcile after a delay. An earlier timer or change takes precedence."""
         state = self._keys.setdefault(key, _KeyState())
         self._start_timer(key, state, asyncio.get_running_loop().time() + max(delay_s, 0.0))
 
@@ -263,7 +263,10 @@ class WorkQueue:
                     waiter.set_result(None)
 
     def _finish(self, key: ResourceKey, state: _KeyState) -> None:
-        """Ends a reconcile, and queues the next one if the resource has changed meanwhile."""
+        """Ends a reconcile, and queues the next one if the resource has changed in the meantime.
+
+        After a failure, only changes by others start a reconcile before the back-off is over.
+        """
         needs_reconcile = state.changed_by_others or (state.changed and not state.failures)
         state.run, state.changed, state.changed_by_others = None, False, False
         if needs_reconcile:
@@ -274,7 +277,7 @@ class WorkQueue:
     async def _process_once(self, key: ResourceKey, state: _KeyState) -> None:
         """Runs one reconcile; counts and logs every error.
 
-        No exception of a reconcile may end the queue, so this function catches all exceptions.
+        Catches all exceptions, because no exception of a reconcile may end the queue.
         """
         started = time.monotonic()
         try:
@@ -296,7 +299,7 @@ class WorkQueue:
                 f"the reconcile did not finish within {self._reconcile_timeout_s:g} s",
             )
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if _is_cancelled():  # the process stops
                 raise
             self._handle_failure(key, state, "Cancelled", "a task that the reconcile awaited was cancelled")
         except Exception as error:

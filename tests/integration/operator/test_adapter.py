@@ -219,7 +219,7 @@ async def test_reports_a_foreign_object_of_the_same_name_and_keeps_it(
     async with watching(server) as watched:
         (refusal,) = (await act(watched, owner, ApplyObject(manifest=service(owner, "tiny")))).refusals
         assert (refusal.kind, refusal.name, refusal.reason) == ("Service", "tiny", "NameTaken")
-        assert re.match(f"Service {namespace}/tiny exists .* Delete it, or give", refusal.message)
+        assert re.match(f"Service {namespace}/tiny exists .* Delete that object, or give", refusal.message)
         assert [event["reason"] for event in await own_events(server, namespace)] == ["NameTaken"]
     stored = await server.get(SERVICE.path(namespace, "tiny"))
     assert stored["spec"]["ports"][0]["port"] == 5432

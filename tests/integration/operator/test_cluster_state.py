@@ -164,7 +164,9 @@ async def test_after_an_outage_with_410_the_list_replaces_the_cache(
             lambda: names_of(watched.cluster_state, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
         )
         assert owner.key in watched.touched
-        assert "the cached version is too old to watch from. Listing again" in caplog.text
+        assert (
+            "the API server no longer has the changes since the cached version. Listing again" in caplog.text
+        )
         # The cache watches again.
         await direct.create(POD.path("default"), pod(owner, "ghosts-d"))
         await until(

@@ -134,7 +134,7 @@ def test_a_missing_kubeconfig_is_reported_in_one_message(
     assert main(command) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert f"no kubeconfig ({tmp_path}/none does not exist)" in err
+    assert f"no usable kubeconfig ({tmp_path}/none does not exist)" in err
     assert caplog.records == []
 
 

@@ -21,7 +21,7 @@ async def test_a_reconcile_gets_the_seconds_for_which_ranks_have_been_connecting
         seen.append(dict(observation.connecting_s))
         return Decision(connecting=frozenset({(0, 7)}))
 
-    process = build_process(world, decide, passed_s=lambda: passed_s)  # type: ignore[arg-type]  # run takes a tuple
+    process = build_process(world, decide, monotonic_s=lambda: passed_s)  # type: ignore[arg-type]  # run takes a tuple
     for gap_s in (0.0, 15.0, 20.0, 3600.0):
         passed_s += gap_s
         await process(KEY)

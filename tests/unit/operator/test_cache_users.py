@@ -11,7 +11,7 @@ from heteroinfer_operator.api.model_source import ModelCache
 from heteroinfer_operator.cluster import CleanupPod, PodView, ResourceKey
 from heteroinfer_operator.kube.confirmed_cleanups import ConfirmedCleanups
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.trim import find_cleanup_list
+from heteroinfer_operator.kube.trim import find_cleanup_rule
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
@@ -125,7 +125,7 @@ def test_a_pod_with_an_unreadable_list_removes_nothing() -> None:
     for value in ("", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}'):
         variable = {"name": names.ENV_CACHE_CLEANUP, "value": value}
         stored = {"spec": {"containers": [{"name": names.CONTAINER_WORKER, "env": [variable]}]}}
-        assert find_cleanup_list(stored) is None
+        assert find_cleanup_rule(stored) is None
 
 
 def test_a_confirmation_is_valid_for_a_while_and_may_be_of_an_earlier_process() -> None:

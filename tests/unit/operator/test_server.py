@@ -81,7 +81,7 @@ def test_errors_of_an_unavailable_api_server_do_not_count_as_refusals(status: in
 )
 def test_invalid_answers_raise_api_error(text: str | bytes) -> None:
     """Any other error ended the watch and with it the operator's process."""
-    with pytest.raises(ApiError, match=r"GET /pods: the answer must be .*, got ") as caught:
+    with pytest.raises(ApiError, match=r"GET /pods: the answer must be .* \(got ") as caught:
         parse_answer("GET /pods", text, required_keys=("kind", "metadata"))
     assert not caught.value.is_refusal
     assert len(caught.value.message) < 600

@@ -267,13 +267,16 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     found, (problem,) = read_stored_calibrations(entry, "9.9.9")
     assert found == Calibrations()
     why = (
-        f"ignored, because HeteroInfer {version} measured it and this is 9.9.9. Default rates apply until a "
-        "worker image of 9.9.9"
+        f"ignored, because HeteroInfer {version} measured these rates and the operator has version 9.9.9. "
+        "Plans use default rates for these nodes until the chart's Job of version 9.9.9 measures them"
     )
-    assert problem == f"m7i.json: {why} measures a node of this kind"
+    assert problem == f"m7i.json: {why}. Upgrade the release to 9.9.9, or read the Job's log"
     # Another version may have written what this one cannot read.
     other = {"m7i.json": entry["m7i.json"].replace('"cores":', '"cores_of_then":').replace(version, "0.0.9")}
-    assert "HeteroInfer 0.0.9 measured it and this is" in read_stored_calibrations(other, version)[1][0]
+    assert (
+        "HeteroInfer 0.0.9 measured these rates and the operator has"
+        in read_stored_calibrations(other, version)[1][0]
+    )
     text = entry["m7i.json"]
     bad = {
         "a.json": "{",
@@ -285,7 +288,9 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     found, problems = read_stored_calibrations({**entry, **bad}, version)
     assert found == Calibrations(kinds=(kind,))
     assert [problem.partition(":")[0] for problem in problems] == sorted(bad)
-    assert all("Default rates apply. Remove this entry" in problem for problem in problems)
+    assert all(
+        "Plans use default rates for these nodes. Remove this entry" in problem for problem in problems
+    )
 
 
 def test_a_calibration_decides_about_amx_without_labels() -> None:

@@ -242,7 +242,7 @@ class World:
             refusals=self.refusals,
             admitted=self.admitted,
             gangs=self.gangs,
-            connecting_s=self.connecting.look(self.passed_s),
+            connecting_s=self.connecting.add_elapsed(self.passed_s),
             never_created=frozenset(self.never_created),
             never_requested=frozenset(self.never_created - self.asked),
             never_placed=frozenset(self.never_placed),
@@ -266,7 +266,7 @@ class World:
             self.caused.pop("status writes", None)
         observation = self.observe()
         decision = reconcile(observation, self.now, self.options)
-        self.connecting.keep(decision.connecting)
+        self.connecting.set_states(decision.connecting)
         self.writes = []
         self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)

@@ -75,7 +75,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The result of one check. The message describes the result and how to fix a problem."""
+    """The result of one check. The message describes the result and the fix of a problem."""
 
     name: str
     state: CheckState
@@ -162,7 +162,7 @@ class _ClusterChecks:
         if not self._operators:
             return (
                 CheckState.UNKNOWN,
-                "the check found no operator whose rights it could test. Install HeteroInfer's chart",
+                "found no operator whose rights can be tested. Install HeteroInfer's chart",
             )
         missing = [
             f"{operator.name}: {right}"
@@ -171,8 +171,8 @@ class _ClusterChecks:
         ]
         if missing:
             return CheckState.FAILED, (
-                f"the service account lacks rights: {'; '.join(missing)}. Install the roles of HeteroInfer's "
-                "chart"
+                f"the operator's service account lacks rights: {'; '.join(missing)}. Install the roles of "
+                "HeteroInfer's chart"
             )
         accounts = ", ".join(f"{each.name.namespace}/{each.account}" for each in self._operators)
         return CheckState.OK, f"service account {accounts}"
@@ -187,14 +187,15 @@ class _ClusterChecks:
         return judge_cpu_labels(await self._read_nodes())
 
     async def check_gang_scheduler(self) -> CheckAnswer:
-        """Reports the gang schedulers of the cluster. Groups also run without any."""
+        """Reports the gang schedulers of the cluster. Groups also run without a gang scheduler."""
         is_served_or_error = await detect_gangs(self._server)
         served_gangs = [gang.value for gang, answer in is_served_or_error.items() if answer is True]
         if served_gangs:
             return CheckState.OK, ", ".join(served_gangs)
         return CheckState.NOTE, (
-            "no gang scheduler was found. The operator starts a group only if all its pods fit the nodes, "
-            "but another workload can take their place before Kubernetes schedules them"
+            "found no gang scheduler. The operator creates the pods of a group only if all pods fit the "
+            "nodes, but another workload can take this capacity before Kubernetes schedules the pods. To "
+            "prevent that, install a gang scheduler"
         )
 
     async def check_shared_storage(self) -> CheckAnswer:
@@ -218,7 +219,7 @@ class _ClusterChecks:
             return CheckState.OK, ", ".join(sorted(plugins))
         return CheckState.WARNING, (
             "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores them, "
-            "any pod can reach the ports of the groups. Read the plugin's documentation"
+            "any pod can reach the ports of the groups. Check this in the plugin's documentation"
         )
 
     async def _read_nodes(self) -> Sequence[Mapping[str, Any]]:
@@ -230,10 +231,11 @@ class _ClusterChecks:
 async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> list[str]:
     """Asks the API server which rights the service account of an operator lacks.
 
-    Returns a description of each missing right. If the operator's settings are wrong, it returns their error.
+    Returns a description of each missing right. If the operator's settings are wrong, returns only their
+    error, because the settings decide which rights the operator needs.
     """
     try:
-        # The Deployment has no values for these two variables: Kubernetes takes them from the pod.
+        # The Deployment has no values for these two variables, because Kubernetes takes them from the pod.
         from_pod = {
             "HETEROINFER_NAMESPACE": operator.name.namespace,
             "HETEROINFER_IDENTITY": operator.name.name,
@@ -258,7 +260,7 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
 
 
 def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
-    """Compares the API server's version with the oldest one that HeteroInfer supports."""
+    """Checks that the API server has at least the oldest version that HeteroInfer supports."""
     # Some providers report a minor version with a suffix, such as "31+".
     digits = "".join(character for character in minor if character.isdecimal())
     oldest = ".".join(map(str, MIN_KUBERNETES_VERSION))
@@ -314,7 +316,7 @@ def _usable_gpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Checks that nodes that can run the images offer GPUs, and counts the GPUs."""
+    """Counts the GPUs of the nodes that can run the images. Without a GPU, the result is a note."""
     counts: dict[str, int] = {}
     with_gpus = _usable_gpu_nodes(nodes)
     for node in with_gpus:
@@ -367,7 +369,10 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
 def judge_shared_storage(
     volumes: Iterable[Mapping[str, Any]], classes: Iterable[Mapping[str, Any]]
 ) -> CheckAnswer:
-    """Looks for a storage class whose volumes pods on several nodes can mount for writing."""
+    """Looks for a StorageClass with ReadWriteMany: several nodes can mount its volumes for writing.
+
+    A volume proves this for its class. Without such a volume, the name of the provisioner makes it likely.
+    """
     proven = {
         str(volume["spec"].get("storageClassName") or "(none)")
         for volume in volumes
@@ -383,9 +388,9 @@ def judge_shared_storage(
     if likely:
         return CheckState.OK, f"{', '.join(sorted(likely))} (judged by the name of its provisioner)"
     return CheckState.NOTE, (
-        "found no storage class with ReadWriteMany. If the pods of a group run on different nodes, "
-        "a model of a hub needs such a class for model.cache. Otherwise run all pods of a group on one node "
-        "and set model.cache.accessMode to ReadWriteOnce"
+        "found no storage class with ReadWriteMany. A group with pods on several nodes needs such a class "
+        "for the cache of a hub model (model.cache). Install a storage class with ReadWriteMany, or run all "
+        "pods of a group on one node and set model.cache.accessMode to ReadWriteOnce"
     )
 
 

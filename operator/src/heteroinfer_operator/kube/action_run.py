@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_S: Final = 0.25
 """How long a reconcile waits for its status write, and then again for all other requests.
 
-Most requests are done within this time.
+The API server answers most requests within this time.
 """
 _STATUS_RETRY_PAUSE_S: Final = 0.5
 """Pause after a failed attempt to write a status."""
@@ -72,8 +72,8 @@ class Callbacks:
     Attributes:
         observed: gets the status of each observed resource; None once the resource is gone.
         status_written: gets whether the status of a resource was written.
-        held_back: gets the kind of each action that must wait for the resource's budget.
-        wake: gets a resource once a request is answered after its reconcile stopped waiting.
+        held_back: gets the kind of each action that must wait for the resource's budget of writes.
+        wake: gets a resource if one of its requests is answered after its reconcile stopped waiting.
     """
 
     observed: Callable[[ResourceKey, HeteroInferenceStatus | None], None] = lambda key, status: None
@@ -99,14 +99,14 @@ class ActionRun:
     """Runs the actions of one decision. Tracks the resourceVersion through its own writes.
 
     Args:
-        memory: state of the resource, after `begin_decision`.
+        memory: state of the resource. `begin_decision` must have been called for this decision.
     """
 
     def __init__(
         self, context: ActionContext, observation: ResourceObservation, memory: ResourceMemory
     ) -> None:
         self._context = context
-        # A request may outlive its decision. It must not keep the spec and the status in memory until then.
+        # A request may outlive its decision. It must not keep the spec and the status in memory.
         self._resource = observation.resource.without_fields()
         self._memory = memory
         self._permits = memory.permits
@@ -151,7 +151,7 @@ class ActionRun:
     def _reserve_capacity(self, actions: Sequence[Action]) -> None:
         """Reserves capacity for the pods of this decision until the next decision.
 
-        Other resources that decide in between then do not plan the same capacity.
+        So other resources, which decide in the meantime, do not plan the same capacity.
         """
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
@@ -166,19 +166,21 @@ class ActionRun:
         """Returns the seconds that this reconcile may still wait for requests."""
         return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
 
-    # Writes to the resource itself. The status is the first write of a reconcile: it depends on no other
-    # write.
+    # Writes to the resource itself. The status is the first write of a reconcile, because it depends on no
+    # other write.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
-        """Writes the status and the finalizers.
+        """Writes the status, and removes the finalizer.
 
         Returns:
-            False if the new status was not sent. Then the events of this decision must wait too.
+            False if the decision has a new status and it was not sent. Then the events of this decision must
+            wait, too.
         """
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
         if not statuses and self._memory.status_attempts.has_pending:
-            # The API server may still store an earlier status, so all that depends on the status waits.
+            # The API server may still store an earlier status. So all actions that depend on the status wait,
+            # as if this decision had a status that cannot be written.
             self._memory.status_attempts.cancel()
             self._record_conflicts([PatchStatus(status={}, resource_version="")])
             self._status_retry_s = STATUS_RETRY_S
@@ -186,7 +188,7 @@ class ActionRun:
             self._context.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         wait_s = self._memory.status_attempts.wait_s() if writes else 0.0
-        if wait_s > 0:  # an earlier attempt was just sent: send nothing, and count nothing for the budget
+        if wait_s > 0:  # a moment ago an earlier attempt was sent: send nothing, and use no budget
             self._record_conflicts(writes)
             self._status_retry_s = wait_s
             return not statuses
@@ -204,7 +206,7 @@ class ActionRun:
         return not statuses or statuses[0] in due
 
     def _report_unwritten_status(self, again_s: float) -> None:
-        """Reports that the status is not written, and when to try again."""
+        """Reports that the status is not written. The next attempt is after `again_s` seconds."""
         self._context.callbacks.status_written(self._resource.key, False)
         self._status_retry_s = again_s
 
@@ -214,7 +216,7 @@ class ActionRun:
             self._permits.record_conflict(action)
 
     async def _write_one_by_one(self, actions: Sequence[PatchStatus | RemoveFinalizer]) -> None:
-        """Writes status and finalizers one by one; stops after a conflict or without an answer."""
+        """Writes the status and removes the finalizer. Stops at a conflict or a missing answer."""
         for action in actions:
             try:
                 if isinstance(action, PatchStatus):
@@ -236,6 +238,7 @@ class ActionRun:
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._current_permits().record_success(action)
+                # This success changes the version that the other attempts name, so they can only conflict.
                 self._memory.status_attempts.cancel(kept_task=asyncio.current_task())
                 self._context.callbacks.status_written(self._resource.key, True)
         if self._is_finished:
@@ -243,11 +246,11 @@ class ActionRun:
 
     async def _patch_status(self, action: PatchStatus) -> None:
         """Writes the status, if the stored version is the version that the decision used."""
-        is_observed_version = action.resource_version == self._resource.resource_version
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
-        body = self._build_body(
-            {"status": action.status}, self._version if is_observed_version else action.resource_version
-        )
+        # An earlier write of this run may have changed the version from the observed one to `_version`.
+        is_observed_version = action.resource_version == self._resource.resource_version
+        version = self._version if is_observed_version else action.resource_version
+        body = self._build_body({"status": action.status}, version)
         await self._send_resource_write(self._context.server.update(path, body, lane=RequestLane.STATUS))
 
     async def _remove_finalizer(self) -> None:
@@ -265,7 +268,7 @@ class ActionRun:
             raise finalizer_set_each_time(self._resource)
 
     def _build_body(self, fields: Manifest, version: str) -> Manifest:
-        """Builds the request body. The API server refuses it if the resource has another version."""
+        """Builds the body of a write, which the API server refuses if the resource has another version."""
         metadata = {
             **fields.get("metadata", {}),
             "name": self._resource.key.name,
@@ -295,16 +298,22 @@ class ActionRun:
     # Writes to children.
 
     async def _run_stage(self, stage: Sequence[Write]) -> None:
-        """Starts the writes of a stage and waits for them until the reconcile's time is over."""
+        """Starts the writes of a stage, and waits for them until the reconcile's time is over.
+
+        The pods of one epoch are one batch, because `_create_pods` may create one pod before the others. No
+        object depends on a pod, so a batch of pods without an answer blocks nothing.
+        """
         started: dict[asyncio.Task[object], Sequence[Write]] = {}
-        pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
+        """The actions whose dependents are blocked while the task has no answer, by task."""
+        pod_batches: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
                 if (prepared := self._prepare_pod_create(action)) is not None:
-                    pods.setdefault((prepared.scopes, _epoch_of_create(prepared)), []).append(prepared)
+                    batch_key = prepared.scopes, _epoch_of_create(prepared)
+                    pod_batches.setdefault(batch_key, []).append(prepared)
             elif self._may_start(action):
                 started[self._start_writes([action], self._run_child_write(action))] = [action]
-        for batch in pods.values():
+        for batch in pod_batches.values():
             started[self._start_writes(batch, self._create_pods(batch))] = []
         if not started:
             return
@@ -318,9 +327,9 @@ class ActionRun:
     def _prepare_pod_create(self, action: CreateObject) -> CreateObject | None:
         """Returns the create of a pod, or None if it may not start now.
 
-        An earlier decision may have tried to create the pod without getting an answer. The create then has
-        the manifest of that decision, so that both requests create the same pod. While requests for pods of
-        another epoch of the group have no answer, no pod is created.
+        If an earlier decision sent a create of this pod and got no answer, the new create has the manifest of
+        that decision. So both requests create the same pod. While creates of another epoch of the group have
+        no answer, the pod is not created, because those creates may still succeed.
         """
         name, epoch = action.manifest["metadata"]["name"], _epoch_of_create(action)
         if (POD.name, name) in self._memory.pending_requests:
@@ -330,7 +339,7 @@ class ActionRun:
         other_epochs = (
             request for request in self._memory.pending_requests.values() if request.epoch not in ("", epoch)
         )
-        if any(action.scopes & request.scopes for request in other_epochs):  # creates of an earlier epoch
+        if any(action.scopes & request.scopes for request in other_epochs):
             self._permits.record_conflict(action)
             return None
         return action if self._permits.may_run(action) else None
@@ -365,11 +374,11 @@ class ActionRun:
         return task
 
     def _remove_requests(self, actions: Iterable[Write]) -> None:
-        """Removes answered requests from the pending ones; wakes the resource after the reconcile."""
+        """Removes answered requests from the pending ones. Wakes the resource if its reconcile has ended."""
         for action in actions:
             target = kind_and_name(action, self._resource.key.name)
             pending = self._memory.pending_requests.get(target)
-            if pending is self._started_requests.get(target):  # not a later attempt
+            if pending is self._started_requests.get(target):  # otherwise a later reconcile sent it
                 self._memory.pending_requests.pop(target, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
@@ -377,12 +386,11 @@ class ActionRun:
     async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
         """Creates pods of one epoch. If the epoch has no pod yet, creates one pod before the others.
 
-        If a policy or a webhook refuses or changes the first pod, it would do the same with all others.
+        If this first create fails, the others are not sent: a policy or a webhook that refuses or changes the
+        first pod would do the same with all pods.
         """
-        is_first = self._epochs.isdisjoint(
-            {_group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})}
-        )
-        if is_first:
+        epoch = _group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})
+        if epoch not in self._epochs:
             first_create, *creates = creates
             if not await self._run_child_write(first_create):
                 for unsent in creates:
@@ -428,7 +436,7 @@ class ActionRun:
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._record_no_answer(action, error)
-        except HeteroInferError as error:
+        except HeteroInferError as error:  # for example a lost Lease, which stops the write
             self._record_no_answer(action, error)
         else:
             self._current_permits().record_success(action)
@@ -436,9 +444,10 @@ class ActionRun:
         return False
 
     def _current_permits(self) -> ActionPermits:
-        """Returns the permits. Sets their time to now if the reconcile has ended.
+        """Returns the permits of the resource. Sets their time to now if this reconcile has ended.
 
-        During a reconcile their time stays the time of the decision.
+        During the reconcile the time of the decision applies. A late answer needs the present time, because
+        the time of the next attempt counts from it.
         """
         if self._is_finished:
             self._memory.permits.now = datetime.now(UTC)
@@ -455,11 +464,14 @@ class ActionRun:
         self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, error.message[:300]))
 
     def _record_refusal(self, action: Write, reason: str, message: str) -> None:
-        """Records a refusal, and an event if it is new. Does nothing if the spec has changed since."""
+        """Records a refusal, and an event if users must learn of the refusal now.
+
+        Does nothing if the spec has changed since the decision, because the new spec may be accepted.
+        """
         if self._generation != self._memory.generation:
             return
-        news = self._current_permits().record_refused(action, reason, message)
-        if news is not None:
+        refusal_to_report = self._current_permits().record_refused(action, reason, message)
+        if refusal_to_report is not None:
             event = RecordEvent(reason=reason, message=message[:1000], warning=True)
             self._context.recorder.record(self._resource, event)
 
@@ -468,9 +480,9 @@ class ActionRun:
 
     def _report(self, error: BaseException) -> None:
         """Logs the error of a background task that no reconcile awaits."""
-        if isinstance(error, HeteroInferError):  # this process may not write any more
+        if isinstance(error, HeteroInferError):  # this process has lost the Lease, so it may not write
             logger.warning("%s: %s", self._resource.key, error.message)
-        elif self._is_finished:  # before that, the reconcile raises the error
+        elif self._is_finished:  # while the reconcile runs, it raises the error itself
             logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
 
 

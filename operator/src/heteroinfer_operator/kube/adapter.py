@@ -43,8 +43,10 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 0.75
 """How long a reconcile waits for a resource whose cached copy is old."""
 _LIST_S: Final = 1.0
-"""How long a reconcile waits for the list of a namespace's resources, while a fetch asks. The status must be
-true within 2 s."""
+"""How long a reconcile waits for the list of a namespace's resources, which the answer to a fetch pod needs.
+
+A status must not be older than 2 s.
+"""
 
 
 class KubeCluster:
@@ -52,7 +54,7 @@ class KubeCluster:
 
     Args:
         cluster_state: running and synced.
-        patience_s: how long `run` waits for the status write, and again for all other requests.
+        patience_s: how long `run` waits for the status write, and then again for all other requests.
     """
 
     def __init__(
@@ -120,10 +122,10 @@ class KubeCluster:
             for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
                 self._context.recorder.record(resource, event)
-            # Read after the last await, like everything below, so that all values are from one moment.
+            # From here on, nothing awaits, so that all values are from one moment.
             pods = self._cluster_state.pods(key, resource.uid)
-            shown = {pod.view.name for pod in pods}
-            pods += [pod for pod in unlabelled if pod.view.name not in shown]
+            watched = {pod.view.name for pod in pods}
+            pods += [pod for pod in unlabelled if pod.view.name not in watched]
             if not (may_look_again and _has_vanished_pod(known, pods)):
                 break
         never_created = self._update_never_created(resource, status, (pod.view.name for pod in pods))
@@ -156,9 +158,10 @@ class KubeCluster:
     def _find_other_cache_users(
         self, resource: ResourceView, pods: Sequence[PodRecord]
     ) -> tuple[CacheUser, ...] | None:
-        """Returns the other users of the claim of the model cache.
+        """Returns the other resources that use the claim of the model cache.
 
-        Returns None if no fetch starts now that may remove commits, or if some users may be unknown.
+        Returns None if some users may be unknown, and if the decision does not need them: only a new fetch
+        that may remove commits needs them.
         """
         has_fetch_pod = any(
             pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods
@@ -167,10 +170,11 @@ class KubeCluster:
         return self._cluster_state.other_cache_users(resource.key, claim) if claim else None
 
     async def _confirm_cleanup(self, key: ResourceKey, pod: PodRecord) -> bool:
-        """Reports whether a fetch pod's list of commits in use is complete, and records a confirmation.
+        """Reports whether a fetch pod's list of commits in use is complete. If so, records the confirmation.
 
-        A watch may be silent for longer than a minute before it counts as broken. So this method first lists
-        the namespace's resources, unless the cached resources already show that the list is incomplete.
+        A watch may be silent for more than a minute before it counts as broken, so the cache may lack a new
+        resource. So this method first lists the namespace's resources, unless the cache already shows that
+        the pod's list is incomplete.
         """
         if not self._is_list_complete(key, pod):
             return False
@@ -179,14 +183,15 @@ class KubeCluster:
                 await self._cluster_state.resources.list_namespace(key.namespace)
         except (ApiError, UnreadableError, TimeoutError) as error:
             logger.warning(
-                "%s: the removal of old commits by pod %s is not confirmed now, because the resources of the "
-                "namespace cannot be listed: %r. The operator asks again",
+                "%s: pod %s may not remove old commits now, because the operator cannot list the resources "
+                "of the namespace: %r. Trying again",
                 key,
                 pod.view.name,
                 error,
             )
             return False
-        # No await from here on. A resource that the watch reports later sees the confirmation, and waits.
+        # No await from here on. So if the watch reports a resource later, its decision knows the
+        # confirmation, and waits until the pod has removed commits.
         is_complete = self._is_list_complete(key, pod)
         if is_complete:
             self._confirmed.add(pod.view.uid)
@@ -212,13 +217,16 @@ class KubeCluster:
         """Returns the resource, or None if it does not exist or another operator serves it.
 
         Raises:
-            ApiError: the cached copy is old, and the API server did not answer within _READ_S.
+            ApiError: the cached copy is known to be old, and the API server refused, or did not answer within
+                _READ_S.
         """
         try:
             async with asyncio.timeout(_READ_S):
                 return await self._cluster_state.resources.read(key)
         except TimeoutError as error:
-            raise ApiError(f"{key}: no answer from the API server within {_READ_S:g} s") from error
+            raise ApiError(
+                f"{key}: the API server did not return the resource within {_READ_S:g} s"
+            ) from error
 
     def _memory_of(self, resource: ResourceView) -> ResourceMemory:
         """Returns the operator's notes about a resource; new notes if the resource is new."""
@@ -238,9 +246,9 @@ class KubeCluster:
     def _update_never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> NeverCreatedPods:
-        """Updates and returns the list of pods that the operator decided to create and that never existed.
+        """Returns the pods that the operator decided to create and that never existed.
 
-        Takes off the list: pods that exist now (`existing_names`), and pods of epochs that are over.
+        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
         """
         never_created = self._memory_of(resource).never_created
         for name in existing_names:
@@ -251,9 +259,9 @@ class KubeCluster:
     def _update_never_placed(
         self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> frozenset[str]:
-        """Updates and returns the list of pods that were deleted before they had a node, so they never ran.
+        """Returns the names of pods that were deleted before they had a node, so they never ran.
 
-        Takes off the list: pods that exist now (`existing_names`), and pods of epochs that are over.
+        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
         """
         never_placed = self._cluster_state.never_placed
         for name in existing_names:  # also a pod that only lost its label, which a watch reports as deleted
@@ -275,11 +283,11 @@ class KubeCluster:
         """Runs actions: the status first, then all others in order.
 
         A request that is not answered within patience_s continues after this method returns. Its answer
-        calls `wake`. Answered writes are in the caches when this method returns. The next observation
-        contains refused writes. A refused object blocks only the objects that depend on it.
+        calls `wake`. When this method returns, the caches have all answered writes. The next observation
+        lists the refused writes. A refused object blocks only the objects that depend on it.
 
         Returns:
-            Seconds until the next attempt, or the next check of state that no watch shows, or None.
+            Seconds until the next attempt of a write or the next check of state that no watch shows, or None.
 
         Raises:
             ConflictError: an object is in another state than the decision assumed.
@@ -294,12 +302,12 @@ class KubeCluster:
 
 
 def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
-    """Returns the pods whose names are ours, with the labels that follow from the names."""
+    """Returns the pods with names of the resource, with the labels that follow from these names."""
     views = [(pod, with_implied_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
     return [replace(pod, view=view) for pod, view in views if view is not None]
 
 
 def _has_vanished_pod(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
-    """Reports whether a pod disappeared without being deleted. Such a pod may only have lost its label."""
+    """Reports whether a pod disappeared without a deletion. Such a pod has perhaps only lost its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

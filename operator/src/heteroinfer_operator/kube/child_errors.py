@@ -29,8 +29,9 @@ _LIMIT_RANGE_ERROR: Final = re.compile(
     r"(maximum|minimum) [a-z.-]+ usage per (Container|Pod) is|max limit to request ratio per|"
     r"must be less than or equal to [a-z.-]+ limit"
 )
-"""Source: `plugin/pkg/admission/limitranger/admission.go`. The last alternative: a default limit is
-below a request.
+"""Messages of a LimitRange (`plugin/pkg/admission/limitranger/admission.go`).
+
+The last alternative is the message about a default limit below a request.
 """
 
 
@@ -83,7 +84,7 @@ def _image_volume_fix(action: Action, reason: str) -> str:
 
 
 def unanswered_message(action: Action, why: str) -> str:
-    """Returns the message of a write without an answer, which the operator tries again."""
+    """Returns the message about a write without an answer. The operator tries such a write again."""
     return f"the API server has not answered the write of {_describe_write(action)} ({why}). Trying again"
 
 
@@ -106,14 +107,14 @@ def name_taken(child: str) -> ChildError:
         child: kind and name of the object.
     """
     return ChildError(
-        f"{child} exists and does not belong to this {names.KIND}. Delete it, or give the {names.KIND} "
-        "another name",
+        f"{child} exists and does not belong to this {names.KIND}. Delete that object, or give the "
+        f"{names.KIND} another name",
         reason=NAME_TAKEN,
     )
 
 
 def name_held(child: str, stored: Manifest) -> ChildError:
-    """Returns the error for a name that an object in deletion, or of an earlier resource, still has."""
+    """Returns the error for a name that an object still has. The object will be deleted soon."""
     return ChildError(
         f"{child} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
     )
@@ -145,8 +146,8 @@ def changed_on_creation(child: str, fields: Sequence[str]) -> ChildError:
 def deleted_each_time(child: str) -> ChildError:
     """Returns the error for a child that another client deletes after each creation."""
     return ChildError(
-        f"{child}: another controller or a user deletes it each time the operator creates it. Stop that "
-        "controller or user from deleting this object",
+        f"{child}: another controller or a user deletes this object each time the operator creates it. Stop "
+        "that controller or user from deleting the object",
         reason=DELETED_BY_OTHERS,
     )
 
@@ -154,8 +155,8 @@ def deleted_each_time(child: str) -> ChildError:
 def created_each_time(child: str) -> ChildError:
     """Returns the error for an obsolete object that another client creates after each deletion."""
     return ChildError(
-        f"{child}: another controller or a user creates it each time the operator deletes it, although it "
-        "is no longer needed. Stop that controller or user from creating this object",
+        f"{child}: another controller or a user creates this object each time the operator deletes it. "
+        "The object is no longer needed. Stop that controller or user from creating the object",
         reason=MADE_BY_OTHERS,
     )
 
@@ -165,8 +166,8 @@ def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
         f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "
-        "it. If an operator of an earlier version sets it, uninstall that operator, or let it watch other "
-        "namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
+        "it. If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
+        "operator watch other namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
         reason=MADE_BY_OTHERS,
     )
 
@@ -185,7 +186,7 @@ def not_answered(why: str) -> ChildError:
 
 
 def _describe_deletion(stored: Manifest) -> str:
-    """Describes an object that still has the name: it is being deleted, or is of an earlier resource."""
+    """Describes why an object with a needed name will go: a deletion, or an earlier resource owns it."""
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
         return f"belongs to an earlier {names.KIND} of this name and still exists"
@@ -208,7 +209,8 @@ def _field_paths(patch: Manifest, prefix: str = "") -> list[str]:
     paths: list[str] = []
     for key, value in patch.items():
         path = f"{prefix}.{key}" if prefix else str(key)
-        # A patch always carries all labels and owner references, so list metadata fields as a whole.
+        # A patch has all labels and owner references, also the unchanged ones. So name metadata fields as a
+        # whole.
         is_leaf = prefix == "metadata" or not isinstance(value, Mapping) or not value
         paths += [path] if is_leaf else _field_paths(value, path)
     return paths

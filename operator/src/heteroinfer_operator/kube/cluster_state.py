@@ -43,9 +43,9 @@ from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_
 logger = logging.getLogger(__name__)
 
 NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
-"""Kinds that decisions need: ConfigMaps contain the plans, Services the client ports."""
+"""Kinds of children that every decision needs: ConfigMaps contain the plans, Services the client ports."""
 OTHERS_LISTED_S: Final = 5.0
-"""How long the first decisions wait for caches that they do not need."""
+"""How long the first decisions wait for the other caches, without which they are less good."""
 RESERVATION_S: Final = 600.0
 """How long capacity stays reserved for a pod without a node.
 
@@ -57,7 +57,7 @@ NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Faile
 
 
 class ClusterState:
-    """Caches resources, their pods and other children. In cluster scope also nodes and their requests.
+    """Caches resources, their pods and other children. In cluster scope also nodes and all pods' requests.
 
     Attributes:
         cluster_scope: whether all namespaces are cached.
@@ -171,12 +171,12 @@ class ClusterState:
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         self._kept = kept
-        # Total requests of the pods on each node. A change of a pod removes its node's total.
+        # Total requests of the pods on each node. A change of a pod removes the total of its node.
         self._totals: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
-        # `_reserved_pods` has the demands of pods that are being created. `_reserved_since` has the
-        # time at which the reservation of a stored pod began, by the pod's uid.
+        # `_reserved_pods` has the demands of pods that the API server has not stored yet. `_reserved_since`
+        # has the time at which the reservation of a stored pod began, by the pod's uid.
         self._reserved_pods: dict[NamespacedName, PodDemand] = {}
         self._reserved_since: dict[str, float] = {}
 
@@ -189,7 +189,7 @@ class ClusterState:
         return [*self.resources.caches, *pods, *isolating, *children, *capacity, *kept]
 
     def restricted_selectors(self, namespace: str) -> tuple[Manifest, ...] | None:
-        """Returns the selectors of pods whose egress other owners' policies restrict; None if unknown."""
+        """Returns the podSelectors of other owners' policies that restrict egress; None if unknown."""
         return self._isolating.selectors(namespace)
 
     @property
@@ -215,7 +215,8 @@ class ClusterState:
     def cache_of(self, kind: Kind, namespace: str) -> WatchCache[Any] | None:
         """Returns the cache of the children of a kind in a namespace.
 
-        None if the operator does not serve the namespace or the cluster does not serve the kind.
+        Returns None if the operator does not serve the namespace, or if the kind has no cache: the cluster
+        does not serve the kind, or the operator may not list it (Secrets).
         """
         scope = None if self.cluster_scope else namespace
         return self._pods.get(scope) if kind is POD else self._child_caches.get(kind, {}).get(scope)
@@ -226,7 +227,7 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._pod_requests is not None:
-            # The stored pod gets its own reservation (`_count_changed_requests`), so this one ends.
+            # `_count_changed_requests` gives the stored pod its own reservation. So the earlier one ends.
             self._reserved_pods.pop(NamespacedName.from_object(stored), None)
             self._pod_requests.store_written(stored)
 
@@ -255,8 +256,8 @@ class ClusterState:
     def is_ready(self, namespace: str) -> bool:
         """Reports whether the caches of a namespace suffice to decide its resources.
 
-        A namespace is ready once its resources, pods, ConfigMaps and Services are listed, and in cluster
-        scope the nodes. Then `touched` is called for its resources.
+        A namespace is ready once its resources, pods, ConfigMaps and Services are listed, in cluster scope
+        also the nodes and the requests of all pods. Then `touched` is called for its resources.
         """
         scope = None if self.cluster_scope else namespace
         return scope in self._ready
@@ -273,7 +274,8 @@ class ClusterState:
     def stale_cache_names(self) -> list[str]:
         """Returns the names of caches that may be outdated, such as "pods of all namespaces".
 
-        Leaves out namespaces that the operator cannot read, unless it can read none.
+        Leaves out namespaces that the operator may not read, because `errors_by_namespace` reports these. If
+        the operator may read no namespace, the result contains all stale caches.
         """
         errors = self.errors_by_namespace()
         skipped = set(errors) if len(errors) < len(self._pods) else set()
@@ -304,7 +306,7 @@ class ClusterState:
                 )
 
     async def _wait_and_make_ready(self, scope: str | None) -> None:
-        """Waits for the first lists of a scope, then wakes the scope's resources.
+        """Waits for the first lists of a scope, then makes the scope ready and wakes its resources.
 
         It waits without limit for the caches that decisions need, and OTHERS_LISTED_S for the others.
         """
@@ -353,9 +355,9 @@ class ClusterState:
         return [self._with_own_times(pod) for pod in records if pod.owner_uid != uid]
 
     def _with_own_times(self, pod: PodRecord) -> PodRecord:
-        """Replaces the times of a pod that ends or has ended by this process's own times.
+        """Replaces the API server's times of a pod that is ending or has ended by this process's own times.
 
-        The API server's clock may differ from this machine's clock.
+        Decisions compare these times with this machine's clock, which may differ from the API server's clock.
         """
         view = pod.view
         if not view.ended:
@@ -365,9 +367,9 @@ class ClusterState:
         return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
     def _wake_resources_of_pods(self, scope: str | None) -> None:
-        """Wakes all resources with pods in this scope, because the watch of its pods fails.
+        """Wakes all resources with pods in this scope, because the watch of the pods fails.
 
-        The leaders of these resources may still report the state of their groups.
+        The next reconciles then ask the leaders of these resources for the state of their groups.
         """
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
@@ -389,7 +391,8 @@ class ClusterState:
     def other_cache_users(self, key: ResourceKey, claim: str) -> tuple[CacheUser, ...] | None:
         """Returns the other resources of a namespace that use a claim, with their ConfigMaps.
 
-        A resource uses the claim if its spec, status, plan or revision names it, or if its pods mount it.
+        A resource uses the claim if its spec, status, plan or revision names the claim, or if its pods mount
+        the claim.
 
         Returns:
             None if some users may be unknown: another operator serves a resource of the namespace, or pods
@@ -397,10 +400,10 @@ class ClusterState:
         """
         cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
         pods = cache.values() if cache is not None else []
-        mounting = {
+        owners_of_mounts = {
             pod.owner_uid for pod in pods if pod.key.namespace == key.namespace and claim in pod.claims
         }
-        mounting.discard(self.resources.uid(key))
+        existing_uids = {self.resources.uid(key)}
         others = []
         for record in self.resources.in_namespace(key.namespace):
             if not record.is_ours:
@@ -408,19 +411,17 @@ class ClusterState:
             if record.key == key:
                 continue
             uid = self.resources.uid(record.key)
+            existing_uids.add(uid)
             child_texts = [child.text for child in self.children(record.key, uid)]
-            if (
-                uid in mounting
-                or identity.is_model_claim_of(record.key, claim)
-                or any(claim in text for text in (record.text, *child_texts))
-            ):
+            # The name of the claim may be anywhere in the text. A false match only keeps commits for longer.
+            is_named = any(claim in text for text in (record.text, *child_texts))
+            if uid in owners_of_mounts or is_named or identity.is_model_claim_of(record.key, claim):
                 objects = map(json.loads, child_texts)
                 config_maps = tuple(
                     stored_object for stored_object in objects if stored_object["kind"] == CONFIG_MAP.name
                 )
                 others.append(CacheUser(resource=record.view, objects=config_maps))
-            mounting.discard(uid)
-        return None if mounting else tuple(others)
+        return tuple(others) if owners_of_mounts <= existing_uids else None
 
     def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
         """Returns the running pods that may remove commits from these claims once the operator confirms."""
@@ -452,7 +453,7 @@ class ClusterState:
         return tuple(self._classes.values())
 
     def _complete_node(self, node: NodeView) -> NodeView:
-        """Adds the requests of its pods, and the time of its last heartbeat, to a node."""
+        """Returns a node with the requests of its pods, and the time since which its kubelet is silent."""
         view = self._views.get(node.name)
         if view is None:
             view = self._views[node.name] = replace(
@@ -464,9 +465,9 @@ class ClusterState:
         return view
 
     def reserved_demands(self) -> tuple[PodDemand, ...]:
-        """Returns the demands of our pods that have no node yet.
+        """Returns the demands of the operator's pods that have no node yet.
 
-        A stored pod counts only while its resource exists, and for RESERVATION_S at most. Otherwise a pod
+        A stored pod counts only while its resource exists, and for at most RESERVATION_S. Otherwise a pod
         that the scheduler never places would block capacity forever.
         """
         without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
@@ -489,7 +490,7 @@ class ClusterState:
     def reserving(self, pods: Sequence[Manifest]) -> Iterator[None]:
         """Reserves capacity for these pods before the API server has stored them.
 
-        Otherwise two resources that decide one after the other could plan the same capacity.
+        Otherwise two resources whose decisions follow each other could plan the same capacity.
         """
         reservations = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
         del pods  # frees the manifests (13 KB each) early: a reservation lasts until the next decision
@@ -501,7 +502,7 @@ class ClusterState:
                 self._reserved_pods.pop(name, None)
 
     def _demand_of_new_pod(self, pod: Manifest) -> PodDemand:
-        """Returns the demand of a pod, with the priority that the API server will set."""
+        """Returns the demand of a new pod, with its priority if the scheduler may preempt pods for it."""
         class_name = pod["spec"].get("priorityClassName", "")
         return replace(
             trim.build_demand(pod), priority=preempting_priority(class_name, self.priority_classes())
@@ -513,7 +514,7 @@ class ClusterState:
         self._views.pop(node, None)
 
     def _requested_on(self, node: str) -> Mapping[str, float]:
-        """Returns the total requests of a node's pods; computes them after a change of a pod."""
+        """Returns the total requests of a node's pods. Computes them only after a change of a pod."""
         assert self._pod_requests is not None
         totals = self._totals.get(node)
         if totals is None:
@@ -530,7 +531,7 @@ class ClusterState:
         return {priority: sum_requests(requests) for priority, requests in requests_by_priority.items()}
 
     def _count_changed_requests(self, before: PodRequests | None, after: PodRequests | None) -> None:
-        """Updates totals and reservations after a change of a pod's requests."""
+        """Updates the totals of nodes and the pod's reservation after a change of its requests."""
         for pod in (before, after):
             if pod is not None:
                 self._forget_totals(pod.node)
@@ -544,7 +545,7 @@ class ClusterState:
             self._capacity_freed()
 
     def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
-        """Updates the state of a changed node, and the time since which it is silent."""
+        """Forgets the view of a changed node, and records the time since which its kubelet is silent."""
         for node in (before, after):
             if node is not None:
                 self._views.pop(node.name, None)

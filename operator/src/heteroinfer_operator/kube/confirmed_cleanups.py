@@ -8,10 +8,10 @@ from heteroinfer_operator.cluster import CleanupPod
 
 
 class ConfirmedCleanups:
-    """The confirmations of this process.
+    """The confirmations of this process, and those that an earlier process may have given.
 
-    An earlier process may have confirmed any list until this process started. So a pod without a confirmation
-    of this process counts as confirmed at that time.
+    An earlier process may have confirmed any pod's list until this process started. So a pod without a
+    confirmation of this process counts as confirmed at the start of this process.
 
     Args:
         clock: monotonic clock, in seconds.
@@ -31,7 +31,7 @@ class ConfirmedCleanups:
         self._confirmed_s[uid] = now_s
 
     def among(self, pods: Sequence[CleanupPod]) -> tuple[CleanupPod, ...]:
-        """Returns the pods whose confirmation may still be valid."""
+        """Returns the pods whose confirmation may still be valid, so that they may remove commits now."""
         now_s = self._clock()
         return tuple(
             cleanup

@@ -5,12 +5,12 @@ import re
 from typing import Any, Final
 
 MAX_DEPTH: Final = 200
-"""Ten times the depth of Kubernetes' own objects."""
+"""Values deeper than this are cut. It is ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Replaces values by null if they nest deeper than Python's parser can follow.
+    """Parses JSON. If Python's parser fails at deep nesting, replaces values below MAX_DEPTH by null.
 
     An account that may create pods can store `metadata.managedFields` that nest thousands of times. Such an
     object must not make a whole list unreadable.
@@ -25,12 +25,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _cut_deep_values(text: str) -> str:
-    """Returns the JSON text with null for each value that is nested deeper than MAX_DEPTH.
+    """Returns the JSON text with null for each object and list that is nested deeper than MAX_DEPTH.
 
-    Whole strings are tokens too, so brackets in strings do not count.
+    A string is one token, so brackets in strings do not count.
     """
     pieces: list[str] = []
-    depth = start = 0
+    depth = start = 0  # `start`: begin of the text that is not in `pieces` yet
     for token in _TOKEN.finditer(text):
         if token[0] in "[{":
             depth += 1

@@ -1,7 +1,7 @@
 """Runs dry runs in the background, so that no reconcile waits for a slow webhook.
 
-A webhook may take 30 s for each pod. A resource has one reconcile at a time, and its status would stay old
-for that long. So a dry run continues in the background, and a later reconcile finds its result.
+A webhook may take 30 s for each pod. If a reconcile waited for that, the resource's status would stay old. So
+a dry run continues in the background, and a later reconcile finds its result.
 """
 
 import asyncio
@@ -31,15 +31,20 @@ TryCreate = Callable[[Manifest], Awaitable[None]]
 
 @dataclass(slots=True)
 class _DryRun:
-    """A dry run of one revision's objects."""
+    """A dry run of one revision's objects.
+
+    Attributes:
+        uid: uid of the resource.
+        since_s: time of the start; once `is_admitted` is True, the time at which a reconcile last used the
+            result.
+        is_admitted: whether a reconcile has seen that the API server accepts the objects.
+    """
 
     uid: str
     revision: str
     since_s: float
-    """Time of the start. Once `is_admitted` is True: time at which a reconcile last saw that."""
     task: asyncio.Task[None]
     is_admitted: bool = False
-    """Whether a reconcile has seen that the API server accepts the objects."""
 
 
 class DryRuns:
@@ -60,14 +65,14 @@ class DryRuns:
         return frozenset({dry_run.revision}) if is_valid else frozenset()
 
     async def await_admission(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
-        """Waits until the API server has accepted all objects in a dry run, and remembers that.
+        """Waits until the API server has accepted all objects in a dry run, and remembers this result.
 
         Args:
             patience_s: longest wait.
 
         Raises:
-            ChildError: ObjectRefused if the API server refuses an object; NotAnswered if the dry run is not
-                done yet, in which case the caller must call again.
+            ChildError: ObjectRefused if the API server refuses an object; NotAnswered if the dry run has no
+                result yet. Then the next call continues to wait, or starts the dry run again after an error.
         """
         dry_run = self._by_resource.get(resource.key)
         if dry_run is None or not self._is_usable(dry_run, resource, action):
@@ -90,12 +95,13 @@ class DryRuns:
             dry_run.task.cancel()
 
     def _is_usable(self, dry_run: _DryRun, resource: ResourceView, action: TryObjects) -> bool:
-        """Reports whether a dry run is of this revision, and its result is not too old."""
+        """Reports whether a dry run is of this revision, and is not done or has a valid result."""
         is_same = (dry_run.uid, dry_run.revision) == (resource.uid, action.revision)
-        return is_same and not (dry_run.task.done() and self._clock() - dry_run.since_s > RESULT_VALID_S)
+        is_expired = dry_run.task.done() and self._clock() - dry_run.since_s > RESULT_VALID_S
+        return is_same and not is_expired
 
     def _start(self, resource: ResourceView, action: TryObjects) -> _DryRun:
-        """Starts a dry run in the background, and cancels the resource's earlier one."""
+        """Starts a dry run in the background, and cancels the resource's earlier dry run."""
         if (replaced := self._by_resource.pop(resource.key, None)) is not None:
             replaced.task.cancel()
         task = start_task(self._try_all(action), name=f"dry run of {resource.key}", failed=_report_error)
@@ -111,19 +117,25 @@ class DryRuns:
                 await self._try_one(manifest)
 
     async def _try_one(self, manifest: Manifest) -> None:
-        """Sends the dry run of one object; raises the refusal, or the error if there is no answer."""
+        """Sends the dry run of one object.
+
+        Raises:
+            ChildError: the API server refuses the object because of its content.
+            ApiError: there is no answer.
+        """
         try:
             await self._try_create(manifest)
         except ApiError as error:
             if error.blames_object:
                 message = refusal_message(CreateObject(manifest=manifest), error.answer_message)
                 raise ChildError(message, reason=OBJECT_REFUSED) from error
-            # The plan's ConfigMap may exist already, because another revision has the same plan.
+            # Other refusals, such as a full quota, may pass. CONFLICT: the ConfigMap of the plan may exist
+            # already, because another revision has the same plan.
             if not error.is_refusal and error.status != CONFLICT:
                 raise
 
 
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator."""
-    if not isinstance(error, HeteroInferError):  # a later await_admission raises HeteroInferErrors
+    if not isinstance(error, HeteroInferError):  # the next `await_admission` raises a HeteroInferError
         logger.error("dry run failed: a defect of the operator. Report it", exc_info=error)

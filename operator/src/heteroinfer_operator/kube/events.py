@@ -20,12 +20,12 @@ from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError
 logger = logging.getLogger(__name__)
 
 WINDOW_S: Final = 600.0
-"""An identical event within this time increments the count of the first one's series."""
+"""An identical event within this time increments the count of the stored event."""
 SERIES_UPDATE_S: Final = 60.0
-"""Shortest time between two writes of a series."""
+"""Shortest time between two writes of the count."""
 MAX_REMEMBERED_EVENTS: Final = 2000
 NAMESPACE_ENDING_S: Final = 30.0
-"""How long no events are written into a namespace that is being deleted. It may be created again."""
+"""How long no events are written into a namespace that was being deleted. It may be created again by then."""
 MESSAGE_CHARACTERS: Final = 1024
 """Kubernetes' limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
@@ -42,7 +42,13 @@ _EventIdentity = tuple[str, str, str, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Series:
-    """A stored event and the number of its repetitions."""
+    """A stored event and the number of its repetitions.
+
+    Attributes:
+        name: name of the Event object.
+        first_s: time of the first event.
+        written_s: time at which the count was last written.
+    """
 
     name: str
     first_s: float
@@ -53,10 +59,10 @@ class _Series:
 class EventRecorder:
     """Writes events on resources in the background. Identical events become one event with a count.
 
-    Events are for users, so no reconcile waits for them. MAX_EVENTS_PER_MINUTE limits the new events of a
+    Events are for users, so no reconcile waits for an event. MAX_EVENTS_PER_MINUTE limits the new events of a
     resource, and MAX_WAITING_EVENTS limits the events that wait for a slow API server. The recorder drops and
-    counts the others. It logs and drops an event that cannot be written. It writes no events into a namespace
-    that is being deleted.
+    counts events above these limits. It logs and drops an event that it cannot write. It writes no events
+    into a namespace that is being deleted.
 
     Args:
         reporter: name of this operator's instance.
@@ -91,9 +97,8 @@ class EventRecorder:
         if is_queued or self._is_ending(resource.key.namespace, now):
             return
         is_repeated = identity in self._series or identity in self._being_written
-        if len(self._waiting) >= MAX_WAITING_EVENTS or not (
-            is_repeated or self._fits_rate(resource.uid, now)
-        ):
+        is_queue_full = len(self._waiting) >= MAX_WAITING_EVENTS
+        if is_queue_full or not (is_repeated or self._fits_rate(resource.uid, now)):
             logger.debug(
                 "%s: dropped event %s (limits: %d waiting events, %d new events of a resource per minute)",
                 resource.key,
@@ -122,8 +127,8 @@ class EventRecorder:
 
     def _fits_rate(self, uid: str, now: float) -> bool:
         """Reports whether a resource may have another new event in this minute, and counts the event."""
-        without_recent = [other for other, times in self._recent.items() if now - times[-1] >= MINUTE_S]
-        for other in without_recent:
+        uids_without_recent = [other for other, times in self._recent.items() if now - times[-1] >= MINUTE_S]
+        for other in uids_without_recent:
             del self._recent[other]
         times = self._recent.get(uid, deque())
         while times and now - times[0] >= MINUTE_S:
@@ -139,7 +144,7 @@ class EventRecorder:
         while self._waiting:
             resource, event = self._waiting.popleft()
             identity = _identity_of(resource, event)
-            if identity in self._being_written:  # an identical event is being written
+            if identity in self._being_written:  # another worker writes an identical event: drop this event
                 continue
             self._being_written.add(identity)
             try:
@@ -148,7 +153,7 @@ class EventRecorder:
                 self._being_written.discard(identity)
 
     async def _write(self, resource: ResourceView, event: RecordEvent, identity: _EventIdentity) -> None:
-        """Writes a queued event: a new event, or a higher count of an identical one."""
+        """Writes a queued event: as a new event, or as a higher count of an identical event."""
         now = self._clock()
         if self._is_ending(resource.key.namespace, now):
             return
@@ -158,14 +163,14 @@ class EventRecorder:
                 series = await self._create(resource, event, now)
             else:
                 series = await self._update_series(resource, replace(series, count=series.count + 1), now)
-        except HeteroInferError as error:  # includes a lost Lease
+        except HeteroInferError as error:  # an ApiError, or a lost Lease
             causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
             if NAMESPACE_ENDS in causes:
                 self._refused_at[resource.key.namespace] = now
                 return
-            logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
+            logger.warning("%s: the event %s was not recorded: %s", resource.key, event.reason, error.message)
             self._dropped()
-            if status == NOT_FOUND:  # the stored event is gone: the next identical event creates a new one
+            if status == NOT_FOUND:  # the stored event is gone, so the next identical event is a new event
                 series = None
         if series is not None:
             self._series[identity] = series
@@ -226,7 +231,7 @@ class EventRecorder:
 
 
 def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
-    """Returns the values in which identical events are equal."""
+    """Returns the values that are equal for identical events."""
     return resource.uid, event.reason, event.message, event.warning
 
 

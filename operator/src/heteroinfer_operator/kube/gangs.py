@@ -25,7 +25,7 @@ RETRY_FIRST_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
 """Longest pause after a check without an answer, or a failed task."""
 LISTED_S: Final = 20.0
-"""The operator logs a gang scheduler whose objects cannot be listed within this time."""
+"""Time after which the operator logs that the objects of a gang scheduler cannot be listed."""
 
 _APIS: Final = MappingProxyType(
     {
@@ -37,14 +37,14 @@ _APIS: Final = MappingProxyType(
         Gang.NATIVE_BETA: (("scheduling.k8s.io/v1beta1",), "podgroups"),
     }
 )
-"""Group versions and resource that identify each gang scheduler: one version must serve the resource."""
+"""API versions and resource of each gang scheduler. It is present if one of the versions has the resource."""
 
 Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
 """Caches of one kind, by scope."""
 
 
 async def detect_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
-    """Returns for each gang scheduler whether the cluster serves its API, or the error."""
+    """Returns for each gang scheduler whether the cluster serves its API; the error if this is unknown."""
     answers = await asyncio.gather(*(_is_served(server, gang) for gang in _APIS))
     return dict(zip(_APIS, answers, strict=True))
 
@@ -85,7 +85,7 @@ async def _served_versions(server: ApiServer, group: str) -> list[str]:
 
 
 async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
-    """Returns whether the cluster serves a gang scheduler's API, or the error if that is unknown."""
+    """Returns whether the cluster serves a gang scheduler's API; the error if the answer is unknown."""
     versions, plural = _APIS[gang]
     problem: ApiError | None = None
     for version in versions:
@@ -111,14 +111,14 @@ async def _served_resources(server: ApiServer, group_version: str) -> set[str]:
 
 
 class GangSchedulers:
-    """Follows the gang schedulers of the cluster while they are installed and removed.
+    """Keeps track of the cluster's gang schedulers while users install and remove them.
 
     Attributes:
         found: gang schedulers whose objects are listed.
         unknown: served API versions of gang schedulers that this operator does not support.
         kinds: caches of the gang schedulers' objects, by kind and scope.
-        known: set once the API server has answered for every gang scheduler, and the objects of the served
-            ones are listed.
+        known: set once the API server has answered for every gang scheduler, and the objects of all served
+            gang schedulers are listed.
 
     Args:
         changed: called after a change of `found`.
@@ -140,12 +140,12 @@ class GangSchedulers:
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Checks every CHECK_EVERY_S until cancelled; sooner after an error."""
+        """Looks for gang schedulers every CHECK_EVERY_S until cancelled; sooner after an error."""
         retry_s = RETRY_FIRST_S
         try:
             while True:
                 failed, self._failure = self._failure.is_set(), asyncio.Event()
-                with contextlib.suppress(ApiError):  # `unknown` may be out of date: only a message uses it
+                with contextlib.suppress(ApiError):  # only a message uses `unknown`, so it may be old
                     self.unknown = await find_unsupported_versions(self._server)
                 self._update(await detect_gangs(self._server))
                 if failed or self._unanswered:
@@ -176,7 +176,11 @@ class GangSchedulers:
                 logger.info("the cluster has a gang scheduler: %s", gang)
                 self._start_caching(gang)
             if is_served is False and gang in self._tasks:
-                logger.warning("the cluster no longer serves the API of gang scheduler %s", gang)
+                logger.warning(
+                    "gang scheduler %s: the cluster no longer serves its API. If groups need this gang "
+                    "scheduler, install it again",
+                    gang,
+                )
                 self._tasks.pop(gang).cancel()
                 self._forget(gang)
         self._set_known_if_complete()
@@ -184,13 +188,13 @@ class GangSchedulers:
     def _start_caching(self, gang: Gang) -> None:
         """Starts the caches of a gang scheduler's objects.
 
-        If they fail, the gang scheduler counts as absent until the next check.
+        If a cache fails, the gang scheduler counts as absent until the next check.
         """
 
         def forget_after_error(error: BaseException) -> None:
             """Logs the error, and forgets the gang scheduler until the next check."""
             logger.error(
-                "gang scheduler %s: caching its objects failed: %r. Listing them again",
+                "gang scheduler %s: cannot cache its objects: %r. Listing the objects again",
                 gang,
                 error,
                 exc_info=error,
@@ -214,7 +218,9 @@ class GangSchedulers:
                 async with asyncio.timeout(LISTED_S):
                     await _wait_listed(caches)
             except TimeoutError:
-                logger.warning("gang scheduler %s: its objects cannot be listed. Still trying", gang)
+                logger.warning(
+                    "gang scheduler %s: cannot list its objects within %g s. Still trying", gang, LISTED_S
+                )
                 await _wait_listed(caches)
             if kind is not None:
                 self.kinds = {**self.kinds, kind: caches}
@@ -236,6 +242,6 @@ class GangSchedulers:
 
 
 async def _wait_listed(caches: Caches) -> None:
-    """Waits until each of these caches has its first list."""
+    """Waits until each cache has its first list."""
     for cache in caches.values():
         await cache.synced.wait()

@@ -1,6 +1,6 @@
 """Runs kopf, which watches HeteroInference and announces each added, changed or deleted resource.
 
-This watch is independent of the operator's cache: it has its own client, connection and thread. If it
+kopf's watch is independent of the operator's cache: it has its own client, connection and thread. If kopf
 announces a version that the cache lacks, the next reconcile reads the resource (`resource_cache.py`). So a
 silent watch of the cache does no harm.
 
@@ -36,7 +36,7 @@ def build_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # kopf would list and watch all CRDs and namespaces
     settings.peering.standalone = True
     settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
-    # The API server ends a watch after server_timeout. If it does not, the connection is dead.
+    # The API server ends a watch after server_timeout. Otherwise the connection is dead, and kopf ends it.
     settings.watching.server_timeout = 290
     settings.watching.client_timeout = 320
     return settings
@@ -45,10 +45,10 @@ def build_settings() -> kopf.OperatorSettings:
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
     """Returns the handlers that announce each added, changed or deleted resource.
 
-    kopf calls `announce` in its own thread, with the resource and its resourceVersion. The handler
-    `announce_change` ignores a change of the status: the operator wrote the status itself, and has read the
-    API server's answer to that write. It also ignores changes of labels and annotations, because no decision
-    reads them.
+    kopf calls `announce` in kopf's own thread, with the resource and its resourceVersion. The handler
+    `announce_change` ignores changes of the status, because the operator itself wrote the status, and its
+    cache has the API server's answer. It also ignores changes of labels and annotations, because no decision
+    reads these.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
@@ -56,7 +56,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
-        """Gives kopf the operator's own access to the API server."""
+        """Returns the operator's own credentials for the API server, with a fresh token."""
         refresh: Callable[[client.Configuration], Any] | None = getattr(
             configuration, "refresh_api_key_hook", None
         )
@@ -98,8 +98,8 @@ async def announce_changes(
 ) -> None:
     """Runs kopf in a thread with its own event loop, until cancelled or until kopf ends.
 
-    The separate thread is necessary: when kopf stops, it cancels every task of its loop that it does not know
-    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread it also takes over the signals.
+    A separate thread is necessary: when kopf stops, it cancels all unknown tasks of its event loop
+    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread, it would also handle signals.
 
     Raises:
         BaseException: the error that ended kopf.

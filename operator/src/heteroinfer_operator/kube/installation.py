@@ -1,4 +1,4 @@
-"""Checks an installation: is HeteroInference served, which resources exist, which rights are missing."""
+"""Reads facts about an installation: whether HeteroInference is served, its resources and missing rights."""
 
 import asyncio
 import logging
@@ -55,9 +55,9 @@ class ListedResources:
     """The resources that this installation serves.
 
     Attributes:
-        resources: resourceVersion by resource.
-        versions: resourceVersion of each list, by namespace; None for all namespaces.
-        unread: the error for each namespace that the operator could not list.
+        resources: resourceVersion of each resource.
+        versions: resourceVersion of each list, by namespace; the key is None for the list of all namespaces.
+        unread: error of each namespace that the operator could not list.
     """
 
     resources: Mapping[ResourceKey, int]
@@ -76,11 +76,11 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
     unread: dict[str | None, ApiError] = {}
 
     async def list_scope(scope: str | None) -> None:
-        """Lists the resources of one namespace, or of all with None; keeps the error of a failed list."""
+        """Lists the resources of one namespace (None: of all). Stores the error of a failed list."""
         listed: dict[ResourceKey, int] = {}
         try:
             async for page in server.list_pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
-                for item in page.get("items") or ():  # null if a metadata-only list is empty
+                for item in page.get("items") or ():  # an empty list of metadata has null instead of []
                     metadata = item["metadata"]
                     key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
                     listed[key] = version_number(metadata["resourceVersion"])
@@ -98,7 +98,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
 
 
 async def find_missing_parts(settings: InstallationSettings) -> list[str]:
-    """Returns a message for each missing part of an installation. Read-only.
+    """Returns a message for each missing part of an installation. Changes nothing.
 
     Raises:
         HeteroInferError: the API server cannot be reached.
@@ -123,4 +123,5 @@ async def find_missing_parts(settings: InstallationSettings) -> list[str]:
             )
     finally:
         await server.close()
-    return [*([problem] if problem else []), *(f"missing right: {right}" for right in missing)]
+    fix = "Install the roles of HeteroInfer's chart"
+    return [*([problem] if problem else []), *(f"missing right: {right}. {fix}" for right in missing)]

@@ -39,7 +39,7 @@ def read_isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
     """
     spec = as_object(stored.get("spec"), "spec")
     types = as_texts(spec.get("policyTypes"), "policyTypes")
-    # The API server fills in policyTypes: it adds Egress if the policy has egress rules.
+    # If a policy lacks policyTypes, the API server sets them: with Egress if the policy has egress rules.
     if _EGRESS not in types:
         return None
     selector = as_object(spec.get("podSelector"), "podSelector")
@@ -57,8 +57,8 @@ class IsolatingPolicies:
 
     Args:
         scopes: namespaces; None for all.
-        changed: called with the namespace of a policy that starts or stops to restrict egress, or selects
-            other pods.
+        changed: called with the namespace of a policy that begins or ceases to restrict egress, or that now
+            selects other pods.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""State that one decision on a resource leaves to the next: refusals and unanswered requests."""
+"""State that one decision on a resource leaves to the next decision: refusals and unanswered requests."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ WRITES_AT_ONCE: Final = 16
 """At most this many creates and applies of one resource run at the same time, so that one slow webhook cannot
 block others."""
 STATUS_RETRY_S: Final = 1.0
-"""Pause between two attempts to write a status while the API server has not answered the first."""
+"""Pause between two attempts to write a status while the API server has not answered the first attempt."""
 CONSECUTIVE_WITHIN: Final = timedelta(seconds=60)
 """Two identical writes count as consecutive if they are less than this apart."""
 MAX_RESTORATIONS: Final = 5
@@ -42,26 +42,26 @@ class PendingRequest:
 
 @dataclass(slots=True)
 class RepeatedWrites:
-    """Counts how often each child was written, or deleted, with the same content in a row.
+    """Counts how often in a row each child was written with the same content, or deleted.
 
-    If another controller wants other content, it answers each of our writes with its own. Without a bound the
-    two would write 25 to 40 times a second.
+    If another controller wants other content, it follows each write of the operator with its own write.
+    Without a bound, each of the two would write 25 to 40 times a second.
     """
 
     _last_writes: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
-    """By kind, name and whether it is a deletion: hash of the last write, its time, and the count."""
+    """Hash of the last write, its time and the count, by kind, name and whether the write is a deletion."""
 
     def count_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
         """Counts a write or a deletion. Returns whether other writers undo it each time.
 
         Args:
-            manifest: None for a deletion.
+            manifest: content of the object that is written; None for a deletion.
         """
         content_hash = hash(json.dumps(manifest, sort_keys=True))
         self._last_writes = {
             key: (last_hash, written_at, count)
             for key, (last_hash, written_at, count) in self._last_writes.items()
-            if abs(now - written_at) < CONSECUTIVE_WITHIN
+            if abs(now - written_at) < CONSECUTIVE_WITHIN  # abs, because the clock may be set back
         }
         key = kind, name, manifest is None
         last_hash, _, count = self._last_writes.get(key, (None, now, 0))
@@ -74,9 +74,9 @@ class RepeatedWrites:
 class StatusAttempts:
     """The unanswered attempts to write a resource's status: the first and the newest.
 
-    All attempts name the same version of the resource, so the API server stores at most one. The first
-    attempt may be about to succeed at a slow API server. An API server that was away answers the newest
-    immediately.
+    All attempts name the same version of the resource, so the API server stores at most one. Two attempts
+    suffice: at a slow API server, the first attempt succeeds soonest. After an outage, the newest attempt
+        does.
     """
 
     _attempts: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
@@ -109,13 +109,13 @@ class StatusAttempts:
 
 @dataclass(slots=True)
 class ResourceMemory:
-    """What the operator remembers about one resource between decisions, as long as it has this uid.
+    """The operator's notes about one resource between decisions, as long as the resource has this uid.
 
     Attributes:
         generation: generation of the spec at the last decision.
         never_created: pods that the operator decided to create and that no answer or watch has shown yet.
         pending_requests: unanswered requests, by object.
-        slots: limits concurrent creates and applies.
+        slots: limits the creates and applies that run at the same time.
         reservations: capacity reserved for the pods of the last decision.
     """
 
@@ -143,8 +143,7 @@ class ResourceMemory:
     def refusals(self, resource: ResourceView) -> tuple[Refusal, ...]:
         """Returns the refusals that the next decision must respect.
 
-        After a change of the spec, only the refusals of revisions apply, and they are due for another attempt
-        immediately.
+        After a change of the spec, only the refusals of revisions stay, and the next attempt is due now.
         """
         known = tuple(self.permits.known.values())
         return (

@@ -1,7 +1,8 @@
 """The ConfigMap with the measured rates of nodes. The chart's Jobs write it, the operator reads it.
 
-The entries are not signed with the operator's key, because the Jobs must not have that key. The ConfigMap is
-in the operator's own namespace. Its numbers have bounds and affect only predictions and the split of layers.
+The entries are not signed with the operator's key, because the Jobs must not have that key. Entries of an
+attacker do little harm: the ConfigMap is in the operator's own namespace, its numbers have bounds, and they
+affect only predictions and the division of layers among ranks.
 """
 
 import logging
@@ -27,10 +28,10 @@ Entries: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class StoredCalibrations:
-    """The calibrations in the ConfigMap; empty while it does not exist.
+    """The calibrations in the ConfigMap; empty while the ConfigMap does not exist.
 
     Args:
-        version: version of HeteroInfer. Calibrations of other versions are ignored.
+        version: version of the operator. Calibrations of other versions are ignored.
         changed: called after the calibrations change.
     """
 
@@ -51,10 +52,10 @@ class StoredCalibrations:
         )
 
     def _read_calibrations(self, _before: Entries | None, after: Entries | None) -> None:
-        """Reads the calibrations of a changed ConfigMap, and logs those that cannot be used."""
+        """Reads the calibrations of a changed ConfigMap. Logs the entries that cannot be used."""
         self.calibrations, problems = read_stored_calibrations(dict(after or ()), self._version)
         for kind in self.calibrations.kinds:
-            logger.info("nodes of kind %s: calibration %s", kind.name, kind.calibration.hash)
+            logger.info("nodes of kind %s: using calibration %s", kind.name, kind.calibration.hash)
         for problem in problems:
             logger.warning("calibration %s", problem)
         self._notify()
@@ -72,9 +73,9 @@ def read_sorted_entries(stored: Manifest) -> Entries:
 async def write_calibration(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
     """Writes the measured rates of one kind of nodes into the ConfigMap.
 
-    The entries of other kinds stay: each kind of nodes has its own field manager, so an apply does not touch
-    them. The chart has no template for the ConfigMap: a tool that replaces objects by their templates would
-    empty it.
+    The entries of other kinds stay: each kind of nodes has its own field manager, so an apply does not change
+    the other entries. The chart has no template for the ConfigMap, because a tool that replaces objects by
+    their templates would empty it.
 
     Raises:
         CalibrationError: the namespace does not exist, or this process may not write the ConfigMap.
@@ -96,6 +97,6 @@ async def write_calibration(server: ApiServer, name: NamespacedName, kind: Measu
             raise
         raise CalibrationError(
             f"ConfigMap {name}: the API server refuses the write: {error.answer_message}. Run `helm upgrade` "
-            "with calibration.nodeKinds, which grants the right to write it. With rbac.create=false, grant "
-            "the verbs create and patch yourself"
+            "with calibration.nodeKinds, which grants the right to write this ConfigMap. With "
+            "rbac.create=false, grant the verbs create and patch yourself"
         ) from error

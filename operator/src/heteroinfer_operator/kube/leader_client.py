@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
-"""Timeout for the leader of a group that is not Ready. It may be failing, and the decision must not wait."""
+"""Timeout for the leader of a group that is not Ready. A failing leader must not delay the decision."""
 REPORT_VALID_S: Final = 10.0
 REPORT_AGAIN_S: Final = 600.0
 """Pause between two events about invalid reports of the same leader."""
 ASK_AGAIN_S: Final = 1.0
 """Interval of requests to a leader that answered before and cannot be reached, until SURE_AFTER_S."""
 SURE_AFTER_S: Final = 5.0
-"""If a leader was unreachable for this long, it gets one request per REPORT_VALID_S again."""
+"""After this time without a connection, a leader gets only one request in each REPORT_VALID_S again."""
 TRIES_UNTIL_SILENT: Final = 3
 """Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
 TEST_EVERY_S: Final = 1.0
 """Interval of test connections to a leader that answered before. They send no request."""
 MAX_TESTED_AT_ONCE: Final = 200
-"""Limit of leaders that get a test connection within one TEST_EVERY_S. More leaders take turns."""
+"""At most this many leaders get a test connection within TEST_EVERY_S. More leaders take turns."""
 TRY_S: Final = 0.3
-"""Timeout of a test connection, so that TRIES_UNTIL_SILENT of them and TEST_EVERY_S take less than 2 s."""
+"""Timeout of a test connection. All tries of one test and TEST_EVERY_S together take less than 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class _Answer:
 
     Attributes:
         status: the leader's report, or None.
-        silent: the request timed out.
-        unreached: the connection failed.
-        ready: whether the group was Ready at the request. When the group becomes Ready, an earlier answer is
-            no longer valid.
+        silent: whether the request timed out.
+        unreached: whether the connection failed.
+        ready: whether the group was Ready at the time of the request. When the group becomes Ready, an
+            earlier answer is no longer valid.
     """
 
     at_s: float
@@ -72,7 +72,8 @@ class _Silence:
 class LeaderClient:
     """Requests reports from the leaders of groups, at most once per REPORT_VALID_S each.
 
-    A report only adds progress and step times. Pods decide about readiness, so a missing report is harmless.
+    A report adds only progress and step times. The pods show whether a group is Ready, so a missing report is
+    harmless.
 
     Args:
         operator_key: source of the groups' keys. Without it, leaders leave their identity out of reports.
@@ -99,12 +100,12 @@ class LeaderClient:
     async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
         """Returns the reports of the groups' leaders, by group index.
 
-        - If a group has lost a pod, its leader gets no request. The leader may no longer answer, and the
-          decision about the group must not wait.
-        - If a pod of the group is not Ready, its leader gets a request each time, with a short timeout. The
+        - If a pod of a group has ended, the leader gets no request. It may no longer answer, and the decision
+          about the group must not wait.
+        - If a pod of a group is not Ready, the leader gets a request in each call, with a short timeout. The
           group may sleep, and only the leader reports that.
-        - After a request that timed out, the leader gets no other request within REPORT_VALID_S. Otherwise
-          each reconcile would wait for all leaders if the operator cannot reach pods.
+        - After a request that timed out, the leader gets no other request within REPORT_VALID_S. Otherwise,
+          in a cluster in which the operator cannot reach pods, each reconcile would wait for all leaders.
 
         Args:
             anew: request new reports after ASK_AGAIN_S instead of REPORT_VALID_S, because the watch of the
@@ -130,10 +131,9 @@ class LeaderClient:
     def silences(self, pods: Iterable[PodRecord]) -> dict[tuple[int, int], float]:
         """Returns the seconds without a successful connection to a leader, by group index and epoch.
 
-        The value is 0 until TRIES_UNTIL_SILENT connections have failed. A busy leader still accepts
-        connections.
-        Contains only leaders that answered this operator before, because in some clusters the operator
-        cannot reach any pod.
+        The value is 0 until TRIES_UNTIL_SILENT connections have failed. A busy leader is not silent, because
+        it still accepts connections. The result contains only leaders that answered this operator before,
+        because in some clusters the operator cannot reach any pod.
         """
         silences: dict[tuple[int, int], float] = {}
         for pod in pods:
@@ -147,15 +147,15 @@ class LeaderClient:
     async def test_connections(self, changed: Callable[[ResourceKey], None]) -> None:
         """Opens test connections to the leaders of Ready groups that answered before, until cancelled.
 
-        An idle group sends nothing. If its only node loses power, Kubernetes reports that up to 50 s later,
-        and nothing else shows it.
+        Without these tests, only Kubernetes would report that the only node of an idle group has lost power,
+        and only up to 50 s later.
 
         Args:
             changed: called with the resource of a leader that becomes unreachable, or reachable again.
         """
         while True:
             leaders = list(self._watched.values())
-            # At least one round, so that the loop also sleeps if there is no leader.
+            # Without a leader, one empty round makes the loop sleep.
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 tried = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
@@ -163,11 +163,11 @@ class LeaderClient:
                 )
 
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
-        """Tests whether a leader accepts connections, and reports a change of its reachability.
+        """Tests whether a leader accepts connections. Calls `changed` if its reachability changes.
 
-        It opens up to TRIES_UNTIL_SILENT connections. If a connection is refused immediately, it still waits
-        until TRY_S is over. Otherwise the refusals would end in milliseconds, and the operator reports only a
-        silence of `silent_leaders.MIN_SILENT_S` or longer.
+        It opens up to TRIES_UNTIL_SILENT connections, one for each TRY_S. A refused connection also takes
+        TRY_S. Otherwise all tries could fail within milliseconds, which is shorter than the shortest silence
+        that the operator reports (`silent_leaders.MIN_SILENT_S`).
         """
         uid, started_s, loop = pod.view.uid, self._clock(), asyncio.get_running_loop()
         for _ in range(TRIES_UNTIL_SILENT):
@@ -178,6 +178,7 @@ class LeaderClient:
                     changed(pod.key)
                 return
             await asyncio.sleep(ends_s - loop.time())
+        # All tries failed. Report the silence once. A failed request may have begun it before these tries.
         silence = self._silences.get(uid, _Silence(started_s, 0))
         if uid in self._watched and silence.tries < TRIES_UNTIL_SILENT:
             self._silences[uid] = _Silence(silence.since_s, TRIES_UNTIL_SILENT)
@@ -188,7 +189,7 @@ class LeaderClient:
         """Limits the test connections for a resource to the leaders of its Ready groups.
 
         Args:
-            pods: pods of the resource; empty if it is gone.
+            pods: pods of the resource; empty if the resource is gone.
         """
         by_uid = {pod.view.uid: pod for pod in pods}
         unready = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
@@ -205,7 +206,7 @@ class LeaderClient:
                 self._watched[uid] = pod
 
     def _record_answer(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
-        """Records a leader's answer, and since when it cannot be reached."""
+        """Records a leader's answer, and the time since which the leader cannot be reached."""
         uid = pod.view.uid
         if answer.status is not None:
             self._answered_before[uid] = pod.key
@@ -218,7 +219,7 @@ class LeaderClient:
             self._silences[uid] = _Silence(silence.since_s, silence.tries + 1)
 
     def _is_request_due(self, uid: str, cached: _Answer) -> bool:
-        """Reports whether an unreachable leader gets another request before REPORT_VALID_S has passed."""
+        """Reports whether an unreachable leader gets a request now, although REPORT_VALID_S is not over."""
         silence, now = self._silences.get(uid), self._clock()
         if silence is None or now - silence.since_s > SURE_AFTER_S:
             return False
@@ -259,9 +260,10 @@ class LeaderClient:
     ) -> FetchProgress | None:
         """Returns the progress of the pod that fetches the model.
 
-        The pod may ask whether it may remove old commits. If so and if `may_confirm`, confirms that.
+        The pod may ask whether it may remove old commits from its cache. This method confirms that if
+        `may_confirm` allows it.
 
-        Returns None without a running pod or answer.
+        Returns None without a running pod, and without an answer of the pod.
 
         Args:
             may_confirm: reports whether a pod's list of commits in use is complete now.
@@ -284,7 +286,10 @@ class LeaderClient:
         return None
 
     def _find_token(self, pod: PodRecord, question: int | None) -> str | None:
-        """Returns the token that confirms a question of a fetch pod, or None if it cannot be confirmed."""
+        """Returns the token that confirms a question of a fetch pod.
+
+        Returns None without a question, without the operator's key, and if the pod does not know the token.
+        """
         if question is None or self._operator_key is None:
             return None
         return find_token(CleanupKey.of_operator(self._operator_key), pod.owner_uid, pod.view, question)
@@ -312,13 +317,10 @@ class LeaderClient:
             return None
         group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
         key = derive_group_key(self._operator_key, group)
-        # If the operator's key was replaced, this pod has a Secret of the old key. Its reports then contain
-        # less until the group's next epoch.
-        return (
-            key.of_epoch(int(epoch))
-            if key and group_key_secret_name(group, key) == pod.view.key_secret
-            else None
-        )
+        # If the operator's key was replaced, this pod still uses the Secret with the old key. Without a valid
+        # key, the leader leaves its identity out of its reports until the group's next epoch.
+        is_pods_key = key is not None and group_key_secret_name(group, key) == pod.view.key_secret
+        return key.of_epoch(int(epoch)) if key and is_pods_key else None
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
         """Stores a message about an invalid report, at most once in REPORT_AGAIN_S for each leader."""

@@ -1,9 +1,9 @@
 """Leader election. If several operators run, only the holder of the Lease works.
 
-Safety depends on durations, not on synchronized clocks. A holder stops `deadline_s` after it sent its last
-renewal. Another process takes over only after it has itself seen the Lease unchanged for `duration_s`, which
-is longer (like `k8s.io/client-go/tools/leaderelection`). Each write calls `require_held` first. So a process
-that was paused sends nothing after it wakes, even if the renewing task has not run yet.
+Safety depends on durations, not on synchronized clocks, as in `k8s.io/client-go/tools/leaderelection`. A
+holder stops `deadline_s` after it sent its last renewal. Another process takes the Lease only after it has
+itself seen the Lease unchanged for `duration_s`, which is longer. Each write calls `require_held` first. So a
+process that was paused sends nothing after it wakes, even if the renewing task has not run yet.
 """
 
 import asyncio
@@ -62,7 +62,8 @@ class LeaderLease:
     """A Lease that this process acquires, renews and releases.
 
     Args:
-        server: must not call `require_held` before its writes, or the Lease could never be acquired.
+        server: client of the API server. It must not call `require_held` before its writes, because then the
+            Lease could never be acquired.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class LeaderLease:
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
-        """Waits until this process holds the Lease, without a time limit."""
+        """Waits until this process holds the Lease, without a time limit. Logs each new holder."""
         last_version, unchanged_since, holder = "", self._clock(), ""
         while True:
             try:
@@ -83,13 +84,12 @@ class LeaderLease:
                 version = stored["metadata"]["resourceVersion"] if stored else ""
                 if version != last_version:
                     last_version, unchanged_since = version, self._clock()
-                if self._is_free(stored, self._clock() - unchanged_since) and await self._write_holder(
-                    stored
-                ):
+                is_free = self._is_free(stored, self._clock() - unchanged_since)
+                if is_free and await self._write_holder(stored):
                     return
                 if stored and stored["spec"].get("holderIdentity", "") != holder:
                     holder = stored["spec"].get("holderIdentity", "")
-                    logger.info("waiting: %s holds lease %s", holder or "no process", self._terms.name)
+                    logger.info("lease %s: waiting, %s holds it", self._terms.name, holder or "no process")
             except ApiError as error:
                 logger.warning("lease %s: %s. Trying again", self._terms.name, error.message)
             await asyncio.sleep(self._terms.renew_s)
@@ -104,11 +104,11 @@ class LeaderLease:
         while True:
             await asyncio.sleep(pause_s)
             left_s = self._seconds_left()
-            if left_s <= 0:  # the process was paused, and the Lease is over: it may not even send a renewal
+            if left_s <= 0:  # this process was paused, and may not even send a renewal
                 raise self._build_late_error(problem)
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:
-                # One renewal may hang forever although the API server would answer the next.
+                # One renewal may hang forever although the API server would answer the next renewal.
                 async with asyncio.timeout(min(left_s, self._terms.renew_s)):
                     await self._renew()
                 pause_s, problem = self._terms.renew_s, _NOT_SCHEDULED
@@ -130,7 +130,7 @@ class LeaderLease:
         if self._held_lease is None or self._seconds_left() <= 0:
             raise LeaseNotHeldError(
                 f"lease {self._terms.name}: not renewed in {self._terms.deadline_s:g} s, so another process "
-                "may hold it. Nothing was written"
+                "may hold this Lease. Nothing was written"
             )
 
     def _seconds_left(self) -> float:
@@ -141,7 +141,8 @@ class LeaderLease:
         """Renews the Lease once; raises LeaseLostError if another process holds it."""
         if await self._write_holder(self._held_lease):
             return
-        # Either another process took the Lease, or our earlier renewal was stored and its answer lost.
+        # Either another process took the Lease, or the API server stored an earlier renewal of this process
+        # and its answer was lost.
         self._held_lease = await self._read()
         holder = self._held_lease["spec"].get("holderIdentity", "") if self._held_lease else ""
         if holder != self._terms.identity:
@@ -151,7 +152,11 @@ class LeaderLease:
             )
 
     def _build_late_error(self, problem: str) -> LeaseLostError:
-        """Returns the error for a Lease that was not renewed in time, because of `problem`."""
+        """Returns the error for a Lease that was not renewed in time.
+
+        Args:
+            problem: reason for the missing renewal.
+        """
         return self._build_lost_error(
             f"not renewed in {self._terms.deadline_s:g} s ({problem}), so this process exits. Its container "
             "starts again. If this repeats, check the API server and the load of this node, or raise the CPU "
@@ -193,7 +198,11 @@ class LeaderLease:
     def _is_free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
         """Reports whether this process may take the Lease.
 
-        It may if the Lease has no holder, or has been unchanged for too long.
+        It may if the Lease has no holder, or was not renewed for the duration of its holder and for the
+        duration of this process, which may have other settings.
+
+        Args:
+            unchanged_s: seconds for which this process has seen the Lease unchanged.
         """
         if stored is None or not stored["spec"].get("holderIdentity"):
             return True
@@ -202,7 +211,14 @@ class LeaderLease:
     async def _write_holder(self, stored: dict[str, Any] | None) -> bool:
         """Writes this process as holder if the Lease still has this state.
 
-        Returns whether the API server accepted the write.
+        The renewal counts from the time at which the request was sent, because the API server may store it at
+        any time until its answer.
+
+        Args:
+            stored: the state of the Lease; None if the Lease does not exist.
+
+        Returns:
+            Whether the API server accepted the write.
         """
         last_spec = dict(stored["spec"]) if stored else {}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

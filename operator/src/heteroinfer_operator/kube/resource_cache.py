@@ -1,7 +1,7 @@
-"""Caches HeteroInferences and reads one again if the cached copy is known to be old.
+"""Caches HeteroInferences. Reads a resource again if its cached copy is known to be old.
 
-A reconcile decides on this copy, so a reconcile without work sends no request. Three rules keep it from
-acting on an old copy:
+A reconcile uses the cached copy, so a reconcile without work sends no request. Three rules keep a reconcile
+from acting on an old copy:
 - If kopf's watch or the resync's list announces a newer version, the next reconcile reads the resource.
 - If a write meets another version than the decision used, the next reconcile reads the resource.
 - A status is written only onto the version that the decision used, before any object that depends on it.
@@ -25,8 +25,8 @@ class ResourceCache:
     Args:
         scopes: namespaces; None for all.
         touched: called with each resource that was added, changed or deleted.
-        operator_class: value of spec.operatorClass that this operator serves; "" for resources without one.
-            Of all other resources the cache knows only that they exist.
+        operator_class: value of spec.operatorClass that this operator serves; "" for resources without a
+            class. The records of all other resources show only that these resources exist.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ResourceCache:
         return self._by_scope[scope]
 
     def versions(self) -> dict[str | None, int]:
-        """Returns, by scope, the resourceVersion up to which the cache is complete."""
+        """Returns, by scope, the newest resourceVersion up to which the cache has all changes."""
         return {scope: cache.version for scope, cache in self._by_scope.items()}
 
     def keys(self) -> set[ResourceKey]:
@@ -89,9 +89,9 @@ class ResourceCache:
         return cache.uid_of(_namespaced_name(key)) if cache is not None else ""
 
     def record_if_missing(self, key: ResourceKey, version: int) -> bool:
-        """Records a version of a resource that the cache lacks, so that the next `read` asks the API server.
+        """Records that a resource has a version, so that the next `read` asks the API server for it.
 
-        Returns False and records nothing if the cache has seen the version.
+        Returns False and records nothing if the cache has seen this version.
         """
         cache = self._find_cache(key)
         if cache is None or cache.has_seen(_namespaced_name(key), version):
@@ -100,7 +100,7 @@ class ResourceCache:
         return True
 
     def mark_outdated(self, key: ResourceKey) -> None:
-        """Records that the cached version of a resource is outdated, so `read` asks the API server."""
+        """Records that the cached version of a resource is outdated, so that `read` asks the API server."""
         cache = self._find_cache(key)
         if cache is not None and (version := cache.version_of(_namespaced_name(key))):
             self._outdated[key] = version
@@ -120,7 +120,7 @@ class ResourceCache:
         is_outdated = 0 < cache.version_of(name) <= outdated
         if is_outdated or not cache.has_seen(name, announced):
             await self._read_anew(cache, key)
-        # Keep announcements that arrived during the read: they may be about a later version.
+        # Keep a record that arrived during the read, because it may be about a later version.
         if self._announced.get(key, 0) == announced:
             self._announced.pop(key, None)
         if self._outdated.get(key, 0) == outdated:
@@ -134,10 +134,11 @@ class ResourceCache:
         return record.view if record is not None and record.is_ours else None
 
     async def list_namespace(self, namespace: str) -> None:
-        """Reads all resources of a namespace from the API server into the cache, for a silent watch.
+        """Reads all resources of a namespace from the API server into the cache.
 
-        The request names no resourceVersion, so the answer has all earlier writes. Resources that are gone
-        stay until the watch reports them.
+        So the cache has all earlier writes even if its watch is silent: the request names no resourceVersion,
+        so the API server answers with the newest state. Deleted resources stay in the cache until the watch
+        reports the deletion.
 
         Raises:
             ApiError: the API server refused or did not answer.

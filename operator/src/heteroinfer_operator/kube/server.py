@@ -1,7 +1,7 @@
 """Sends requests to the API server: JSON in, JSON out, one class of errors.
 
 `kubernetes.aio` provides authentication, TLS and connections. This module does not use its generated API
-classes: manifests are dicts anyway, and 4,000 pods take 355 MiB as dicts against 462 MiB as models.
+classes: manifests are dicts anyway, and 4,000 pods take 355 MiB as dicts, but 462 MiB as models.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ contains the reason.
 """
 
 REQUESTS_AT_ONCE: Final = 64
-"""A lane sends at most this many requests at the same time. Watches have no lane, since each keeps its own
-connection: 200 namespaces have 1,600 watches."""
+"""A lane sends at most this many requests at the same time. Watches have no lane, because each watch keeps
+its own connection: 200 namespaces have 1,600 watches."""
 QUESTION_TIMEOUT_S: Final = 15.0
 """Timeout of `get_quickly`, which reads one object."""
 PAGE_OBJECTS: Final = 500
@@ -50,7 +50,7 @@ PAGE_GROWTH: Final = 4
 """A page contains at most this many times the objects of the page before, because the next objects may be
 larger."""
 PAGE_BYTES: Final = 2**20
-"""Target size of a page. Parsed it takes ten times the memory, and caches list at the same time."""
+"""Target size of a page. Parsed, a page takes ten times the memory, and all caches list at the same time."""
 
 WATCH_SILENCE_S: Final = 100.0
 """A watch is dead after this time without data.
@@ -73,8 +73,8 @@ _OBJECT_STATUSES: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
 _QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
 """Message of a full quota: `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`.
 
-`failed quota` blames the object instead. A policy or a webhook may use these words in its own message, but
-only after `denied request` or `denied the request`.
+A message with `failed quota` blames the object instead. A policy or a webhook may use the words of this
+pattern in its own message, but only after `denied request` or `denied the request`.
 """
 _WEBHOOK_DENIES: Final = "denied the request"
 """Message of a webhook's refusal: `k8s.io/apiserver/pkg/admission/plugin/webhook/errors/statuserror.go`.
@@ -85,6 +85,7 @@ _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
 
 _MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""
+_PROXY_HINT: Final = "Check whether a proxy answers instead of the API server"
 
 Query = Mapping[str, str | int]
 Body = Mapping[str, Any]
@@ -92,12 +93,12 @@ OnWrite = Callable[[str, str], None]
 
 
 class RequestLane(Enum):
-    """A class of requests with its own limit, so that slow requests do not block those of other lanes."""
+    """A class of requests with its own limit, so that slow requests do not block those of other classes."""
 
     STATUS = "statuses and finalizers of resources"
     READ = "reads of one object"
     LIST = "lists"
-    WRITE = "writes, which webhooks may hold up"
+    WRITE = "writes, which webhooks may delay"
     EVENT = "events"
 
 
@@ -140,30 +141,35 @@ class ApiError(HeteroInferError):
     def blames_object(self) -> bool:
         """Whether validation, a webhook or a policy refused the object because of its content.
 
-        A full quota does not count: it may be used up by pods that will be deleted.
+        A full quota does not count, because the pods that use it may be about to be deleted. A webhook that
+        does not support dry runs and a namespace that is being deleted do not count either.
         """
         if self.status == BAD_REQUEST:
             return "does not support dry run" not in self.answer_message
         if self.status == FORBIDDEN:
-            return _QUOTA_IS_FULL.match(self.answer_message) is None and NAMESPACE_ENDS not in self.causes
+            is_quota_full = _QUOTA_IS_FULL.match(self.answer_message) is not None
+            return not is_quota_full and NAMESPACE_ENDS not in self.causes
         return self.status in _OBJECT_STATUSES or _WEBHOOK_DENIES in self.answer_message
 
     @property
     def is_refusal(self) -> bool:
         """Whether this request was refused by validation, a quota, a policy or a failing webhook.
 
-        A conflict (409) is no refusal: the object is in another state than the caller assumed. All other
+        A conflict (409) is not a refusal: the object is in another state than the request assumed. All other
         errors mean that the API server cannot answer any request now.
         """
         if _WEBHOOK_DENIES in self.answer_message:  # a webhook chooses its status, even 429 or 503
             return self.status >= 400
-        if self.status == INTERNAL_ERROR:  # without a webhook, etcd lost its leader or timed out
+        if self.status == INTERNAL_ERROR:  # a webhook failed; otherwise etcd lost its leader or timed out
             return "webhook" in self.answer_message
         return self.status >= 400 and self.status not in _UNAVAILABLE_STATUSES
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns the existing files of KUBECONFIG or of the default. The client warns if there is none."""
+    """Returns the existing files of `kubeconfig`, by default of KUBECONFIG, or else ~/.kube/config.
+
+    For a missing file the client would only log a warning.
+    """
     named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     files = [
         Path(name).expanduser() for name in named.split(kube_config.ENV_KUBECONFIG_PATH_SEPARATOR) if name
@@ -176,12 +182,13 @@ async def load_configuration(
 ) -> client.Configuration:
     """Loads the access to the API server: in a pod the service account, otherwise the kubeconfig.
 
-    If the caller names a kubeconfig or a context, it is used in a pod too.
+    In a pod, too, a kubeconfig or a context in the arguments takes precedence.
 
     Raises:
         HeteroInferError: neither exists, or the kubeconfig cannot be read.
     """
-    # No limit of connections: watches would use them up, and every request would wait forever.
+    # No limit of connections. Otherwise the watches could use up all connections, and requests would wait
+    # forever.
     configuration = client.Configuration(connection_pool_maxsize=0)
     # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
     # (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
@@ -199,12 +206,12 @@ async def load_configuration(
             )
         except ConfigException as error:
             raise HeteroInferError(
-                f"cannot reach a cluster: no kubeconfig ({error}), and this process does not run in a pod. "
-                "Set KUBECONFIG",
+                f"cannot reach a cluster: no usable kubeconfig ({error}), and this process does not run in a "
+                "pod. Set KUBECONFIG to the kubeconfig of your cluster",
                 reason="NoCluster",
             ) from error
-    # Without a proxy the environment is not needed, and aiohttp would look for a ~/.netrc in another thread
-    # before each request (`aiohttp/client.py::ClientSession._request@3.14`).
+    # Use the environment only for a proxy. If aiohttp uses it, a thread looks for a ~/.netrc before each
+    # request (`aiohttp/client.py::ClientSession._request@3.14`).
     configuration.client_session_kwargs = {"trust_env": uses_proxy}
     return configuration
 
@@ -259,7 +266,7 @@ class ApiServer:
         return await self._request_object(_Request(method="GET", path=path, query=query or {}))
 
     async def get_quickly(self, path: str) -> dict[str, Any]:
-        """Returns an object, within the short timeout QUESTION_TIMEOUT_S; raises ApiError."""
+        """Returns an object. Raises ApiError, also if there is no answer within QUESTION_TIMEOUT_S."""
         return await self._request_object(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:
@@ -275,7 +282,9 @@ class ApiServer:
     async def list_pages(
         self, path: str, query: Query, *, accept: str = JSON
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yields the pages of a list. Adapts the number of objects so that a page stays at some megabytes.
+        """Yields the pages of a list.
+
+        Adapts the number of objects in a page to their sizes, so that a page has about PAGE_BYTES.
 
         Raises:
             ApiError: the API server refused or did not answer. Status 410: the list took too long.
@@ -358,7 +367,7 @@ class ApiServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(f"watch {path}: the connection broke: {error!r}") from error
         finally:
-            # Abort: a TLS close waits for the peer's answer, and no task would await it.
+            # Abort the connection. A TLS close waits for the server's answer, and no task would await it.
             if response.connection is not None and response.connection.transport is not None:
                 response.connection.transport.abort()
             response.close()
@@ -467,15 +476,20 @@ def parse_answer(request: str, text: str | bytes, *, required_keys: Collection[s
         required_keys: keys that the object must have.
 
     Raises:
-        ApiError: the answer is not such an object. For example, a proxy answered.
+        ApiError: the answer is not such an object, for example because a proxy answered.
     """
     try:
         answer = parse_json(text)
     except ValueError as error:
-        raise ApiError(f"{request}: the answer must be JSON, got {text[:_MAX_QUOTED]!r}: {error}") from error
+        raise ApiError(
+            f"{request}: the answer must be JSON (got {text[:_MAX_QUOTED]!r}: {error}). {_PROXY_HINT}"
+        ) from error
     if not isinstance(answer, dict) or not set(required_keys) <= answer.keys():
         requirement = f" with {', '.join(required_keys)}" if required_keys else ""
-        raise ApiError(f"{request}: the answer must be an object{requirement}, got {text[:_MAX_QUOTED]!r}")
+        raise ApiError(
+            f"{request}: the answer must be an object{requirement} (got {text[:_MAX_QUOTED]!r}). "
+            f"{_PROXY_HINT}"
+        )
     return cast("dict[str, Any]", answer)
 
 

@@ -53,7 +53,7 @@ _FINALIZER_FIELD: Final = f'v:"{names.FINALIZER}"'
 _UNKNOWN: Final = "Unknown"
 """Kubernetes' phase of a pod whose state is unknown."""
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
-"""Conditions of a pod that is removed through no fault of its own. Set by Kubernetes and by Kueue."""
+"""Conditions of a pod that is removed through no fault of its own. Kubernetes and Kueue set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodReservation:
-    """Capacity that is reserved for one of our pods without a node."""
+    """Capacity that is reserved for a pod of a HeteroInference that has no node yet."""
 
     uid: str
     owner: Owner
@@ -115,9 +115,9 @@ class PodRequests:
     """Resources that a pod uses on its node, or that are reserved for it.
 
     Attributes:
-        node: "" while one of our pods has no node.
+        node: "" for a pod of a HeteroInference that has no node yet.
         requests: by resource name. Bytes for memory, cores for cpu, counts for devices, 1 for `pods`.
-        reservation: reservation for one of our pods without a node, or None.
+        reservation: reservation for such a pod; None for a pod with a node.
     """
 
     node: str
@@ -244,7 +244,7 @@ def child_record(stored: Manifest) -> ChildRecord | None:
 
 
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Builds the cache record of one of our pods.
+    """Builds the cache record of a pod of a HeteroInference.
 
     Args:
         key: resource of the pod; None to take it from the label.
@@ -274,20 +274,20 @@ def _claim_names(stored: Manifest) -> tuple[str, ...]:
 
 
 def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Builds the record of a pod of which only the metadata can be read.
+    """Builds the record of a pod with readable metadata only. The record is of a pod that is not ready.
 
-    The record shows a pod that exists and is not ready. Returns None for a pod without the
-    label of a resource or without an owner.
+    Without a record, the operator would end the epoch as if the pod had been deleted. With the record of the
+    last readable state, it could report a dead rank as Ready.
 
-    Without a record the operator would end the epoch as if the pod had been deleted. The last known state
-    could report a dead rank as Ready.
+    Returns:
+        None for a pod without the label of a resource or without an owner.
     """
     key, uid = key or label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
     view = replace(
         _metadata_view(stored),
-        started=True,  # unknown, but another pod must not get its name
+        started=True,  # unknown. If it counted as not started, a new pod could get its name
         phase=_UNKNOWN,
         message="the operator cannot read this pod. See the operator's log",
     )
@@ -317,7 +317,11 @@ def _health_port(stored: Manifest) -> int:
 
 
 def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
-    """Builds the record of one of our pods that lost its ownerReference."""
+    """Builds the record of a pod of a HeteroInference that lost its ownerReference.
+
+    Args:
+        owner_uid: uid that the lost reference had.
+    """
     reference = {
         "apiVersion": f"{names.API_GROUP}/",  # `owner_uid` reads only the group
         "kind": names.KIND,
@@ -326,7 +330,7 @@ def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodR
     }
     metadata = {**_metadata(stored), "ownerReferences": [reference]}
     record = pod_record({**stored, "metadata": metadata}, key=key)
-    assert record is not None  # pod_record returns None only for pods without a key or an owner
+    assert record is not None  # the pod now has a key and an owner
     return replace(record, view=replace(record.view, lost_owner=True))
 
 
@@ -341,17 +345,17 @@ def find_key_secret(stored: Manifest) -> str:
     return ""
 
 
-def find_cleanup_list(stored: Manifest) -> CacheCleanup | None:
-    """Returns the commits that a fetch pod must not remove, or None for a pod that removes no commit.
+def find_cleanup_rule(stored: Manifest) -> CacheCleanup | None:
+    """Returns the rule by which a fetch pod removes old commits, or None for a pod that removes no commit.
 
-    The environment of a pod never changes, so the list is the list that the pod reads.
+    The environment of a pod never changes, so the pod follows exactly this rule.
     """
     for container in _containers(stored):
         for variable in as_objects(container.get("env"), "env"):
             if variable.get("name") == names.ENV_CACHE_CLEANUP:
                 try:
                     return CacheCleanup.from_json(as_text(variable.get("value"), "value"))
-                except ContractError:  # the pod cannot read it either
+                except ContractError:  # the pod cannot read the rule either, so it removes nothing
                     return None
     return None
 
@@ -399,7 +403,7 @@ def pod_view(stored: Manifest) -> PodView:
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
         still_running=_find_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
         defaulted=find_limit_range_values(stored),
-        cleanup=find_cleanup_list(stored),
+        cleanup=find_cleanup_rule(stored),
     )
 
 
@@ -410,7 +414,11 @@ def _conditions_by_type(status: Manifest) -> dict[str, Manifest]:
 
 
 def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
-    """Returns why a pod has no node: the scheduler's message or the scheduling gates; otherwise ""."""
+    """Returns why a pod has no node: the scheduler's message or the scheduling gates; otherwise "".
+
+    Args:
+        scheduled: the pod's condition PodScheduled, or an empty object.
+    """
     if scheduled.get("status") != "False":
         return ""
     if scheduled.get("reason") != "SchedulingGated":
@@ -430,7 +438,7 @@ def _gate_names(spec: Manifest) -> list[str]:
 
 
 def _state(container: Manifest, field: str = "state") -> Manifest:
-    """Returns the present state of a container, or with `lastState` its state before a restart."""
+    """Returns the present state of a container; with field `lastState`, its state before a restart."""
     return as_object(container.get(field), field)
 
 
@@ -441,7 +449,7 @@ def _has_run(container: Manifest) -> bool:
 
 
 def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
-    """Returns why the first waiting container waits, or None."""
+    """Returns why the first waiting container waits; None if no container waits for a known reason."""
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
@@ -468,7 +476,7 @@ def _find_termination(
     Returns None if the worker container has not ended and no container has failed.
 
     Args:
-        skipped: containers that the kubelet restarts.
+        skipped: containers whose end does not count, because the kubelet restarts them.
     """
     ended_containers = []
     for container in containers:
@@ -496,7 +504,11 @@ def _find_termination(
 def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
     """Returns the containers that still run after the worker container has ended.
 
-    Skips sidecars that are init containers: the kubelet ends those itself.
+    They keep the pod from ending.
+
+    Args:
+        containers: states of all containers except init containers. The kubelet itself ends the sidecars
+            among the init containers.
     """
     by_name = {
         as_text(container.get("name"), "containerStatuses.name"): _state(container)
@@ -551,11 +563,11 @@ def build_demand(stored: Manifest) -> PodDemand:
 
 
 def pod_requests(stored: Manifest) -> PodRequests | None:
-    """Returns the resources that a pod uses or that are reserved for it, or None.
+    """Returns the resources that a pod uses or that are reserved for it; None if there are none.
 
     A pod that has ended uses nothing. A pod without a node has a reservation only if the operator created it
-    and the scheduler may place it now: the operator creates a group when all its pods fit and reserves that
-    capacity.
+    and the scheduler may place it now: the operator creates the pods of a group only if all pods fit, and
+    reserves their capacity until they have nodes.
     """
     if as_text(_status(stored).get("phase"), "phase") in OVER_PHASES:
         return None
@@ -574,7 +586,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
 
 
 def _find_owner(stored: Manifest) -> Owner | None:
-    """Returns the owning resource if label, owner reference and name of the pod agree, or None."""
+    """Returns the resource of a pod if its label, owner reference and name agree, otherwise None."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None

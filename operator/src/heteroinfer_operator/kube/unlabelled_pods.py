@@ -1,11 +1,12 @@
 """Polls running pods that lost the label or owner by which the operator watches them.
 
-To a watch such pods are gone.
+A watch reports such pods as deleted.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, TypeAlias
@@ -23,7 +24,7 @@ from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S: Final = 1.0
-"""Interval of reconciles while a resource has such pods, because no watch shows their changes."""
+"""Interval of reconciles while a resource has unwatched pods, because no watch shows their changes."""
 PATIENCE_S: Final = 0.25
 """How long a reconcile waits for the API server. Most answers arrive within this time."""
 
@@ -33,24 +34,46 @@ PodRequest: TypeAlias = asyncio.Task[PodRecord | None]
 
 @dataclass(slots=True)
 class _ResourcePods:
-    """What the operator knows about the pods of one resource.
+    """The operator's knowledge about the pods of one resource.
 
     Attributes:
-        uid: uid of the resource, since a new resource may get the same name.
+        uid: uid of the resource, because a new resource may get the same name.
         uids: last seen uid of each pod, by name. It identifies a pod without label and owner.
-        existing: names of existing pods that no watch shows.
-        gone: names of pods that do not exist according to the API server. They are not requested again.
+        unwatched: names of pods that exist, or may exist, although no watch shows them.
+        not_found: names of pods in the status that do not exist according to the API server. They are not
+            requested again.
         requests: running requests, by pod name.
     """
 
     uid: str
     uids: dict[str, str] = field(default_factory=dict)
-    existing: frozenset[str] = frozenset()
-    gone: frozenset[str] = frozenset()
+    unwatched: frozenset[str] = frozenset()
+    not_found: frozenset[str] = frozenset()
     requests: dict[str, PodRequest] = field(default_factory=dict)
 
+    def note_uids(self, watched_pods: Sequence[PodRecord], *, kept_names: AbstractSet[str]) -> None:
+        """Notes the uids of watched pods, and forgets the uids of other pods except `kept_names`."""
+        watched = {pod.view.name: pod.view.uid for pod in watched_pods}
+        kept = {name: uid for name, uid in self.uids.items() if name in kept_names}
+        self.uids = kept | watched
+
+    def select_requested(self, listed: AbstractSet[str], watched: AbstractSet[str]) -> list[str]:
+        """Returns the names of the pods to request. Forgets all other unwatched and missing pods.
+
+        These are the unwatched pods, and the pods in the status that no watch shows and that the API server
+        has not reported as missing.
+
+        Args:
+            listed: names of the pods in the status.
+            watched: names of the pods that the watches show.
+        """
+        self.unwatched -= watched
+        self.not_found = (self.not_found & listed) - watched - self.unwatched
+        unknown = listed - watched - self.not_found
+        return sorted(unknown | self.unwatched)
+
     def cancel_requests(self, *, kept_names: Collection[str] = ()) -> None:
-        """Cancels the requests for all pods except `kept_names`, because later answers must not be used."""
+        """Cancels the requests for all pods except `kept_names`, so that no late answer is used."""
         for name in self.requests.keys() - set(kept_names):
             self.requests.pop(name).cancel()
 
@@ -61,7 +84,7 @@ class UnlabelledPods:
     Use from one event loop.
 
     Args:
-        wake: called with a resource once a request is answered after the reconcile stopped waiting.
+        wake: called with a resource if a request is answered after its reconcile stopped waiting.
     """
 
     def __init__(
@@ -81,41 +104,34 @@ class UnlabelledPods:
     ) -> list[PodRecord]:
         """Returns the pods of a resource that exist although no watch shows them.
 
-        Requests once each pod that the status lists and the caches lack. If such a pod exists, later calls
-        request it again, until it is gone. A pod is `unknown` while the API server does not answer.
+        Asks the API server for each pod that the status lists and no watch shows: once if the pod does not
+        exist, otherwise in every call until the pod is gone. While the API server does not answer, the result
+        contains the pod as `unknown`.
 
         Args:
             watched_pods: pods that the watches show.
         """
-        key, watched_names = resource.key, {pod.view.name for pod in watched_pods}
-        own_pods = self._known.get(key)
-        if own_pods is None or own_pods.uid != resource.uid:
-            self.forget(key)
-            own_pods = self._known[key] = _ResourcePods(resource.uid)
-        owner = Owner(key=key, uid=resource.uid)
-        # Others may have written any text into the status, for example a path of the API server.
-        ranks_in_status = {
-            rank.pod: rank
-            for group in status.groups
-            for rank in group.members
-            if parse_worker_name(owner, rank.pod) is not None
-        }
-        existing = own_pods.existing - watched_names
-        own_pods.uids |= {pod.view.name: pod.view.uid for pod in watched_pods}
-        own_pods.uids = {
-            name: uid
-            for name, uid in own_pods.uids.items()
-            if name in ranks_in_status or name in watched_names | existing
-        }
-        gone = (own_pods.gone & ranks_in_status.keys()) - watched_names - existing
-        requested = sorted((ranks_in_status.keys() - watched_names - gone) | existing)
+        own_pods = self._pods_of(resource)
+        ranks = _ranks_by_pod(Owner(key=resource.key, uid=resource.uid), status)
+        watched = {pod.view.name for pod in watched_pods}
+        requested = own_pods.select_requested(ranks.keys(), watched)
+        own_pods.note_uids(watched_pods, kept_names=ranks.keys() | own_pods.unwatched)
         own_pods.cancel_requests(kept_names=requested)
         await self._request_pods(resource, own_pods, requested)
-        answers = (_take_answer(resource, own_pods, name, ranks_in_status.get(name)) for name in requested)
+        answers = (_take_answer(resource, own_pods, name, ranks.get(name)) for name in requested)
         pods = [answer for answer in answers if answer is not None]
-        own_pods.existing = frozenset(pod.view.name for pod in pods)
-        own_pods.gone = (gone | set(requested) - own_pods.existing) & ranks_in_status.keys()
+        own_pods.unwatched = frozenset(pod.view.name for pod in pods)
+        missing = set(requested) - own_pods.unwatched
+        own_pods.not_found = (own_pods.not_found | missing) & ranks.keys()
         return pods
+
+    def _pods_of(self, resource: ResourceView) -> _ResourcePods:
+        """Returns the state of a resource's pods; a new state if a new resource has the name."""
+        own_pods = self._known.get(resource.key)
+        if own_pods is None or own_pods.uid != resource.uid:
+            self.forget(resource.key)
+            own_pods = self._known[resource.key] = _ResourcePods(resource.uid)
+        return own_pods
 
     async def _request_pods(
         self, resource: ResourceView, own_pods: _ResourcePods, names: Sequence[str]
@@ -140,7 +156,10 @@ class UnlabelledPods:
             request.add_done_callback(wake)
 
     async def _read_pod(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
-        """Returns one pod, or None if it does not exist or does not belong to the operator.
+        """Returns one pod, or None if it does not exist or does not belong to the resource.
+
+        Args:
+            uid: uid that a watch showed for the pod, or None.
 
         Raises:
             ApiError: the API server refused or did not answer.
@@ -154,8 +173,9 @@ class UnlabelledPods:
         owner = trim.owner_uid(stored)
         if owner == resource.uid:
             return trim.pod_record(stored, key=resource.key)
-        # A watch showed our pod with this uid before, so the uid identifies it without label and owner.
+        # If a watch has shown our pod with this uid, the uid identifies the pod without label and owner.
         is_same_pod = stored["metadata"]["uid"] == uid
+        # Otherwise, for example after a restart of the operator, the label must identify the pod.
         is_new_orphan = not uid and not owner and _is_orphan(stored, resource.key)
         if not is_same_pod and not is_new_orphan:
             return None
@@ -164,11 +184,11 @@ class UnlabelledPods:
     def add(self, key: ResourceKey, name: str) -> None:
         """Adds a pod that another component found without its label."""
         if (known := self._known.get(key)) is not None:
-            known.existing |= {name}
+            known.unwatched |= {name}
 
     def has_pods(self, key: ResourceKey) -> bool:
         """Reports whether the last call of `find` returned pods, or `add` has added one since."""
-        return key in self._known and bool(self._known[key].existing)
+        return key in self._known and bool(self._known[key].unwatched)
 
     def forget(self, key: ResourceKey) -> None:
         """Drops the state of a resource that is gone."""
@@ -188,6 +208,17 @@ def _take_answer(
         return _build_unknown_pod(resource, name, rank, "the operator cancelled its request")
     error = request.exception()
     return request.result() if error is None else _build_unknown_pod(resource, name, rank, str(error)[:300])
+
+
+def _ranks_by_pod(owner: Owner, status: HeteroInferenceStatus) -> dict[str, RankEntry]:
+    """Returns the last rank in the status of each pod of a resource, by the pod's name."""
+    # Others may have written any text into the status, for example a path of the API server.
+    return {
+        rank.pod: rank
+        for group in status.groups
+        for rank in group.members
+        if parse_worker_name(owner, rank.pod) is not None
+    }
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:

@@ -1,7 +1,7 @@
 """Caches one collection of the API server by list and watch.
 
-kopf's index is unsuitable: after a 410 and a relist it keeps objects that are gone
-(`kopf/_cogs/clients/watching.py@1.45.2`, lines 205-211). Here a relist replaces everything.
+kopf's index is unsuitable: after status 410 (version too old) it lists again, but keeps objects that are gone
+(`kopf/_cogs/clients/watching.py@1.45.2`, lines 205-211). In this cache, a new list replaces everything.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 290
-"""The server ends a watch after this time or up to twice as long. The next watch continues from there."""
+"""The server ends a watch after this time or up to twice as long. The next watch continues after it."""
 STALE_SILENCES: Final = 3
-"""A cache is stale after this many watch silences without an answer: then lists have failed too."""
+"""A cache is stale after this many watch silences without an answer. By then lists have failed, too."""
 BACKOFF_FIRST_S: Final = 0.2
 MAX_BACKOFF_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
-"""How long an object that we wrote survives relists that do not show it yet."""
+"""How long an object that this process wrote stays in the cache although new lists do not show it."""
 MAX_REPORTED_NAMES: Final = 1000
 """At most this many unreadable objects of one collection are remembered, to log each only once."""
 _NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
@@ -86,7 +86,7 @@ class _StoredObject:
 
 
 def _is_newer(version: int, other: int) -> bool:
-    """Reports whether a version is certainly later than another."""
+    """Reports whether a version is certainly later than another. Version 0 means unknown."""
     return version > other > 0
 
 
@@ -110,24 +110,24 @@ class Collection:
 class WatchCache(Generic[T]):
     """Caches the objects of one collection, each trimmed to a value on arrival.
 
-    Of two states of an object the one with the higher resourceVersion wins (KEP-5504 makes them ordered
-    numbers). So a watch that lags behind cannot undo `store_written`.
+    The cache keeps the state of an object with the higher resourceVersion. These are ordered numbers
+    (KEP-5504). So a watch that lags behind cannot undo `store_written`.
 
     If `trim` cannot read an object, the cache logs that once, and leaves the object out or keeps the value of
-    `trim_metadata_only`. No answer of an API server ends a cache: it lists again after any error.
+    `trim_metadata_only`. No answer of an API server ends a cache: after any error it lists or watches again.
 
     Attributes:
         synced: set after the first full list.
 
     Args:
-        trim: converts an object to its value; None for objects that do not belong here.
+        trim: converts an object to its value; returns None for an object that does not belong in this cache.
         changed: called with the value before and after each change of a value.
         index: key by which `values_under` finds values; None without an index.
-        trim_metadata_only: value for an object whose `trim` raised UnreadableError; None leaves the object
-        out.
+        trim_metadata_only: converts an object for which `trim` raised UnreadableError; returns None to leave
+            the object out.
         failing: called when a list or watch fails after a success.
-        deleted: called with the last value of an object that the watch reports as deleted. An object that
-            loses the label of the collection is reported in the same way.
+        deleted: called with the last value of an object that the watch reports as deleted. The watch also
+            reports an object as deleted that lost the label of the collection.
     """
 
     def __init__(  # noqa: PLR0913 - callbacks
@@ -245,19 +245,20 @@ class WatchCache(Generic[T]):
             try:
                 if self._problem is not None and self._version:
                     await self._relist_if_restored()
-                # An event or list that was being processed may have set the version after relist().
+                # After relist(), an event or list that was being processed may have set the version again.
                 while self._must_relist or not self._version:
                     await self._relist()
                 await self._watch()
             except ApiError as error:
                 # After a silent watch, a new watch from the same version could be silent, too. So list again.
-                if error.status == GONE or self._seconds_without_answer() > self._server.watch_silence_s / 2:
+                was_silent = self._seconds_without_answer() > self._server.watch_silence_s / 2
+                if error.status == GONE or was_silent:
                     self._version = ""
                 self._report_error(error)
             except UnreadableError as error:
                 self._version = ""
                 logger.warning("%s: %s. Listing again", self.collection.label, printable(error.message))
-            except Exception:  # a defect must not end the cache, because the process ends with it
+            except Exception:  # a defect must not end the cache, because the end of a cache ends the process
                 self._version, self._had_defect = "", True
                 logger.exception(
                     "%s: a defect of the operator. Report it. Listing again", self.collection.label
@@ -270,7 +271,7 @@ class WatchCache(Generic[T]):
     def relist(self) -> None:
         """Ends the watch and lists again, because the API server's store may have been replaced."""
         self._version, self._must_relist = "", True
-        # After a restore, the store may lack this process's writes. So the new list must win over them.
+        # After a restore, the store may lack this process's writes. So the new list must replace them.
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
         if self._watch_timeout is not None:
@@ -293,7 +294,7 @@ class WatchCache(Generic[T]):
             self.relist()
 
     def _read_value(self, stored: _StoredObject) -> T | None:
-        """Returns the value of an object; None if it does not belong here or is unreadable."""
+        """Returns the value of an object; None if it does not belong in this cache or is unreadable."""
         try:
             return self._trim(stored.body)
         except UnreadableError as error:
@@ -301,34 +302,34 @@ class WatchCache(Generic[T]):
             return self._read_metadata(stored)
 
     def _read_metadata(self, stored: _StoredObject) -> T | None:
-        """Returns what can be read of an object whose other fields are unreadable.
-
-        Returns None if its metadata is unreadable, too.
-        """
+        """Returns the value of an object from its metadata; None if the metadata is unreadable, too."""
         try:
             return self._trim_metadata_only(stored.body)
         except UnreadableError:  # the caller has reported that the object is unreadable
             return None
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
-        """Logs that an object cannot be read, once for each object."""
+        """Logs that an object cannot be read: once for each object, and for MAX_REPORTED_NAMES objects."""
         if self._reported.get(name) == uid or len(self._reported) > MAX_REPORTED_NAMES:
             return
         self._reported[name] = uid
         label, reason = self.collection.label, printable(error.message)
         if len(self._reported) > MAX_REPORTED_NAMES:
             logger.error(
-                "%s: more than %d objects are unreadable. The operator does not log the others",
+                "%s: more than %d objects are unreadable. The operator does not log the others. Correct or "
+                "delete the logged objects",
                 label,
                 MAX_REPORTED_NAMES,
             )
             return
-        logger.error("%s: the operator cannot read %s (%s). Correct or delete it", label, name, reason)
+        logger.error(
+            "%s: the operator cannot read %s (%s). Correct or delete this object", label, name, reason
+        )
 
     def _report_error(self, error: ApiError) -> None:
-        """Logs a new error of a list or watch, and reports the first one to `failing`."""
-        is_new = self._problem is None or self._problem.message != error.message
+        """Logs a new error of a list or watch. Calls `failing` for the first error after a success."""
         is_first = self._problem is None
+        is_new = self._problem is None or self._problem.message != error.message
         self._problem = error
         if is_first:
             self._failing()
@@ -336,11 +337,14 @@ class WatchCache(Generic[T]):
             logger.debug("%s: %s", self.collection.label, error.message)
         elif error.status == GONE:
             logger.info(
-                "%s: the cached version is too old to watch from. Listing again", self.collection.label
+                "%s: the API server no longer has the changes since the cached version. Listing again",
+                self.collection.label,
             )
         elif error.status == FORBIDDEN:
             logger.error(
-                "%s: %s. Grant this right to the operator's role", self.collection.label, error.message
+                "%s: %s. Grant the operator the right to list and watch these objects",
+                self.collection.label,
+                error.message,
             )
         else:
             logger.warning("%s: %s. Trying again", self.collection.label, error.message)
@@ -351,7 +355,7 @@ class WatchCache(Generic[T]):
         listed: dict[NamespacedName, _Entry[T]] = {}
         seen_names, version = {_NAMELESS}, ""
         async for page in self._server.list_pages(self.collection.path, self.collection.query):
-            # Items of a list lack kind and apiVersion, which only the list has.
+            # The items of a list lack kind and apiVersion. Only the list has these fields.
             list_fields = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
             for raw_item in page.get("items") or ():
                 try:
@@ -372,23 +376,26 @@ class WatchCache(Generic[T]):
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
-        """Replaces all entries by a list, except objects that this process wrote after the list."""
+        """Replaces all entries by a list, except objects that this process wrote after the list.
+
+        Args:
+            version: resourceVersion of the list.
+        """
+
+        def is_later_write(entry: _Entry[T]) -> bool:
+            """Reports whether this process wrote an object after the list."""
+            return entry.unconfirmed_since is not None and entry.version > version
+
         now = time.monotonic()
         for name in sorted(self._entries.keys() - listed.keys()):
             entry = self._entries[name]
-            unconfirmed_since = entry.unconfirmed_since
-            if (
-                unconfirmed_since is None
-                or entry.version <= version
-                or now - unconfirmed_since > UNCONFIRMED_S
-            ):
+            # After UNCONFIRMED_S, a write that no list or watch has shown is no longer believed.
+            is_recent = entry.unconfirmed_since is not None and now - entry.unconfirmed_since <= UNCONFIRMED_S
+            if not (is_later_write(entry) and is_recent):
                 self._remove(name)
         for name, entry in listed.items():
             cached = self._entries.get(name)
-            is_newer_write = (
-                cached is not None and cached.unconfirmed_since is not None and cached.version > version
-            )
-            if not is_newer_write:
+            if cached is None or not is_later_write(cached):
                 self._store(name, entry, even_if_older=True)
 
     async def _watch(self) -> None:
@@ -407,7 +414,7 @@ class WatchCache(Generic[T]):
                     self._apply_event(event["type"], event["object"])
                 self._record_answer()  # the server itself ended the watch
         except TimeoutError:
-            pass  # relist() ended it
+            pass  # relist() ended the watch
         finally:
             self._watch_timeout = None
 
@@ -431,12 +438,13 @@ class WatchCache(Generic[T]):
             return
         if kind not in (_ADDED, _MODIFIED, _DELETED):
             raise UnreadableError(
-                f"watch: event type must be {_ADDED}, {_MODIFIED} or {_DELETED}, got {str(kind)[:40]!r}"
+                f"watch: event type must be {_ADDED}, {_MODIFIED} or {_DELETED} (got {str(kind)[:40]!r})"
             )
         stored = _StoredObject.from_body(body)
         cached = self._entries.get(stored.name)
         if kind == _DELETED:
             self._reported.pop(stored.name, None)
+        # Ignore an event that is older than the cached object, such as the answer to an own write.
         if cached is None or not _is_newer(cached.version, stored.version):
             value = self._read_value(stored) if kind != _DELETED else None
             if value is None:
@@ -449,22 +457,23 @@ class WatchCache(Generic[T]):
 
     def _report_deleted(self, last: _StoredObject) -> None:
         """Reports the last value of an object that the watch shows as deleted."""
-        with contextlib.suppress(UnreadableError):  # its last value is unknown
+        with contextlib.suppress(UnreadableError):  # an object whose last value is unknown is not reported
             value = self._trim(last.body)
             if value is not None:
                 self._deleted(value)
 
     def _store(self, name: NamespacedName, entry: _Entry[T], *, even_if_older: bool = False) -> None:
-        """Stores an entry and reports the change of its value.
+        """Stores an entry, and reports the change of its value.
 
-        An entry that is older than the cached one is dropped, unless `even_if_older`.
+        Drops an entry that is older than the cached entry, unless `even_if_older`: after a restore of etcd,
+        the objects of a list are older than the cached objects.
         """
         cached = self._entries.get(name)
         if cached is not None and _is_newer(cached.version, entry.version) and not even_if_older:
             return
         is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
         if cached is not None and is_unchanged and not self._had_defect:
-            # None if a list or watch has shown the object: then the write is confirmed.
+            # A list or watch gives None, which confirms the write. The answer to the write cannot undo that.
             self._entries[name] = replace(
                 cached, unconfirmed_since=entry.unconfirmed_since and cached.unconfirmed_since
             )
@@ -472,7 +481,7 @@ class WatchCache(Generic[T]):
         self._entries[name] = entry
         old_value = cached.value if cached else None
         self._update_index(name, old_value, entry.value)
-        # After a defect it is unknown which changes were reported, so report all changes again.
+        # After a defect it is unknown which changes were reported. So report all values again.
         if old_value != entry.value or self._had_defect:
             self._changed(old_value, entry.value)
 
@@ -484,7 +493,7 @@ class WatchCache(Generic[T]):
             self._changed(cached.value, None)
 
     def _update_index(self, name: NamespacedName, before: T | None, after: T | None) -> None:
-        """Moves a value from its old index key to its new one.
+        """Moves a value from its old index key to its new index key.
 
         Args:
             before: old value; None for a new object.

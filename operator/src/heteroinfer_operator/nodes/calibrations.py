@@ -42,7 +42,7 @@ class MeasuredKind:
     def includes_node(self, labels: Mapping[str, str]) -> bool:
         """Reports whether a node with these labels belongs to this kind.
 
-        A node with another GPU than the measured one does not belong to it.
+        A node with another GPU than the measured node does not belong to this kind.
         """
         if not all(labels.get(name) == value for name, value in self.selector.items()):
             return False
@@ -72,7 +72,7 @@ class MeasuredKind:
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
-        except (CalibrationError, ContractError) as error:  # before ValueError, the base of ContractError
+        except (CalibrationError, ContractError) as error:  # first, because ContractError is a ValueError
             raise CalibrationError(f"{key}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CalibrationError(f"{key}: must contain nodeSelector and calibration: {error!r}") from error
@@ -103,8 +103,8 @@ class Calibrations:
     """All known calibrations.
 
     Attributes:
-        this_machine: calibration of the only machine (`heteroinfer up`), or None. If set, `kinds` is unused.
-        missing: message about why calibrations are missing; "" if users do not need it.
+        this_machine: calibration of the only machine (`heteroinfer up`), or None. With it, `kinds` is unused.
+        missing: message about why calibrations are missing; "" if users do not need that message.
     """
 
     kinds: tuple[MeasuredKind, ...] = ()
@@ -131,8 +131,8 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
     """Returns the calibration of the slowest machine, because all ranks of a role wait for it.
 
     Args:
-        by_gpu: compare by GPU. A machine without a measured GPU counts as the slowest, so that no other GPU's
-            rate is used for it.
+        by_gpu: whether to compare GPUs instead of CPUs. A machine without a measured GPU counts as the
+            slowest, so that no rate of another GPU is used for it.
 
     Returns:
         None without calibrations.
@@ -150,7 +150,8 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
     """Returns the calibrations in the ConfigMap, and a message for each ignored entry.
 
     Args:
-        version: version of HeteroInfer. Calibrations of other versions measured other kernels.
+        version: version of the operator. Other versions measured other kernels, so their calibrations are
+            ignored.
     """
     kinds: list[MeasuredKind] = []
     problems: list[str] = []
@@ -158,19 +159,20 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
         measured = _read_version(text)
         if measured not in ("", version):
             problems.append(
-                f"{key}: ignored, because HeteroInfer {measured} measured it and this is {version}. "
-                f"Default rates apply until a worker image of {version} measures a node of this kind"
+                f"{key}: ignored, because HeteroInfer {measured} measured these rates and the operator has "
+                f"version {version}. Plans use default rates for these nodes until the chart's Job of "
+                f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
             )
             continue
         try:
             kind = MeasuredKind.from_entry(key, text)
         except CalibrationError as error:
-            problems.append(f"{error.message}. Default rates apply. Remove this entry")
+            problems.append(f"{error.message}. Plans use default rates for these nodes. Remove this entry")
             continue
         if len(kinds) == _MAX_KINDS:
             problems.append(
-                f"{key}: ignored, because there are more than {_MAX_KINDS} kinds of nodes. "
-                "Default rates apply"
+                f"{key}: ignored, because the ConfigMap has more than {_MAX_KINDS} kinds of nodes. Plans use "
+                "default rates for these nodes. Remove the entries of kinds that the cluster no longer has"
             )
         else:
             kinds.append(kind)
@@ -178,7 +180,7 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
 
 
 def _read_version(text: str) -> str:
-    """Returns the version of HeteroInfer in an entry of any format; "" if it cannot be read."""
+    """Returns the version of HeteroInfer that wrote an entry, in any format; "" if it cannot be read."""
     try:
         measured = json.loads(text)["calibration"]["versions"]["heteroinfer"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -187,7 +189,7 @@ def _read_version(text: str) -> str:
 
 
 def _words_of_gpu(name: str) -> list[str]:
-    """Returns the words of a GPU's name, so that names of labels and of the driver compare equal."""
+    """Returns the words of a GPU's name. They are equal for the label and for the driver's name of a GPU."""
     return [word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "shared"]
 
 

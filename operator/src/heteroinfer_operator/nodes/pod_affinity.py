@@ -3,14 +3,14 @@
 The rules of `pkg/scheduler/framework/plugins/interpodaffinity/filtering.go@v1.35.4`:
 - A node satisfies a pod's affinity if, for each term, it has the same value of the topology key as the node
   of another pod. Only pods that match all terms of the pod count (`podMatchesAllAffinityTerms`).
-- While no pod counts, a pod that matches all its own terms may run on any node with the topology keys. It is
-  the first of a series (`satisfyPodAffinity`).
-- Two pods are kept apart if an anti-affinity term of one pod matches the other pod.
+- While no pod counts, a pod that matches all its own terms may run on any node with the topology keys. This
+  pod is the first of a series (`satisfyPodAffinity`).
+- Two pods must not share a value if an anti-affinity term of one pod matches the other pod.
 
 The scheduler places pods in any order. So the operator places a group only if every order ends with all pods
-placed. Otherwise half a group could occupy its nodes forever without serving. The operator does not know pods
-outside the group. A term that matches no pod of the group is about such pods, so only the scheduler checks
-it.
+placed. Otherwise a part of the group could occupy its nodes forever without serving. The operator does not
+know pods outside the group. A term that matches no pod of the group is about pods outside, so only the
+scheduler checks this term.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ class PodSeries:
     """Pods that must share one value of each topology key. All have the same terms, which each pod matches.
 
     Attributes:
-        kinds: indexes of the kinds of pods.
+        kinds: indexes into `GroupTerms.kinds`.
+        keys: topology keys of the terms.
     """
 
     kinds: frozenset[int]
@@ -84,7 +85,7 @@ class GroupTerms:
         """Kinds that must share one place. They have the same terms, and no other kind matches these."""
         found = []
         for kind, peers in enumerate(self.peers):
-            if kind != min(peers, default=None):
+            if kind != min(peers, default=None):  # the first kind of a series stands for all its kinds
                 continue
             if all(self.kinds[peer].near == self.kinds[kind].near for peer in peers):
                 keys = tuple(dict.fromkeys(term["topologyKey"] for term in self.kinds[kind].near))
@@ -97,7 +98,7 @@ class GroupTerms:
         return not any(self.peers)
 
     def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
-        """Checks whether the scheduler places all pods on these nodes in any order.
+        """Checks whether the scheduler places all pods on these nodes, with whichever pod it begins.
 
         Args:
             pods: kind of each pod.
@@ -118,41 +119,50 @@ class GroupTerms:
     def _all_fit(self, order: Sequence["_PodClass"]) -> bool:
         """Reports whether the scheduler places all pods if it tries them in this order.
 
-        Like the scheduler, it retries pods that do not fit yet. `order` may have a class twice; the first
-        place counts.
+        Like the scheduler, this method tries a pod that does not fit yet again later.
+
+        Args:
+            order: may contain a class twice. Then only the first place counts.
         """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:
-            accepted = next((each for each in waiting if self._accepts(each, placed)), None)
+            accepted = next((each for each in waiting if self._is_affinity_met(each, placed)), None)
             if accepted is None:
                 return False
             placed.append(accepted)
             waiting.remove(accepted)
         return True
 
-    def _accepts(self, candidate: "_PodClass", placed: Sequence["_PodClass"]) -> bool:
-        """Reports whether the scheduler accepts a pod of this class beside the placed pods."""
+    def _is_affinity_met(self, candidate: "_PodClass", placed: Sequence["_PodClass"]) -> bool:
+        """Reports whether the placed pods satisfy the required pod affinity of a pod of this class.
+
+        Does not check anti-affinity (`away`): node_search does.
+        """
         peers, terms = self.peers[candidate.kind], self.kinds[candidate.kind].near
-        if not peers:
+        if not peers:  # the terms are about pods outside the group
             return True
         keys = [term["topologyKey"] for term in terms]
-        if any(candidate.values[key] is None for key in keys):
+        if any(candidate.values[key] is None for key in keys):  # the node lacks a topology key
             return False
-        matching = [
+        counted = [
             each
             for each in placed
             if each.kind in peers and any(each.values[key] is not None for key in keys)
         ]
-        if not matching:
+        if not counted:  # only a pod that matches its own terms may be the first of a series
             return candidate.kind in peers
-        return all(any(each.values[key] == candidate.values[key] for each in matching) for key in keys)
+        # Different pods may satisfy different topology keys.
+        return all(any(each.values[key] == candidate.values[key] for each in counted) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PodClass:
     """Pods of one kind on nodes with equal values of all topology keys.
 
-    The scheduler treats these pods equally, so a check of one pod holds for all.
+    The scheduler treats these pods equally, so a check of one pod is valid for all.
+
+    Attributes:
+        values: value of each topology key on these nodes; None if the nodes lack the label.
     """
 
     kind: int
@@ -160,7 +170,7 @@ class _PodClass:
 
 
 def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
-    """Checks whether a pod's term matches another pod of the group or the pod itself."""
+    """Checks whether an affinity term of a pod matches another pod of the group, or the pod itself."""
     return _is_about_own_namespace(term, own.namespace) and selects_pod(
         term.get("labelSelector"), other.labels
     )
@@ -169,12 +179,12 @@ def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
 def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     """Checks whether a term matches pods of the group's namespace.
 
-    The operator knows the name of a namespace but not its other labels, and assumes that a selector of other
-    labels matches. So a group may wait for nodes that it does not need, but never starts with half of its
-    pods.
+    The operator knows the name of a namespace but not its other labels. It assumes that a selector of other
+    labels matches. So a group may wait for nodes that it does not need, but it never starts with only a part
+    of its pods.
     """
     listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
-    if not listed and selector is None:
+    if not listed and selector is None:  # such a term is about the pod's own namespace
         return True
     if namespace in listed:
         return True
