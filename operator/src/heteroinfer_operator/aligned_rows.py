@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a line for each row, with aligned columns. The last cell of a row is not padded."""
+    """Returns a line for each row, with aligned columns. Lines have no spaces at their ends."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

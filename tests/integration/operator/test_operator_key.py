@@ -57,7 +57,7 @@ async def test_two_releases_of_one_namespace_have_two_keys(server: ApiServer, na
 async def test_reports_an_invalid_key(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
     literal = f"--from-literal={DATA_KEY}=x"
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key", literal)
-    with pytest.raises(HeteroInferError, match=f"'key' must be {KEY_BYTES} bytes, got 1"):
+    with pytest.raises(HeteroInferError, match=rf"'key' must be {KEY_BYTES} bytes in base64 \(got 1 bytes"):
         await ensure_operator_key(server, namespace, "key")
     stored = await server.get(SECRET.path(namespace, "key"))
     assert base64.b64decode(stored["data"][DATA_KEY]) == b"x"

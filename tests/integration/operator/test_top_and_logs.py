@@ -159,7 +159,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         assert f"{namespace}/tiny" in table
         assert "rank 0 front" in table
         assert "some values come from the stored status" in table
-        assert "You need the right to get pods/proxy" in table
+        assert "Ask for the right to get pods/proxy" in table
         value = json.loads(reported(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
@@ -173,11 +173,12 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         status_of_a_serving_group(viewer)
         code, _, errors = heteroinfer(viewer, "top", "-A")
         assert code == 1
-        assert "Name a namespace with -n" in errors
+        assert "Name a namespace that you may read with -n" in errors
         code, _, errors = heteroinfer(viewer, "top", "nothing")
         assert (code, errors) == (
             1,
-            f"error: namespace {namespace}: has no HeteroInference nothing. List all: kubectl get hinf -A\n",
+            f"error: namespace {namespace}: has no HeteroInference nothing. To list all, run kubectl get hinf "
+            "-A\n",
         )
         code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
         assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Its groups: 0\n")

@@ -21,7 +21,7 @@ async def test_top_shows_resources_without_an_operator(
     await create_resource(server, namespace)
     shown = reported(control_plane.kubeconfig, "top", "-n", namespace, "--once")
     assert shown == (
-        f"{namespace}/tiny: no operator has acted on this resource yet. `heteroinfer check` finds out why\n"
+        f"{namespace}/tiny: no operator has acted on this resource yet. Run `heteroinfer check`\n"
     )
 
 

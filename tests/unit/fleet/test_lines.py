@@ -156,7 +156,7 @@ def test_each_resource_that_is_not_ready_has_a_line() -> None:
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
     assert list(describe_waits([waiting, new])) == [
         "ml/llama: Starting: as it is",
-        "ml/new: no operator has acted on this resource yet. `heteroinfer check` finds out why",
+        "ml/new: no operator has acted on this resource yet. Run `heteroinfer check`",
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_resource_without_a_status_is_shown_as_a_sentence() -> None:
     with console.capture() as shown:
         console.print(build_screen([new], ""))
     assert shown.get().splitlines() == [
-        "ml/new: no operator has acted on this resource yet. `heteroinfer check` finds out why"
+        "ml/new: no operator has acted on this resource yet. Run `heteroinfer check`"
     ]
     with console.capture() as both:
         console.print(build_screen([new, build_line(KEY, status(), {})], ""))

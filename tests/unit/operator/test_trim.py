@@ -283,5 +283,5 @@ def test_builds_the_paths_of_objects() -> None:
     assert NODE.path(None, "n1") == "/api/v1/nodes/n1"
     assert str(NamespacedName(namespace="ns", name="a")) == "ns/a"
     assert writable_kind("Pod") is POD
-    with pytest.raises(ValueError, match=r"kind must be one of .*, got 'Node'"):
+    with pytest.raises(ValueError, match=r"kind must be one of .* \(got 'Node'"):
         writable_kind("Node")

@@ -17,7 +17,7 @@ from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, Api
 from heteroinfer_operator.report_client import parse_report
 
 PROXY_TIMEOUT_S: Final = 3.0
-"""Time limit for a request to a leader, so that a failing group does not delay the table."""
+"""Time limit of a request to a leader. A leader that does not answer must not delay the output for long."""
 MAX_REQUESTS: Final = 16
 """Requests to leaders that may run at the same time."""
 _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -42,10 +42,11 @@ class StoredResource:
 async def read_resources(
     server: ApiServer, namespace: str | None, name: str | None, *, selector: str | None = None
 ) -> list[StoredResource]:
-    """Reads the HeteroInferences of a namespace (None: of all namespaces), or the one called `name`.
+    """Reads the HeteroInferences of a namespace, or only the HeteroInference `name`.
 
     Args:
-        selector: selects by labels, in the syntax of kubectl.
+        namespace: None for all namespaces.
+        selector: selects resources by labels, in the syntax of kubectl.
 
     Raises:
         HeteroInferError: no resource has this name, or the user lacks the right to read resources.
@@ -60,13 +61,13 @@ async def read_resources(
             )
             if name:
                 problem = (
-                    f"namespace {namespace}: has no {names.KIND} {name}. List all: kubectl get "
+                    f"namespace {namespace}: has no {names.KIND} {name}. To list all, run kubectl get "
                     f"{names.SHORT_NAME} -A"
                 )
             raise HeteroInferError(problem, reason="NotFound") from error
         if error.status == FORBIDDEN and namespace is None:
             raise HeteroInferError(
-                f"{error.message}. Name a namespace with -n", reason="Forbidden"
+                f"{error.message}. Name a namespace that you may read with -n", reason="Forbidden"
             ) from error
         raise
     items = [answer] if name else answer["items"]
@@ -90,7 +91,7 @@ class LeaderReader:
     The user needs the right to get `pods/proxy`.
 
     Attributes:
-        problem: message about a leader that the last `read` could not read, or "".
+        problem: message about a leader that the last `read` could not reach or understand, or "".
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -101,7 +102,7 @@ class LeaderReader:
     async def read(self, resources: Sequence[StoredResource]) -> dict[ResourceKey, dict[int, LeaderAnswer]]:
         """Reads the reports of all leaders, by resource and group index.
 
-        A leader that does not answer has an empty LeaderAnswer.
+        A leader without a valid report has an empty LeaderAnswer.
         """
         self.problem = ""
         groups = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
@@ -124,8 +125,8 @@ class LeaderReader:
                 report = parse_report(text)
             except ContractError as error:
                 self.problem = (
-                    f"this client cannot read the report of pod {leader} ({error}). Use a client of the "
-                    "version of that pod"
+                    f"pod {leader}: this client cannot read its report ({error}). Use a client with the "
+                    "version of this pod"
                 )
                 return LeaderAnswer()
             if not report.ready:
@@ -139,15 +140,18 @@ class LeaderReader:
             async with asyncio.timeout(PROXY_TIMEOUT_S):
                 return await self._server.get_text(POD.path(namespace, f"{pod}:{port}", f"proxy{path}"))
         except TimeoutError:
-            self.problem = f"pod {pod} did not answer on port {port} within {PROXY_TIMEOUT_S:g} s"
+            self.problem = (
+                f"pod {pod}: no answer on port {port} within {PROXY_TIMEOUT_S:g} s. If this repeats, read "
+                "the log of the pod"
+            )
         except ApiError as error:
-            right = ". You need the right to get pods/proxy" if error.status == FORBIDDEN else ""
-            self.problem = f"{error.message}{right}"
+            fix = ". Ask for the right to get pods/proxy" if error.status == FORBIDDEN else ""
+            self.problem = f"{error.message}{fix}"
         return None
 
 
 def kv_use_of(exposition: str) -> float | None:
-    """Returns the used share of the KV cache, 0 to 1, from vLLM's metrics; None if the metric is missing."""
+    """Returns the used share of the KV cache, 0 to 1, in vLLM's metrics; None without a valid value."""
     shares = [_parse_share(text) for text in _KV_USE.findall(exposition)]
     return max((share for share in shares if share is not None), default=None)
 

@@ -101,10 +101,10 @@ async def read_crd(server: ApiServer) -> InstalledCrd | None:
 
 
 def describe_crd_skew(operator: InstalledOperator, crd_version: str) -> str:
-    """Describes different versions of an operator and the CRD, and the fix."""
+    """Describes the difference between the versions of an operator and of the CRD, and its fix."""
     return (
         f"{operator.name} has version {operator.version}, but the CRD has version {crd_version}. Upgrade the "
-        "older of the two; the release with crds.install=true installs the CRD"
+        "older one. The release with crds.install=true installs the CRD"
     )
 
 
@@ -128,8 +128,8 @@ def skew_warnings(
         ]
     elif not crd.same_schema:
         warnings.append(
-            "the CRD has no label with its version, and its schema differs from this client's. Apply the CRD "
-            "of the operator's version: heteroinfer crd | kubectl apply --server-side -f -"
+            "the CRD has no label with its version, and its schema differs from this client's schema. With a "
+            "client of the operator's version, run: heteroinfer crd | kubectl apply --server-side -f -"
         )
     return tuple(warnings)
 

@@ -79,15 +79,15 @@ class GroupLine:
 
     Attributes:
         message: the reason why the group waits, or "".
-        live: whether the values of ranks come from the leader itself, not from the stored status.
+        live: whether the values of the ranks come from the leader's report, not from the stored status.
         restarts: restarts that count towards restart.maxRestarts.
-        kv_tokens: size of its KV cache in tokens, or None.
+        kv_tokens: size of the group's KV cache in tokens, or None.
         kv_use: used share of the KV cache, 0 to 1, or None.
         predicted_ms: predicted time of a step with one request, in milliseconds, or None.
         calibration: description of the rates that the prediction uses, or "".
-        long_prompts: description of the GPU's part of the experts in long prompts, as the group measured it,
-            or else as predicted; or "".
-        failure: its last failure, or None.
+        long_prompts: description of the GPU's part of the experts in long prompts: as the group measured the
+            part, otherwise as predicted; "" if both are unknown.
+        failure: the group's last failure, or None.
     """
 
     index: int
@@ -122,7 +122,7 @@ class ResourceLine:
         available: status of the condition Available: True if requests would be answered.
         ready: status of the condition Ready. `reason` and `message` come from this condition.
         groups: ready groups and all groups, such as 1/2.
-        lines: its groups, by index.
+        lines: the resource's groups, in the order of their indexes.
     """
 
     key: ResourceKey
@@ -139,7 +139,7 @@ class ResourceLine:
         return bool(self.reason)
 
     def dump(self) -> dict[str, Any]:
-        """Returns JSON values with the names of the status; times are text."""
+        """Returns JSON values. Fields have the same names as in the status, and times are text."""
         return {
             "namespace": self.key.namespace,
             "name": self.key.name,
@@ -161,7 +161,8 @@ def build_line(
 
     Args:
         answers: answers of leaders, by group index. A report about another epoch is ignored.
-        plans: plans in use, by hash. The ranks of a group come from its plan, or without it from the status.
+        plans: plans in use, by hash. The ranks of a group come from its plan, or without a plan from the
+            status.
     """
     available = status.condition(ConditionType.AVAILABLE.value)
     ready = status.condition(ConditionType.READY.value)
@@ -189,8 +190,8 @@ def _group_line(
     group: GroupStatus, answer: LeaderAnswer, predicted: PlanStatus | None, plan: Plan | None
 ) -> GroupLine:
     """Builds the values of a group from its status, its leader's answer and its plan."""
-    # A leader reports epoch 0 to a client without the group's key. Epoch 0 is accepted, because the client
-    # asked a pod whose name contains the group's epoch.
+    # To a client without the group's key, a leader reports epoch 0. Such a report is current, too, because
+    # the name of the leader's pod contains the group's epoch.
     is_current = answer.report is not None and answer.report.epoch in {0, group.epoch}
     report = answer.report if is_current else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
@@ -248,13 +249,13 @@ def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
 
 
 def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
-    """Returns the rank with the values of the leader's report, if the report contains the rank."""
+    """Returns a rank with its values in the leader's report; without a report, the unchanged rank."""
     if reported is None:
         return line
     phase = reported.phase.value
     if reported.phase is RankPhase.LOADING and reported.total_bytes:
         phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
-    if reported.locked_memory_bytes is not None:
+    if reported.locked_memory_bytes is not None:  # otherwise keep the values of the status
         line = replace(
             line,
             locked_memory_bytes=reported.locked_memory_bytes,
@@ -275,7 +276,7 @@ def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
 
 
 def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
-    """Returns the known values as JSON, without the heartbeat's age, which only a live table needs."""
+    """Returns the known values as JSON, without the age of the heartbeat, which only a live table needs."""
     known = {field.name: getattr(line, field.name) for field in fields(line) if field.name != "seen_s"}
     value = {to_camel(name): each for name, each in known.items()}
     if isinstance(line, GroupLine):

@@ -24,17 +24,17 @@ _TEXTS: Final = frozenset({"name", "node", "device", "layers", "phase", "last fa
 """Columns of texts, which are aligned left. Columns of numbers are aligned right."""
 _CAPTION: Final = (
     "Times are in ms. step = compute + wait + transfer. The slowest rank has the longest compute. predicted: "
-    "step of a group, compute of a rank, with one request"
+    "time of a group's step or of a rank's compute, with one request"
 )
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
-    """Builds the table, the lines of resources that wait, the rates of predictions, and a note.
+    """Builds the table of resources. Below the table are lines about waits and predictions, and the note.
 
     A resource that no operator has acted on has no row, because the row would be empty.
 
     Args:
-        note: where the values come from, or "".
+        note: a text about the source of the values, or "".
     """
     if not resources:
         return Text("found no HeteroInference. To search all namespaces, add -A")
@@ -99,11 +99,11 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
 def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields a line for each resource that is not Ready: its reason and the messages of its groups.
 
-    If no group has a message, the line has the message of the condition Ready.
+    If no group has a message, the line contains the message of the condition Ready instead.
     """
     for resource in resources:
         if not resource.has_status:
-            words = "no operator has acted on this resource yet. `heteroinfer check` finds out why"
+            words = "no operator has acted on this resource yet. Run `heteroinfer check`"
             yield f"{resource.key}: {words}"
         elif resource.ready != "True":
             group_messages = sorted({group.message for group in resource.lines if group.message})
@@ -112,7 +112,7 @@ def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
 
 
 def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields a line for each set of rates that predictions use, and for each rule of long prompts."""
+    """Yields a line for each calibration that predictions use, and for each description of long prompts."""
     for resource in resources:
         for rates in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
             yield f"{resource.key}: predictions use {rates}"

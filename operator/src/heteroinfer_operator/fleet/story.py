@@ -15,8 +15,8 @@ class PodStory:
     """The description of one pod of a group.
 
     Attributes:
-        title: name, rank, role, node and state, for the line above its log.
-        prefix: rank and role, for each line of its log.
+        title: name, rank, role, node and state, for the line above the pod's log.
+        prefix: rank and role, for the beginning of each line of the log.
         ended: exit code and cause of the worker container's end, or "".
         culprit: whether this pod's failure ended the epoch.
     """
@@ -36,7 +36,7 @@ def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
     """Describes the pods of one epoch: first the culprit, then other failed pods, then the rest.
 
-    In a running epoch, the pod of the rank that ended the previous epoch comes first.
+    In a running epoch without failures, the pod of the rank that ended the previous epoch comes first.
     """
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     ranks = _ranks_by_pod(group)
@@ -54,7 +54,7 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
 
 
 def failure_text(failure: FailureStatus) -> str:
-    """Describes a failure that the status keeps, in one line."""
+    """Describes a failure of the status in one line."""
     rank = "" if failure.rank is None else f", rank {failure.rank}"
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
     counted = "" if failure.counted else ", does not count towards restart.maxRestarts"
@@ -89,8 +89,8 @@ def _find_culprit(
 ) -> int | None:
     """Returns the index of the pod that ended the epoch, or None.
 
-    A pod's report about itself counts first, then the reports of other pods, then the last failure in the
-    status.
+    Uses the first of these sources: a pod's report about its own failure, a pod's report about another pod,
+    the last failure in the status.
     """
     failures = _read_failures(pods)
     self_reported = [pod for pod, failure in failures if failure.pod == index_of(pod)]

@@ -56,7 +56,7 @@ class ResourceSummary:
 
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
-        """The conditions that need attention, because a resource without a problem has other values."""
+        """The conditions that need attention. A resource without a problem has no such condition."""
         return tuple(condition for condition in self.status.conditions if not self._is_expected(condition))
 
     @property
@@ -89,7 +89,8 @@ class ResourceSummary:
         """Returns the summary as lines of text.
 
         Args:
-            verbose: adds all conditions, the times and pods of ranks, the notes of plans, and kept failures.
+            verbose: whether to add all conditions, the times and pods of ranks, the plans, and all failures
+                that the status contains.
         """
         lines = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
         conditions = self.status.conditions if verbose else self.unexpected_conditions
@@ -106,15 +107,17 @@ class ResourceSummary:
 
     def _is_expected(self, condition: Condition) -> bool:
         """Reports whether a condition is normal for a resource that serves, or that wants no group."""
-        if condition.type == ConditionType.PROGRESSING:
+        if (
+            condition.type == ConditionType.PROGRESSING
+        ):  # also abnormal if False, if its message has a problem
             return condition.status is ConditionStatus.FALSE and not condition.message
         if condition.status is ConditionStatus.TRUE:
             return condition.type not in _WANTED_FALSE
-        is_false_at_rest = self.wants_no_group and condition.type in _FALSE_AT_REST
-        return condition.type not in _WANTED_TRUE or is_false_at_rest
+        may_be_false = self.wants_no_group and condition.type in _FALSE_AT_REST
+        return may_be_false or condition.type not in _WANTED_TRUE
 
     def _overview(self, now: datetime, *, verbose: bool) -> Iterable[tuple[str, ...]]:
-        """Yields the name and the value of each line at the top."""
+        """Yields the name and the value of each line at the top of the text."""
         metadata, status = self.manifest["metadata"], self.status
         created = datetime.fromisoformat(str(metadata["creationTimestamp"]))
         yield "Model", f"{_uri(self._spec)}{_model_state(status)}"
@@ -135,18 +138,18 @@ class ResourceSummary:
             yield "Revision", f"{status.update_revision or '-'} (current: {status.current_revision or '-'})"
 
     def _state(self) -> str:
-        """Describes in a line whether the resource serves, and why not."""
+        """Describes in one line whether the resource serves; if not, also the reason."""
         if self.manifest["metadata"].get("deletionTimestamp"):
             return "being deleted"
         if not self.line.has_status:
-            return "no operator has acted on this resource yet. `heteroinfer check` finds out why"
+            return "no operator has acted on this resource yet. Run `heteroinfer check`"
         available = _describe_condition("Available", self.line.available)
         ready = _describe_condition("Ready", self.line.ready)
         message = f": {self.line.message}" if self.line.message and self.line.ready != "True" else ""
         return f"{available}, {ready} ({self.line.reason}){message}"
 
     def _failures(self, *, verbose: bool) -> Iterable[str]:
-        """Yields a line for the last failure of each group, or for all kept failures."""
+        """Yields a line for the last failure of each group; with `verbose`, for all failures."""
         for group in self.status.groups:
             failures = group.failures if verbose else group.failures[-1:]
             for failure in reversed(failures):
@@ -173,7 +176,7 @@ class ResourceSummary:
 
 
 def _next_steps(summary: ResourceSummary) -> Iterable[str]:
-    """Yields the next steps for the state of a resource."""
+    """Yields the user's next steps for the state of a resource."""
     key, status = summary.line.key, summary.status
     name = f"{key.name} -n {key.namespace}"
     if summary.manifest["metadata"].get("deletionTimestamp"):
@@ -191,7 +194,7 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
 
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
-    """Yields the commands and actions that solve a problem of the resource."""
+    """Yields the commands and actions for the most urgent problem of the resource; nothing without one."""
     if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):
         yield f"find the cause: heteroinfer logs {name} --previous"
         yield f"after the fix, start its groups again: heteroinfer restart {name}"
@@ -273,7 +276,7 @@ def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[
 
 
 def _rank_details(rank: RankLine) -> tuple[str, ...]:
-    """Returns the cells of a rank that only the long form of the table has."""
+    """Returns the cells of a rank that only the verbose table has."""
     return (
         _ms(rank.compute_ms),
         _ms(rank.wait_ms),
@@ -285,7 +288,7 @@ def _rank_details(rank: RankLine) -> tuple[str, ...]:
 
 
 def _locked_memory(rank: RankLine) -> str:
-    """Describes the memory that a rank has locked, with its limit if there is one."""
+    """Describes the memory that a rank has locked, and the limit of locked memory if there is a limit."""
     if rank.locked_memory_bytes is None:
         return ""
     limit = rank.locked_memory_limit_bytes
@@ -298,12 +301,12 @@ def _ms(value: float | None) -> str:
 
 
 def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Returns indented lines for rows; an empty cell is a dash."""
+    """Returns rows as indented lines. An empty cell becomes a dash."""
     return [f"  {line}" for line in align_rows([tuple(cell or "-" for cell in row) for row in rows])]
 
 
 def _age(now: datetime, then: datetime) -> str:
-    """Returns a time span as kubectl prints it, with one unit."""
+    """Returns a time span in one unit, as kubectl prints it."""
     seconds = max(int((now - then).total_seconds()), 0)
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length:

@@ -1,6 +1,7 @@
 """Gathers the facts about one HeteroInference that help to find a fault, without secrets.
 
-No Secret is read. Parts that the user lacks the right to read are listed in `missing.txt`.
+Reads no Secret. `missing.txt` lists the parts that could not be read, for example because the user lacks a
+right.
 """
 
 import io
@@ -25,7 +26,7 @@ from heteroinfer_operator.version import own_version
 
 LOG_LINES: Final = 5000
 LOG_BYTES: Final = 4 * 2**20
-"""Longest log, in bytes. The API server cuts longer logs."""
+"""Longest log, in bytes. The API server cuts off the rest of a log."""
 
 
 class SupportBundle:
@@ -44,7 +45,7 @@ class SupportBundle:
         self._files: dict[str, str] = {}
 
     async def gather(self) -> None:
-        """Reads all parts."""
+        """Reads all parts of the bundle. Notes parts that cannot be read in `missing`."""
         self._add_object("resource.yaml", self._resource.manifest)
         await self._add_status()
         pods = await self._add_children()
@@ -57,7 +58,7 @@ class SupportBundle:
             self._files["missing.txt"] = "".join(f"{line}\n" for line in self.missing)
 
     def pack(self, folder: str) -> bytes:
-        """Returns all parts as a tar.gz file, below a folder."""
+        """Returns all parts as a tar.gz file, in a folder with this name."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             for path, text in sorted(self._files.items()):
@@ -108,7 +109,7 @@ class SupportBundle:
         self._files["events.yaml"] = yaml.safe_dump(events, sort_keys=False)
 
     async def _add_logs(self, folder: str, pod: Manifest) -> None:
-        """Adds the log of each container of a pod, and of its previous run."""
+        """Adds the log of each container of a pod, and the log of the container's previous run."""
         metadata, status = pod["metadata"], pod.get("status") or {}
         path = POD.path(metadata["namespace"], metadata["name"], "log")
         states = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
@@ -120,7 +121,7 @@ class SupportBundle:
             if not state.get("restartCount"):
                 continue
             file = f"{folder}/{container}.previous.log"
-            # The kubelet refuses the previous log exactly if the status has no previous container.
+            # The kubelet has the log of the previous run only if the status has the id of its container.
             if ((state.get("lastState") or {}).get("terminated") or {}).get("containerID"):
                 await self._add_log(file, path, {"container": container, "previous": "true"})
             else:
@@ -163,7 +164,7 @@ class SupportBundle:
                 await self._add_logs(f"operator/{pod['metadata']['name']}", pod)
 
     async def _list(self, path: str, query: Query | None = None) -> list[Manifest]:
-        """Returns the objects of a list; [] if the API server refuses it, which the bundle notes."""
+        """Returns the objects of a list. After an error, returns [] and notes the error in `missing`."""
         try:
             return list((await self._server.get(path, query))["items"])
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""Finds resources that a LimitRange of the namespace set in a pod without resources of its own. Pure."""
+"""Finds the requests and limits that a LimitRange of the namespace set in a worker pod. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,7 +17,9 @@ _MAX_TEXT: Final = 200
 
 
 def find_limit_range_values(stored: Mapping[str, Any]) -> str:
-    """Returns the requests and limits that a LimitRange set for the worker container, or "".
+    """Returns a text with the requests and limits that a LimitRange set for the worker container, or "".
+
+    An example: `requests cpu=100m, memory=256Mi and limits memory=512Mi`.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.
@@ -35,12 +37,9 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
     texts = []
     for kind in ("requests", "limits"):
         amounts = as_object(resources.get(kind), kind)
-        set_amounts = [
-            f"{name}={amounts[name]}"
-            for name in sorted(_read_resource_names(annotation, kind) & amounts.keys())
-        ]
-        if set_amounts:
-            texts.append(f"{kind} {', '.join(set_amounts)}")
+        names_set = sorted(_read_resource_names(annotation, kind) & amounts.keys())
+        if names_set:
+            texts.append(f"{kind} {', '.join(f'{name}={amounts[name]}' for name in names_set)}")
     return printable(" and ".join(texts))[:_MAX_TEXT]
 
 

@@ -12,19 +12,20 @@ from heteroinfer_operator.reconcile.group_planner import read_gang
 
 @dataclass(slots=True)
 class NeverPlaced:
-    """The pods that vanished without a node, by resource.
+    """The pods that were deleted before they had a node, by resource.
 
-    The API server removes such a pod immediately, without a grace period, so no reconcile sees it end. Its
-    last state is in the watch's event. A process that missed the event cannot know this.
+    The API server removes such a pod immediately, without a grace period, so no reconcile sees the pod end.
+    Only the watch's event of the deletion shows that the pod had no node.
     """
 
     _pods: dict[ResourceKey, dict[str, str]] = field(default_factory=dict)
     """The uid of the pod's owner, by resource and pod name."""
 
     def record_deleted(self, pod: PodRecord) -> None:
-        """Records a deleted pod that never had a node, so that a new pod of the same epoch may take its name.
+        """Records a deleted pod if it never had a node. A new pod of the same epoch may then take its name.
 
-        Skips pods of Kueue gangs: Kueue keeps their names, so no pod of the same epoch can replace them.
+        Does not record a pod of a Kueue gang: Kueue keeps its name, so no pod of the same epoch can replace
+        it.
         """
         if not pod.view.node and not pod.view.started and read_gang([pod.view]) is not Gang.KUEUE:
             self._pods.setdefault(pod.key, {})[pod.view.name] = pod.owner_uid
@@ -57,7 +58,7 @@ class NeverPlaced:
 
 
 def _is_current(owner: Owner, name: str, epochs: Mapping[int, int]) -> bool:
-    """Reports whether a pod's name belongs to the stored epoch of its group, or a later one."""
+    """Reports whether a pod's name belongs to the stored epoch of its group, or to a later epoch."""
     parsed_name = parse_worker_name(owner, name)
     if parsed_name is None:
         return False

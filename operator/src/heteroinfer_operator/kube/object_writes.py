@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 ALREADY_EXISTS: Final = "AlreadyExists"
 _LABEL_DRIFT: Final[Manifest] = {"metadata": {"labels": None}}
-"""Drift of a child that no watch shows: it must have lost the label by which the operator watches it."""
+"""Assumed drift of a child that no watch shows: the child has lost the operator's label."""
 _CHANGED_POD_GRACE_S: Final = 2
 _DELETE_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses between attempts to delete a pod that no watch shows. Nothing else would ever delete it."""
+"""Pauses between attempts to delete a pod that a webhook changed."""
 
 
 class ObjectWrites:
@@ -44,9 +44,9 @@ class ObjectWrites:
         """Creates a child; does nothing if the child exists and the action permits that.
 
         Raises:
-            ConflictError: the object exists, and the action does not permit that; or another write conflicts.
-            ChildError: the object exists and is not ours, a webhook changed the pod so that it cannot serve,
-                or others have deleted the object after each of the last writes.
+            ConflictError: the object exists and the action does not permit that, or another write conflicts.
+            ChildError: the object exists and belongs to another owner, a webhook changed the pod so that it
+                cannot serve, or others have deleted the object after each of the last writes.
         """
         kind, name = _read_kind_and_name(action.manifest)
         if kind is POD:
@@ -63,7 +63,7 @@ class ObjectWrites:
             if error.api_reason == ALREADY_EXISTS:
                 await self._read_uncached(resource, kind, name, action.manifest)
             raise ConflictError(error.message) from error
-        if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
+        if kind is SECRET:  # the operator may not list Secrets, so no cache has them
             return
         self._cluster_state.store_written(kind, stored)
         if memory.repeated_writes.count_write(kind.name, name.name, action.manifest, memory.permits.now):
@@ -72,7 +72,8 @@ class ObjectWrites:
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
         """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve.
 
-        The pod leaves `never_created` once an answer shows that it exists, or that it was refused.
+        `never_created` has the pod until an answer shows that the pod exists or was refused. So after a
+        conflict or without an answer, the pod may still appear.
         """
         manifest = action.manifest
         name = NamespacedName.from_object(manifest)
@@ -83,9 +84,9 @@ class ObjectWrites:
                 POD.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
             )
         except ApiError as error:
-            if error.is_refusal and error.status != CONFLICT:
-                memory.never_created.forget(name.name)
             if error.status != CONFLICT:
+                if error.is_refusal:
+                    memory.never_created.forget(name.name)
                 raise
             if error.api_reason == ALREADY_EXISTS:
                 try:
@@ -93,7 +94,7 @@ class ObjectWrites:
                 except ChildError:
                     memory.never_created.forget(name.name)
                     raise
-                if existing_uid and was_requested:  # our own earlier create, whose answer was lost
+                if existing_uid and was_requested:  # an earlier create made the pod, and its answer was lost
                     memory.never_created.forget(name.name)
                     return
             raise ConflictError(error.message) from error
@@ -104,9 +105,9 @@ class ObjectWrites:
         self._cluster_state.store_written(POD, stored)
 
     async def _delete_changed_pod(self, name: NamespacedName, uid: str) -> None:
-        """Deletes a pod that a webhook changed so that it cannot join its group.
+        """Deletes a pod that a webhook changed so that it cannot join its group. Retries some times.
 
-        No watch shows such a pod, so nothing else would ever delete it.
+        Perhaps no watch shows such a pod, because it lacks the label. Then nothing else would ever delete it.
         """
         options = delete_options(uid, _CHANGED_POD_GRACE_S)
         for pause_s in (*_DELETE_PAUSES_S, None):
@@ -117,8 +118,8 @@ class ObjectWrites:
                     return
                 if pause_s is None:
                     logger.error(
-                        "pod %s: a webhook changed it on creation, so it cannot join its group, and the "
-                        "operator cannot delete it: %s. Delete the pod",
+                        "pod %s: a webhook changed this pod on creation, so the pod cannot join its group. "
+                        "The operator cannot delete the pod: %s. Delete the pod",
                         name,
                         error.message,
                     )
@@ -128,7 +129,11 @@ class ObjectWrites:
                 return
 
     async def apply(self, resource: ResourceView, memory: ResourceMemory, manifest: Manifest) -> None:
-        """Makes a stored object match its manifest."""
+        """Makes a stored object match its manifest; creates the object if it does not exist.
+
+        Raises:
+            ChildError: another owner has the name, or others change or delete the object after each write.
+        """
         kind, name = _read_kind_and_name(manifest)
         child = self._cluster_state.child(kind, name) if kind is not POD else None
         if child is None or child.owner_uid != resource.uid:
@@ -137,7 +142,7 @@ class ObjectWrites:
             uid = str(child.stored["metadata"]["uid"])
         drift = find_drift(child.stored, manifest) if child is not None else _LABEL_DRIFT
         body: dict[str, Any] = {**manifest}
-        if uid:  # never overwrite another object that took the name in between
+        if uid:  # with the uid, the API server refuses the write if another object has taken the name
             body["metadata"] = {**manifest["metadata"], "uid": uid}
         path = kind.path(name.namespace, name.name)
         try:
@@ -146,7 +151,8 @@ class ObjectWrites:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        # Apply keeps the entries that others added to a list or a map. A merge patch removes them by name.
+        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes
+        # them.
         if remaining_drift := find_drift(stored, manifest):
             stored = await self._server.merge(path, remaining_drift)
         self._cluster_state.store_written(kind, stored)
@@ -154,6 +160,7 @@ class ObjectWrites:
             raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
         if not memory.repeated_writes.count_write(kind.name, name.name, manifest, memory.permits.now):
             return
+        # This write succeeded, like the writes before it, and others have undone each of those.
         if not uid:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
         raise child_errors.changed_by_others(f"{kind.name} {name}", drift)
@@ -163,8 +170,9 @@ class ObjectWrites:
     ) -> str:
         """Reads an object that the cache does not show, and adds it to the cache.
 
-        If our own object has lost the label by which the operator watches it, this method restores the label.
-        The operator has no right to change pods, so it polls such a pod from now on.
+        If the object belongs to the resource and has lost the label by which the operator watches it, this
+        method restores the label. The operator has no right to change pods, so it polls such a pod from now
+        on.
 
         Returns:
             The object's uid, or "" if it does not exist.
@@ -194,7 +202,7 @@ class ObjectWrites:
 
     async def delete(self, resource: ResourceView, memory: ResourceMemory, action: DeleteObject) -> None:
         """Deletes the object with this uid."""
-        if not action.uid:  # the API server has not answered what state the pod has, so its uid is unknown
+        if not action.uid:  # the API server has not answered a request for this pod, so its uid is unknown
             return
         kind = writable_kind(action.kind, action.api_version)
         name = NamespacedName(namespace=resource.key.namespace, name=action.name)
@@ -203,7 +211,7 @@ class ObjectWrites:
                 kind.path(name.namespace, action.name), delete_options(action.uid, action.grace_s)
             )
         except ApiError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):  # conflict: another object has the name
+            if error.status not in (NOT_FOUND, CONFLICT):  # with CONFLICT, another object has the name
                 raise
             self._cluster_state.remove_gone(kind, name, action.uid)
             return
@@ -216,9 +224,10 @@ class ObjectWrites:
     def _update_cache_after_delete(
         self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest
     ) -> None:
-        """Stores a pod that still terminates in the caches; removes other objects and pods that are gone."""
+        """Updates the caches: a pod stays while it terminates; other objects and deleted pods are removed."""
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
+            # The answer may lack the time of deletion. An empty one marks the pod as terminating.
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
             self._cluster_state.store_written(kind, {**stored, "metadata": metadata})
         else:
@@ -234,7 +243,7 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
     """Builds the options that delete the object with this uid.
 
     Args:
-        grace_s: None for the pod's own grace period.
+        grace_s: grace period in seconds; None for the pod's own grace period.
     """
     options: dict[str, Any] = {
         "apiVersion": "v1",
@@ -246,9 +255,10 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
 
 
 def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
-    """Reports whether an earlier resource of this name owns the object.
+    """Reports whether a resource of this name owns the object, with any uid.
 
-    Garbage collection deletes such an object.
+    If the uid is not the present resource's, the owner is an earlier resource. Garbage collection will then
+    delete the object.
     """
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(

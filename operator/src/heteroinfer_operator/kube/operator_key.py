@@ -1,4 +1,4 @@
-"""The operator's own key. A Secret in its namespace holds it; the keys of groups are derived from it."""
+"""The operator's own key, from which it derives the keys of groups. A Secret in its namespace has the key."""
 
 import asyncio
 import base64
@@ -23,13 +23,14 @@ RETRY_S: Final = 1.0
 async def ensure_operator_key(server: ApiServer, namespace: str, name: str, former: str = "") -> bytes:
     """Returns the operator's key; creates the Secret if it does not exist.
 
-    The chart has no template for this Secret: a tool that replaces objects by their templates would empty it.
+    The chart has no template for this Secret, because a tool that replaces objects by their templates would
+    empty it.
 
     Args:
         former: name of the Secret that charts before 0.2.0 created, or "". Its key takes precedence. As long
-            as that Secret exists, this function keeps the same key in it, so that an older chart finds the
-            key after a rollback. If an operator created a Secret of this name, it belongs to another release
-            and stays unchanged.
+            as that Secret exists, this function writes the same key to both Secrets, so that an older chart
+            finds the key after a rollback. A Secret of this name that an operator created belongs to another
+            release, so this function ignores it.
 
     Raises:
         HeteroInferError: a Secret contains an invalid key.
@@ -45,7 +46,7 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
 
 
 async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
-    """Returns the operator's key; creates or corrects its Secrets, in one attempt.
+    """Returns the operator's key. Creates or corrects its Secrets in one attempt.
 
     Raises:
         ApiError: with status 409 if another replica wrote a Secret at the same time.
@@ -53,7 +54,7 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
     own_secret = await _read_secret(server, namespace, name)
     older_secret = await _read_secret(server, namespace, former) if former else None
     if older_secret is not None and _is_made_by_operator(older_secret):
-        older_secret = None  # it belongs to a release of another name
+        older_secret = None  # this Secret belongs to a release of another name
     own_key = _read_key(own_secret, f"{namespace}/{name}")
     older_key = _read_key(older_secret, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
@@ -92,7 +93,7 @@ def _build_secret(namespace: str, name: str) -> dict[str, Any]:
 
 
 def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
-    """Reports whether an operator created the Secret. The chart created the Secrets of earlier versions."""
+    """Reports whether an operator created the Secret. In earlier versions, the chart created the Secret."""
     labels = stored["metadata"].get("labels") or {}
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 
@@ -118,15 +119,15 @@ def _read_key(stored: Mapping[str, Any] | None, where: str) -> bytes | None:
 
 
 def _decode_key(text: str, where: str) -> bytes:
-    """Decodes the operator's key; raises HeteroInferError if its length is wrong."""
+    """Decodes the operator's key; raises HeteroInferError if it is not base64 or has a wrong length."""
     try:
         key = base64.b64decode(text, validate=True)
     except binascii.Error:
         key = b""
     if len(key) != KEY_BYTES:
         raise HeteroInferError(
-            f"Secret {where}: {DATA_KEY!r} must be {KEY_BYTES} bytes, got {len(key)}. "
-            "Remove that entry; the operator then creates a key",
+            f"Secret {where}: entry {DATA_KEY!r} must be {KEY_BYTES} bytes in base64 (got {len(key)} bytes). "
+            "Remove this entry. The operator then creates a new key",
             reason="KeyMissing",
         )
     return key

@@ -17,7 +17,7 @@ from heteroinfer_operator.reconcile.left_pods import decide_left_pods
 logger = logging.getLogger(__name__)
 
 CHECK_AGAIN_S: Final = 10.0
-"""Changes of nodes do not wake a resource that is gone, so a timer does."""
+"""Time until the next check. Changes of nodes do not wake a deleted resource, so a timer must wake it."""
 
 
 class LeftPods:
@@ -39,14 +39,14 @@ class LeftPods:
         self._deletions: dict[str, asyncio.Task[None]] = {}
 
     def delete_lost_pods(self, key: ResourceKey, uid: str) -> None:
-        """Force-deletes, in the background, the pods that a gone resource left on lost nodes.
+        """Force-deletes, in the background, the pods that a deleted resource left on lost nodes.
 
-        A timer starts the next check while pods of the gone resource are being deleted.
+        A timer starts the next check while pods of the deleted resource are terminating.
 
         Args:
-            key: name of the resource.
-            uid: uid of the resource that has this name now, also if another operator serves it; "" if there
-            is none.
+            key: name of the deleted resource.
+            uid: uid of the resource that has this name now, also if another operator serves that resource;
+                "" if no resource has the name.
         """
         pods = [pod.view for pod in self._cluster_state.pods_of_earlier_resources(key, uid)]
         if (timer := self._timers.pop(key, None)) is not None:
@@ -73,8 +73,8 @@ class LeftPods:
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # gone, or another pod has the name
                 logger.warning(
-                    "pod %s/%s: its HeteroInference is gone and its node is lost, but the deletion failed: "
-                    "%s. Trying again",
+                    "pod %s/%s: its HeteroInference is deleted and its node is lost, but the operator cannot "
+                    "delete the pod: %s. Trying again",
                     key.namespace,
                     delete.name,
                     error.message,

@@ -12,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 _MAX_DRIFT: Final = timedelta(seconds=1)
-"""If the clock differs by more than this from the time that has passed, it was set."""
+"""If the wall clock and the monotonic clock differ by more than this, the wall clock was set."""
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 _MAX_LATER_S: Final = 10 * 365 * 86400.0
-"""Ten years. Grace periods can be ten thousand years, since a user or tool may set any."""
+"""Ten years. A user or a tool may set a grace period of ten thousand years."""
 
 
 def utc_now() -> datetime:
@@ -55,16 +55,16 @@ class AwakeClock:
     async def run(self) -> None:
         """Advances the clock each second until cancelled."""
         while True:
-            self.awake_s()  # adds at most 5 s per call, so without calls the clock would miss time
+            self.awake_s()  # adds at most 5 s for each call, so without calls the clock would miss time
             await asyncio.sleep(self.TICK_S)
 
 
 class OwnClock:
     """Notes when this process first saw each timestamp of another clock.
 
-    The timestamps only serve to recognize a new state. After a restart this process sees every timestamp for
-    the first time, so a wait may become longer, but never shorter. Waits count the time that has passed:
-    setting the clock forward or back does not change them.
+    A timestamp only shows that a state is new. After a restart, this process sees every timestamp for the
+    first time, so a wait may become longer, but never shorter. Waits count the time that has passed, so they
+    do not change if the clock is set forward or back.
 
     Args:
         clock: this process's wall clock.
@@ -83,7 +83,7 @@ class OwnClock:
 
         Args:
             key: names the object that the timestamp belongs to.
-            stamp: the timestamp; None once the state is over.
+            stamp: the timestamp; None after the state has ended.
             later_s: seconds from now to the event that the timestamp announces; capped at ten years.
         """
         later_s = min(max(later_s, 0.0), _MAX_LATER_S)
@@ -98,9 +98,8 @@ class OwnClock:
         seen = self._seen.get(key)
         if seen is None:
             return None
-        # The wall clock may have been set since `record`. The monotonic clock gives the event's time by the
-        # new setting. Without such a change, each call returns the same time: both clocks differ by
-        # microseconds.
+        # The wall clock may have been set since `record`. Then the monotonic clock gives the event's time by
+        # the new setting. Otherwise return the earlier result, because the two clocks differ by microseconds.
         moment = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
         if abs(moment - seen.moment) > _MAX_DRIFT:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)

@@ -71,8 +71,7 @@ POD_GROUP_ALPHA2: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v
 POD_GROUP_BETA: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v1beta1", plural="podgroups")
 
 CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP, DISRUPTION_BUDGET, CLAIM)
-"""Kinds of children other than pods. The operator caches them as stored and writes them by server-side apply.
-"""
+"""Kinds of children other than pods. The operator caches them, and writes them by server-side apply."""
 GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
     {
         Gang.VOLCANO: VOLCANO_POD_GROUP,
@@ -82,7 +81,7 @@ GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
         Gang.NATIVE_BETA: POD_GROUP_BETA,
     }
 )
-"""Kinds that announce an epoch to a gang scheduler. Used only if the cluster serves them."""
+"""Kinds that describe an epoch to a gang scheduler. Used only if the cluster serves them."""
 
 _WRITABLE: Final = (POD, SECRET, *CHILDREN, *GANG_CHILDREN.values())
 
@@ -99,7 +98,7 @@ def writable_kind(name: str, api_version: str = "") -> Kind:
     matching = [kind for kind in _WRITABLE if kind.name == name and api_version in ("", kind.api_version)]
     if len(matching) != 1:
         names_of_kinds = ", ".join(dict.fromkeys(kind.name for kind in _WRITABLE))
-        raise ValueError(f"action: kind must be one of {names_of_kinds}, got {name!r}")
+        raise ValueError(f"action: kind must be one of {names_of_kinds} (got {name!r})")
     return matching[0]
 
 

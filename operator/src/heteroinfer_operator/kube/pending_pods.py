@@ -1,16 +1,16 @@
 """Explains why pods wait for a claim or a volume, in the words of the provisioner or the kubelet.
 
-For a pod without a node, the scheduler reports only that a claim is unbound, or nothing while the claim waits
-for the pod. The provisioner reports the reason in an event of the claim. If a volume cannot be mounted, for
-example because a ConfigMap is missing, the pod's status contains only ContainerCreating. The kubelet reports
-the reason in an event of the pod.
+For a pod without a node, the scheduler reports only that a claim is unbound, or reports nothing while the
+claim waits for the pod. The provisioner reports the reason in an event of the claim. If a volume cannot be
+mounted, for example because a ConfigMap is missing, the pod's status contains only ContainerCreating. The
+kubelet reports the reason in an event of the pod.
 """
 
 import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -39,10 +39,13 @@ _MAX_NOTE: Final = 400
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
-"""Reasons of the kubelet's and the attach controller's events."""
+"""Reasons of the events about volumes, from the kubelet and the attach controller."""
 _MISSING_OBJECT: Final = re.compile('(configmap|secret) "([^"]+)" not found')
 _SUMMARY: Final = "Unable to attach or mount volumes"
-"""Text of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go)."""
+"""Text of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go).
+
+This event does not contain the cause.
+"""
 _CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
 _KIND_NAMES: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
@@ -53,11 +56,12 @@ _PodOrClaim = tuple[str, str]
 
 @dataclass(slots=True)
 class _EventRequest:
-    """A request about a claim or a pod.
+    """A request for the events about a claim or a pod.
 
     Attributes:
-        reason: why the claim is not bound or the pod's volumes are not mounted, or "".
         at_s: time of the request.
+        reason: why the claim is not bound or the pod's volumes are not mounted, or "". The last answer's
+            until this request is answered.
     """
 
     at_s: float
@@ -70,7 +74,7 @@ class _WaitingPods:
     """Knowledge about the waiting pods of one resource.
 
     Attributes:
-        uid: uid of the resource, since a new resource may get the same name.
+        uid: uid of the resource, because a new resource may get the same name.
         since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without one).
         requests: last request about each claim and pod.
         next_s: seconds until the next check if no watch shows a change, or None.
@@ -81,9 +85,15 @@ class _WaitingPods:
     requests: dict[_PodOrClaim, _EventRequest] = field(default_factory=dict)
     next_s: float | None = None
 
+    def count_seconds(self, pods: Iterable[PodRecord], now_s: float) -> dict[str, float]:
+        """Returns the seconds for which each of the pods has waited, by the pod's uid; forgets other pods."""
+        keys = dict.fromkeys((pod.view.uid, pod.view.node) for pod in pods)
+        self.since_s = {key: self.since_s.get(key, now_s) for key in keys}
+        return {uid: now_s - since_s for (uid, _), since_s in self.since_s.items()}
+
 
 class PendingPods:
-    """Finds out why claims of pods are not bound or volumes not mounted. Use from one event loop.
+    """Finds out why claims of pods are not bound, or why volumes are not mounted. Use from one event loop.
 
     Args:
         wake: called with a resource once the reason for one of its claims or pods changes.
@@ -102,39 +112,42 @@ class PendingPods:
         self._waiting: dict[ResourceKey, _WaitingPods] = {}
 
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
-        """Returns the pods as decisions read them, with the known reasons why they wait."""
+        """Returns the pods as decisions read them, with the known reasons why they wait.
+
+        Requests the reasons that are unknown or old. Their answers wake the resource.
+        """
         now_s = self._clock()
-        pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
-        mounting = [pod for pod in pods if _is_being_prepared(pod.view)]
-        if not pending and not mounting:
+        without_node = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
+        without_container = [pod for pod in pods if _is_being_prepared(pod.view)]
+        if not without_node and not without_container:
             self.forget(resource.key)
             return tuple(pod.view for pod in pods)
         waiting = self._waiting.get(resource.key)
         if waiting is None or waiting.uid != resource.uid:
             self.forget(resource.key)
             waiting = self._waiting[resource.key] = _WaitingPods(resource.uid)
-        since_s = {(pod.view.uid, pod.view.node): now_s for pod in (*pending, *mounting)}
-        waiting.since_s = {key: waiting.since_s.get(key, seen_s) for key, seen_s in since_s.items()}
-        waiting_s = {uid: now_s - seen_s for (uid, _), seen_s in waiting.since_s.items()}
-        suspects = [pod for pod in pending if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
-        late_pods = _first_of_each_role([pod.view for pod in mounting if waiting_s[pod.view.uid] >= SILENT_S])
-        if suspects or late_pods:
+        waiting_s = waiting.count_seconds((*without_node, *without_container), now_s)
+        for_claims = [pod for pod in without_node if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
+        for_volumes = _first_of_each_role(
+            [pod.view for pod in without_container if waiting_s[pod.view.uid] >= SILENT_S]
+        )
+        has_unexplained = without_container or any(not pod.view.unschedulable for pod in without_node)
+        if for_claims or for_volumes:
             waiting.next_s = AGAIN_S
-        elif mounting or any(not pod.view.unschedulable for pod in pending):  # nothing explains the wait yet
-            waiting.next_s = SILENT_S
         else:
-            waiting.next_s = None
-        claims = {(CLAIM.name, name) for pod in suspects for name in pod.claims}
-        self._request_reasons(resource, waiting, claims | {(POD.name, pod.name) for pod in late_pods}, now_s)
+            waiting.next_s = SILENT_S if has_unexplained else None
+        claims = {(CLAIM.name, name) for pod in for_claims for name in pod.claims}
+        late_pods = {(POD.name, pod.name) for pod in for_volumes}
+        self._request_reasons(resource, waiting, claims | late_pods, now_s)
         reasons = {
             kind_and_name: request.reason
             for kind_and_name, request in waiting.requests.items()
             if request.reason
         }
-        suspect_uids = {pod.view.uid for pod in suspects}
+        uids_for_claims = {pod.view.uid for pod in for_claims}
         return tuple(
             _with_claim_reason(pod, reasons)
-            if pod.view.uid in suspect_uids
+            if pod.view.uid in uids_for_claims
             else _with_mount_reason(pod.view, reasons)
             for pod in pods
         )
@@ -153,7 +166,7 @@ class PendingPods:
     def _request_reasons(
         self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_PodOrClaim], now_s: float
     ) -> None:
-        """Requests the reasons of claims and pods whose last answer is old; cancels all other requests."""
+        """Requests the reasons of claims and pods without a recent answer; cancels all other requests."""
         for kind_and_name in waiting.requests.keys() - subjects:
             waiting.requests.pop(kind_and_name).task.cancel()
         for kind_and_name in sorted(subjects):
@@ -166,7 +179,7 @@ class PendingPods:
             waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason)
 
     async def _find_reason(self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _PodOrClaim) -> None:
-        """Requests why a claim or pod waits, and wakes the resource if the reason has changed."""
+        """Finds out why a claim or a pod waits. Wakes the resource if the reason has changed."""
         kind, name = kind_and_name
         if kind == CLAIM.name:
             reason = await self._find_claim_reason(key.namespace, name)
@@ -212,25 +225,23 @@ def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
 
 
 def _with_mount_reason(pod: PodView, reasons: Mapping[_PodOrClaim, str]) -> PodView:
-    """Returns the pod with its failed mount as the reason for waiting, if an event names one."""
+    """Returns the pod with its failed mount as the reason for waiting, if an event reports a failed mount."""
     reason = reasons.get((POD.name, pod.name))
-    return (
-        pod
-        if reason is None or not _is_being_prepared(pod)
-        else replace(pod, waiting=Waiting("FailedMount", reason))
-    )
+    if reason is None or not _is_being_prepared(pod):
+        return pod
+    return replace(pod, waiting=Waiting("FailedMount", reason))
 
 
 def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
-    """Returns why a volume of a pod is not mounted.
+    """Returns why a volume of a pod is not mounted, or "".
 
-    Returns "" if the newest event is about something else.
+    If the newest event is not about a failed mount, the kubelet has mounted the volumes since.
     """
     newest_first = sorted(events, key=_event_time, reverse=True)
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
-    # The kubelet's summary contains no cause and may be newer than the event with the cause.
+    # The kubelet's event about all volumes has no cause, and may be newer than the event with the cause.
     causes = [failure for failure in failures if _SUMMARY not in as_text(failure.get("note"), "note")]
     newest = (causes or failures)[0]
     if (missing_object := _MISSING_OBJECT.search(as_text(newest.get("note"), "note"))) is not None:
@@ -243,14 +254,15 @@ def _may_wait_for_claim(pod: PodRecord, seen_s: float) -> bool:
     """Reports whether a pod without a node may wait for a claim.
 
     Args:
-        seen_s: seconds since this process first saw the pod without a node.
+        seen_s: seconds since this process first saw the pod without a node. Without a message of the
+            scheduler, a long wait suggests a claim.
     """
     unschedulable = pod.view.unschedulable
     return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
 
 def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> PodView:
-    """Returns the pod with the reasons of its unbound claims before the scheduler's message."""
+    """Returns the pod with the reasons of its unbound claims, followed by the scheduler's message."""
     claim_reasons = [reasons[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in reasons]
     if not claim_reasons:
         return pod.view
@@ -258,7 +270,7 @@ def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> Po
 
 
 def _quote_newest(events: Sequence[Mapping[str, Any]]) -> str:
-    """Quotes the newest warning, else the newest event; returns "" without events."""
+    """Quotes the newest warning, otherwise the newest event; returns "" without events."""
     sorted_events = sorted(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)))
     return _quote_event(sorted_events[-1]) if sorted_events else ""
 
@@ -277,8 +289,8 @@ def _quote_event(event: Mapping[str, Any]) -> str:
 def _event_time(event: Mapping[str, Any]) -> str:
     """Returns the last time of an event, as text.
 
-    Kubernetes stores it in one of several fields. The texts sort like the times, except within one second,
-    because only some have fractions of a second.
+    Kubernetes stores this time in one of several fields. The texts sort like the times, except within one
+    second, because only some texts have fractions of a second.
     """
     series = as_object(event.get("series"), "series")
     times = (

@@ -16,12 +16,12 @@ _OUR_PREFIX: Final = "HETEROINFER_"
 
 
 def find_changes(sent: Manifest, stored: Manifest) -> list[str]:
-    """Returns the paths of fields that differ from the sent pod and keep it from serving."""
+    """Returns the paths of changed fields that keep the pod from serving in its group."""
     return list(_find_pod_changes(sent, stored))
 
 
 def _find_pod_changes(sent: Manifest, stored: Manifest) -> Iterator[str]:
-    """Yields the path of each field of a stored pod that keeps it from serving."""
+    """Yields the path of each field of a stored pod that keeps the pod from serving in its group."""
     metadata = stored["metadata"]
     labels = metadata.get("labels") or {}
     for label, value in (sent["metadata"].get("labels") or {}).items():
@@ -42,7 +42,7 @@ def _find_pod_changes(sent: Manifest, stored: Manifest) -> Iterator[str]:
 
 
 def _find_container_changes(sent: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yields each field of a stored container that keeps its pod from serving."""
+    """Yields each field of a stored container that keeps the pod from serving in its group."""
     if _image_base_name(sent["image"]) != _image_base_name(stored.get("image", "")):
         yield "image"
     if not _has_suffix(_command_and_args(stored), _command_and_args(sent)):
@@ -61,7 +61,7 @@ def _controller_uid(pod: Manifest) -> str:
 
 
 def _image_base_name(image: str) -> str:
-    """Returns the last part of an image's name without tag and digest. A mirror keeps this part."""
+    """Returns the last part of an image's name, without tag and digest. Mirrors do not change this part."""
     return image.partition("@")[0].rpartition("/")[2].partition(":")[0]
 
 

@@ -1,8 +1,9 @@
 """All RBAC rights that the operator uses, as data. A test compares them with the chart's roles.
 
-Why each verb: list and watch keep the caches. get reads an object that the caches do not show yet. create and
-delete are for pods. patch is server-side apply, which also needs create if the object does not exist. update
-replaces the status under its resourceVersion. A patch of the resource removes the finalizer.
+Why the operator needs each verb: the caches list and watch. get reads an object that the caches do not show
+yet. create and delete are for pods. patch is for server-side apply, which also needs create if the object
+does not exist. update replaces the status. patch of a HeteroInference removes the finalizer of earlier
+versions.
 """
 
 from dataclasses import dataclass
@@ -40,31 +41,31 @@ SERVED: Final = (
     AccessRule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
     AccessRule(group="", resource="services", verbs=_ALL),
     AccessRule(group="", resource="configmaps", verbs=_ALL),
-    # Created once with a group's key, under a name that identifies the key. Never read, changed or deleted.
+    # The operator creates one Secret for each key of a group, and never reads, changes or deletes it.
     AccessRule(group="", resource="secrets", verbs=("create",)),
-    # Created once for hub models. Never changed.
+    # The operator creates a claim for the cache of a hub model, and never changes it.
     AccessRule(
         group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")
     ),
     AccessRule(group="networking.k8s.io", resource="networkpolicies", verbs=_ALL),
     AccessRule(group="policy", resource="poddisruptionbudgets", verbs=_ALL),
-    # Announce groups to gang schedulers. Used only if the cluster serves these kinds.
+    # These objects describe groups to gang schedulers. Used only if the cluster serves these kinds.
     AccessRule(group="scheduling.volcano.sh", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.x-k8s.io", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="workloads", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="podgroups", verbs=_ALL),
-    # list: if a claim does not bind, its events contain the provisioner's reason.
+    # list: if a claim is not bound or a volume not mounted, events contain the reason.
     AccessRule(group="events.k8s.io", resource="events", verbs=("list", "create", "patch")),
 )
 """Rights in every served namespace."""
 
 CLUSTER: Final = (
     AccessRule(group="", resource="nodes", verbs=("list", "watch")),
-    # With this right, the operator knows which pods have a lower priority than a group, so that the scheduler
-    # may preempt them. Without it, plans assume that the scheduler preempts no pod.
+    # With this right, the operator knows which pods the scheduler may preempt for a group. Without this
+    # right, plans assume that the scheduler preempts no pod.
     AccessRule(group="scheduling.k8s.io", resource="priorityclasses", verbs=("list", "watch")),
 )
-"""Rights in cluster scope only. Plans read nodes with them."""
+"""Rights that the operator needs only if it serves all namespaces. Then plans use the capacity of nodes."""
 
 
 def lease_rules(name: str) -> tuple[AccessRule, ...]:
@@ -94,7 +95,7 @@ def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAccount:
-    """A service account whose rights an administrator asks about."""
+    """A service account whose rights a user asks about."""
 
     namespace: str
     name: str
@@ -116,14 +117,14 @@ async def find_missing_rights(
     namespace: str | None,
     account: ServiceAccount | None = None,
 ) -> list[str]:
-    """Returns, as texts, the rights that the caller or a service account lacks.
+    """Returns the rights that a user or a service account lacks, as texts.
 
-    Every user may ask about itself (SelfSubjectAccessReview). To ask about an account, the caller needs the
-    right to create SubjectAccessReviews.
+    Every user may ask about their own rights (SelfSubjectAccessReview). To ask about a service account, the
+    user needs the right to create SubjectAccessReviews.
 
     Args:
         namespace: None for all namespaces.
-        account: None for the caller.
+        account: None for the user who sends these requests.
     """
     missing: list[str] = []
     for rule in rules:
@@ -138,7 +139,7 @@ async def find_missing_rights(
 async def _is_allowed(
     server: ApiServer, rule: AccessRule, verb: str, namespace: str | None, account: ServiceAccount | None
 ) -> bool:
-    """Asks the API server whether the caller, or an account, may use a verb on a resource."""
+    """Asks the API server whether the user, or a service account, may use a verb on a resource."""
     resource, _, subresource = rule.resource.partition("/")
     attributes: dict[str, Any] = {"group": rule.group, "resource": resource, "verb": verb}
     if subresource:

@@ -16,8 +16,9 @@ class _NeverCreatedPod:
     """A pod that the operator decided to create.
 
     Attributes:
-        text: the manifest as JSON. Parsed it takes three times the memory, and thousands of pods may wait.
-        is_requested: whether a create request was sent and not answered, so the pod may exist.
+        text: the manifest as JSON. A parsed manifest takes three times the memory, and thousands of pods may
+            wait.
+        is_requested: whether a create request was sent and not answered, so that the pod may exist.
     """
 
     text: str
@@ -27,15 +28,15 @@ class _NeverCreatedPod:
     def manifest(self) -> Manifest:
         """The manifest of the first decision to create the pod.
 
-        That decision placed all pods of the epoch together, so its preferred node fits the nodes of the
-        other pods.
+        That decision placed all pods of the epoch together, so the preferred node in its manifest suits the
+        nodes of the other pods.
         """
         return as_object(json.loads(self.text), "pod")
 
 
 @dataclass(slots=True)
 class NeverCreatedPods:
-    """The pods of one resource that this process decided to create, until they appear or are refused."""
+    """The pods of one resource that this process decided to create, until they exist or are refused."""
 
     _pods: dict[str, _NeverCreatedPod] = field(default_factory=dict)
 
@@ -48,9 +49,9 @@ class NeverCreatedPods:
         return frozenset(name for name, each in self._pods.items() if not each.is_requested)
 
     def add(self, manifest: Manifest) -> Manifest:
-        """Adds a pod that the operator decided to create. Returns the manifest to create it from.
+        """Adds a pod that the operator decided to create. Returns the manifest for its create request.
 
-        The manifest of an earlier decision on the same pod takes precedence.
+        If an earlier decision already added the same pod, returns the manifest of that decision.
         """
         name = manifest["metadata"]["name"]
         before = self._pods.get(name)
@@ -75,7 +76,8 @@ class NeverCreatedPods:
     def forget_earlier_epochs(self, epochs: Mapping[int, int]) -> None:
         """Removes the pods of epochs that are over.
 
-        Pods of epochs newer than the stored one stay: their status may be about to be stored.
+        Pods of an epoch that is newer than the stored epoch stay, because the status with their epoch may be
+        about to be stored.
 
         Args:
             epochs: stored epoch of each group, by group index.
@@ -92,6 +94,6 @@ def _is_of_earlier_epoch(manifest: Manifest, epochs: Mapping[int, int]) -> bool:
 
 
 def _identifying_labels(manifest: Manifest) -> tuple[str | None, ...]:
-    """Returns the labels that differ if two decisions create different pods of one name."""
+    """Returns the labels that differ between two manifests of one name if the pods are different."""
     labels = manifest["metadata"].get("labels") or {}
     return tuple(labels.get(label) for label in _IDENTIFYING_LABELS)

@@ -11,9 +11,9 @@ AMX: Final = "AMX"
 AVX512: Final = "AVX-512"
 """CPU feature AVX-512: its foundation (AVX512F)."""
 AVX512_BF16: Final = "AVX-512 BF16"
-"""CPU feature AVX-512 with products in bf16, and permutations of bytes (AVX512VBMI)."""
+"""CPU feature AVX-512 with products in bf16 (AVX512_BF16) and permutations of bytes (AVX512VBMI)."""
 AVX2: Final = "AVX2"
-"""The instructions that every CPU of a rank has."""
+"""Instructions that every CPU with ranks has."""
 CPUID_LABEL: Final = "feature.node.kubernetes.io/cpu-cpuid."
 """Prefix of the labels that node feature discovery sets for CPUID names."""
 CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {
@@ -21,13 +21,14 @@ CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {
     AVX512_BF16: ("AVX512BF16", "AVX512VBMI"),
     AVX512: ("AVX512F",),
 }
-"""CPUID names that a CPU needs for a feature, the most specific first."""
+"""CPUID names that a CPU must have for a feature, the feature with the fastest kernels first."""
 
 
 def best_instructions(features: Iterable[str] | None) -> str:
-    """Returns the fastest instructions that our kernels have on CPUs with these features.
+    """Returns the fastest instructions of HeteroInfer's kernels on CPUs with these features.
 
-    Unknown CPUs count as those with AVX512_BF16.
+    Args:
+        features: None if they are unknown. Then the result is AVX512_BF16.
     """
     if features is None:
         return AVX512_BF16
@@ -47,7 +48,7 @@ def measured_features(calibration: Calibration) -> frozenset[str]:
 
 
 def labelled_features(node: NodeView) -> frozenset[str] | None:
-    """Returns the CPU features in a node's labels; None without labels of node feature discovery."""
+    """Returns the CPU features in a node's labels; None if node feature discovery has set no labels."""
     if not any(label.startswith(CPUID_LABEL) for label in node.labels):
         return None
     return frozenset(

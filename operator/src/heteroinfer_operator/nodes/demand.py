@@ -28,7 +28,7 @@ PODS: Final = "pods"
 """Name of the resource that counts pods. Every pod requests 1."""
 
 MAX_AFFINITY_BYTES: Final = 2**16
-"""Limit of an affinity that names nodes, as JSON. The API server stores objects of up to 1.5 MiB."""
+"""Largest size of an affinity that names nodes, as JSON. The API server stores objects of up to 1.5 MiB."""
 _NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _HARD: Final = ("NoSchedule", "NoExecute")
@@ -62,8 +62,8 @@ class PodDemand:
         labels: the pod's labels, by which terms of other pods select it.
         node_selector: labels that the node must have.
         node_terms: required node affinity. One term must match; without terms every node matches.
-        near: required pod affinity terms.
-        away: required pod anti-affinity terms.
+        near: required terms of the pod affinity.
+        away: required terms of the pod anti-affinity.
         node: preferred node, or "".
         namespace: "" if unknown.
         priority: None if unknown.
@@ -94,12 +94,11 @@ def pod_demand(
 ) -> PodDemand:
     """Returns the demand of a pod.
 
-    The preferred node (`preferred_node`) is included, so that a pod that is not placed yet keeps its
-    reservation on that node.
+    The demand contains the preferred node, so that a pod without a node has its reservation on that node.
 
     Args:
         spec: spec of a stored pod, or the fields of `role_fields`.
-        requests: requests that the scheduler counts; None to read them from the spec's containers.
+        requests: requests that the scheduler counts; None to compute them from the spec's containers.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.
@@ -122,7 +121,7 @@ def pod_demand(
 
 
 def _read_node_terms(required: Manifest) -> Iterable[Manifest]:
-    """Yields the terms of a required node affinity, after a check of their types."""
+    """Yields the terms of a required node affinity; raises UnreadableError for a wrong type."""
     for term in as_objects(required.get("nodeSelectorTerms"), "nodeSelectorTerms"):
         _check_requirements(term, "matchExpressions")
         _check_requirements(term, "matchFields")
@@ -138,7 +137,7 @@ def _check_requirements(holder: Manifest, field: str) -> None:
 
 
 def _read_tolerations(spec: Manifest) -> Iterable[Manifest]:
-    """Yields a pod's tolerations, after a check of their types."""
+    """Yields a pod's tolerations; raises UnreadableError for a wrong type."""
     for toleration in as_objects(spec.get("tolerations"), "tolerations"):
         for part in ("key", "operator", "value", "effect"):
             as_text(toleration.get(part), f"tolerations.{part}")
@@ -152,16 +151,16 @@ def preferred_node(node: str) -> dict[str, Any]:
 
 
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
-    """Adds a requirement on node labels to each alternative of an affinity; returns the new affinity."""
+    """Returns an affinity with a requirement on node labels added to each alternative of nodes."""
     return _add_to_affinity(affinity, "matchExpressions", [expression])
 
 
 def exclude_nodes(affinity: Manifest, names: Iterable[str], others: Sequence[str]) -> dict[str, Any]:
-    """Adds the requirement that a pod uses none of these nodes to an affinity; returns the new affinity.
+    """Returns an affinity with the added requirement that a pod uses none of the nodes `names`.
 
-    The API server accepts only one name for each requirement, so thousands of excluded nodes would make a pod
-    that the API server refuses. If the affinity would exceed MAX_AFFINITY_BYTES, the pod instead requires one
-    of the first `others`, as many as fit. It then cannot use nodes that join the cluster later.
+    The API server accepts only one name in each requirement, so thousands of excluded nodes would make the
+    pod too large for the API server. If the affinity would exceed MAX_AFFINITY_BYTES, it instead requires one
+    of the first nodes of `others`, as many as fit. Then the pod cannot use nodes that join the cluster later.
 
     Args:
         others: nodes that the pod may use; not empty.
@@ -185,7 +184,7 @@ def exclude_nodes(affinity: Manifest, names: Iterable[str], others: Sequence[str
 
 
 def with_required_label(demand: PodDemand, expression: Manifest) -> PodDemand:
-    """Adds a requirement on node labels to a demand; returns the new demand."""
+    """Returns a demand with an added requirement on node labels."""
     terms = _add_to_terms(demand.node_terms, "matchExpressions", [expression])
     return replace(demand, node_terms=tuple(terms))
 
@@ -196,7 +195,7 @@ def larger_label(key: str, than: int) -> dict[str, Any]:
 
 
 def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manifest]) -> dict[str, Any]:
-    """Adds requirements to each alternative of an affinity; returns the new affinity."""
+    """Returns an affinity with requirements added to each alternative of nodes."""
     nodes = dict(affinity.get("nodeAffinity") or {})
     terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
     required = {"nodeSelectorTerms": _add_to_terms(terms, part, requirements)}
@@ -206,9 +205,12 @@ def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manif
 def _add_to_terms(
     terms: Iterable[Manifest], part: str, requirements: Sequence[Manifest]
 ) -> list[dict[str, Any]]:
-    """Adds requirements to each alternative of a node affinity; without alternatives, they are the only one.
+    """Returns the alternatives of a node affinity with requirements added to each.
+
+    Without alternatives, the requirements are the only alternative.
 
     Args:
+        terms: the alternatives.
         part: `matchExpressions` or `matchFields`.
     """
     alternatives: list[Manifest] = list(terms) or [{}]
@@ -227,7 +229,7 @@ def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
 
 
 def _read_affinity_terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
-    """Returns the required terms of a pod affinity or anti-affinity, after a check of their types."""
+    """Returns the required terms of a pod affinity or anti-affinity; raises UnreadableError."""
     terms = as_objects(as_object(affinity.get(kind), kind).get(REQUIRED), kind)
     for term in terms:
         as_name(term.get("topologyKey"), f"{kind}.topologyKey")
@@ -246,10 +248,11 @@ def tolerates(tolerations: Iterable[Manifest], taint: Taint) -> bool:
 
 def _matches_taint(toleration: Manifest, taint: Taint) -> bool:
     """Reports whether this toleration matches the taint."""
-    if (toleration.get("effect") or taint.effect) != taint.effect:
+    if (toleration.get("effect") or taint.effect) != taint.effect:  # no effect: tolerates every effect
         return False
     key, operator = toleration.get("key") or "", toleration.get("operator") or "Equal"
-    if key != taint.key and (key or operator != "Exists"):
+    tolerates_every_key = not key and operator == "Exists"
+    if key != taint.key and not tolerates_every_key:
         return False
     return operator == "Exists" or (toleration.get("value") or "") == taint.value
 
@@ -300,7 +303,7 @@ def _is_requirement_met(requirement: Manifest, labels: Mapping[str, str]) -> boo
 
 
 def _compare_numbers(operator: str, value: str | None, values: Iterable[str]) -> bool:
-    """Reports whether a label's number is greater (Gt) or less (Lt) than the wanted number."""
+    """Reports whether a label's number is greater (Gt) or less (Lt) than the number in `values`."""
     try:
         have, want = int(value or ""), int(next(iter(values), ""))
     except ValueError:
@@ -311,10 +314,10 @@ def _compare_numbers(operator: str, value: str | None, values: Iterable[str]) ->
 def effective_requests(spec: Manifest) -> dict[str, float]:
     """Returns the requests that the scheduler counts for a pod.
 
-    The scheduler takes the larger of two sums: the requests of all containers, and the requests of an init
-    container with the sidecars before it. It adds the overhead. A request for the whole pod takes precedence
-    (`k8s.io/component-helpers/resource.PodRequests`). The API server copies a limit without a request into
-    the request.
+    For each resource, the scheduler takes the larger of two sums: the requests of all containers and
+    sidecars, and the requests of an init container with the sidecars before it. A request for the whole pod
+    replaces this amount. Then it adds the pod's overhead (`k8s.io/component-helpers/resource.PodRequests`).
+    The API server copies a limit without a request into the request.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.
@@ -323,12 +326,10 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     largest_init: dict[str, float] = {}
     for container in as_objects(spec.get("initContainers"), "initContainers"):
         amounts = _requests_of_holder(container)
-        if container.get("restartPolicy") == "Always":
-            running = sum_requests((running, amounts))
-            amounts = running
-        else:
-            amounts = sum_requests((running, amounts))
-        largest_init = _larger_amounts(largest_init, amounts)
+        while_it_starts = sum_requests((running, amounts))
+        if container.get("restartPolicy") == "Always":  # a sidecar, which runs until the pod ends
+            running = while_it_starts
+        largest_init = _larger_amounts(largest_init, while_it_starts)
     for container in as_objects(spec.get("containers"), "containers"):
         running = sum_requests((running, _requests_of_holder(container)))
     without_overhead = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}

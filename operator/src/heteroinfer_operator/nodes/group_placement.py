@@ -17,8 +17,7 @@ from heteroinfer_operator.nodes.placement import (
 )
 
 _MAX_GPU_SIZES: Final = 16
-"""At most this many sizes of GPUs are tried as the smallest size. Users who may label nodes could invent
-thousands."""
+"""At most this many sizes of GPUs are tried as the smallest size. Node labels may contain thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ def assign_nodes(
 ) -> Placement | None:
     """Returns nodes on which all pods fit together, or None. Does not reserve capacity.
 
-    Compares the placements of all values of the topology key. Of equally good values, it takes the first in
-    the order of text.
+    Compares the placements for all values of the topology key. If several are equally good, returns the one
+    whose value sorts first.
 
     Args:
         topology_key: node label that must have one value on all nodes; "" for any nodes.
@@ -70,9 +69,9 @@ def find_farther_placements(
 ) -> Iterator[Placement]:
     """Yields placements that are farther from the other groups than a given placement, the farthest first.
 
-    In these placements the distance outweighs the size of GPUs, so their GPUs may be smaller. Pods without
-    GPUs still leave nodes with free GPUs to other pods, unless no pod of the group has a GPU. The first
-    placement uses GPUs of any size, later ones use only larger and larger GPUs.
+    In these placements the distance outweighs the size of GPUs, so their GPUs may be smaller. If the group
+    has pods with GPUs, its pods without GPUs still leave nodes with free GPUs to other pods. The first
+    placement uses GPUs of any size. Each later placement excludes one more of the smallest sizes.
     """
     by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
 
@@ -99,10 +98,11 @@ def find_farther_placements(
 
 
 def _with_larger_gpus(demand: PodDemand, labelled: Container[str], more_than_mib: int | None) -> PodDemand:
-    """Returns a demand for nodes with larger devices than this; None means any size.
+    """Returns a demand for nodes whose devices have more memory than `more_than_mib`.
 
     Args:
-        labelled: devices whose memory some node has as a label.
+        labelled: names of the devices whose memory at least one node has as a label.
+        more_than_mib: None for any memory.
     """
     for name in demand.requests:
         if more_than_mib is not None and name in labelled:
@@ -115,8 +115,9 @@ def _assign_within(
 ) -> tuple[str, ...] | None:
     """Returns nodes on which all pods fit together, or None.
 
-    If the resource has other groups, prefers nodes of one zone that are as good as the best of all zones:
-    if a group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
+    If the resource has other groups, prefers nodes of one zone that are as good as the best nodes of all
+    zones. If a group spanned several zones, the failure of any of these zones would end the group, and the
+    next group might find no zone without other groups.
 
     Args:
         searches: number of calls that share the limit of attempts.
@@ -142,9 +143,9 @@ def _placement_cost(
 ) -> tuple[Any, ...]:
     """Returns the sort key of placements; the smallest key is the best.
 
-    The order is as in `preference`: first the GPUs for the pods that request GPUs, then the nodes of the
-    other pods, then the distance to other groups. For pods whose devices the other groups outweigh, the
-    distance comes first.
+    The order is as in `preference`: first the GPUs of the pods with GPUs, then whether the other pods occupy
+    nodes with free GPUs, then the distance to other groups. For pods for which the distance outweighs the
+    devices (`outweigh_devices_of`), the distance comes first.
     """
     pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
     nearness = [0 if others is None else others.nearness(free_node.node) for _, free_node in pods]
@@ -155,7 +156,7 @@ def _placement_cost(
     ]
     with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
     without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
-    # The plan counts the smallest GPU of a role, so the largest cost is compared first.
+    # A plan uses the smallest GPU of a role for all its pods. So the largest cost is compared before the sum.
     return (
         *_worst_and_sum(outweighing),
         *_worst_and_sum(with_devices),

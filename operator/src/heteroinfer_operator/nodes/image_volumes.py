@@ -1,7 +1,7 @@
 """Image volumes: which pods mount them, and which nodes cannot. Pure.
 
-Source: kubernetes.io/docs/tasks/configure-pod-container/image-volumes. An older runtime ignores the image of
-a mount, and then fails with a message about an empty path.
+Source: kubernetes.io/docs/tasks/configure-pod-container/image-volumes. A runtime that is too old ignores the
+image of a mount, and then fails with a message about an empty path. So the operator excludes such nodes.
 """
 
 import re
@@ -21,7 +21,7 @@ _KUBELET: Final = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})")
 _FIRST_RUNTIMES: Final = MappingProxyType({"containerd": (2, 1), "cri-o": (1, 31)})
 """First version of each runtime that mounts image volumes."""
 _FIRST_KUBELET: Final = (1, 31)
-"""First version of the kubelet with image volumes. The feature gate of a kubelet before 1.35 is unknown."""
+"""First version of the kubelet with image volumes. Before 1.35, they need a feature gate of unknown state."""
 
 
 def mounts_images(spec: HeteroInferenceSpec, template: PodTemplate | None) -> bool:
@@ -31,7 +31,7 @@ def mounts_images(spec: HeteroInferenceSpec, template: PodTemplate | None) -> bo
 
 
 def describe_old_program(runtime: str, kubelet: str) -> str:
-    """Describes the program of a node that is too old for image volumes, or returns "".
+    """Describes a runtime or a kubelet that is too old for image volumes; returns "" if neither is too old.
 
     Args:
         runtime: `containerRuntimeVersion` of the node, such as `containerd://1.7.2`.

@@ -16,12 +16,12 @@ _MAX_REASONS: Final = 5
 def describe_missing_capacity(
     demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = ""
 ) -> str:
-    """Describes the missing capacity if `assign_nodes` found no nodes for the pods."""
+    """Describes the missing capacity, after `assign_nodes` has found no nodes for the pods."""
     if not topology_key:
         return _describe_missing(demands, free_nodes)
     domains = domains_of(free_nodes, topology_key)
     if not domains:
-        return f"no node has the label {topology_key} that scheduling.topologyKey names"
+        return f"no node has the label {topology_key}, which scheduling.topologyKey names"
     return _describe_domains(topology_key, demands, domains)
 
 
@@ -38,7 +38,7 @@ def _describe_domains(
 def _describe_affinity_conflict(
     demands: Sequence[PodDemand], kinds: Sequence[EqualPods], free_nodes: Sequence[FreeNode]
 ) -> str:
-    """Describes why pods that podAffinity requires together do not fit together; "" if they do."""
+    """Describes why the pods that podAffinity requires together do not fit together; "" if they fit."""
     for kind in kinds:
         kind.free_nodes = [
             free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
@@ -57,7 +57,11 @@ def _describe_affinity_conflict(
 
 
 def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
-    """Describes the capacity that these nodes lack for the pods."""
+    """Describes the capacity that these nodes lack for the pods.
+
+    Describes the first kind of pods that does not fit alone, otherwise an affinity that cannot be met,
+    otherwise all pods together.
+    """
     for kind in group_equal_pods(demands):
         count, requests = len(kind.pods), kind.demand.requests
         accepting_nodes = [
@@ -86,7 +90,10 @@ def _describe_pods(count: int, demand: PodDemand) -> str:
 
 
 def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
-    """Describes why each of the nodes cannot run the pod, with nodes of the same reason together."""
+    """Describes why each node cannot run the pod. Lists nodes with the same reason together.
+
+    Nodes that lack capacity or a label come before nodes that reject the pod in any case.
+    """
     if not free_nodes:
         return "there are no nodes"
     by_obstacle: dict[Obstacle, list[str]] = {}
@@ -112,9 +119,9 @@ def name_nodes(names: Sequence[str]) -> str:
 def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
     """Describes which of a pod's requests exceed the free capacity of a node.
 
-    If none does, describes for how many such pods the node has capacity.
+    If no request does, describes for how many such pods the node has capacity.
     """
-    lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
+    lacking = [name for name, requested in demand.requests.items() if not free_node.has({name: requested})]
     if not lacking:
         return Obstacle(excludes=False, rest=f"capacity for {free_node.max_pods(demand.requests)}")
     texts = []
@@ -129,7 +136,7 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 
 def _format_amounts(requests: Mapping[str, float]) -> str:
-    """Lists the requests of a pod, except the slot for a pod."""
+    """Lists the requests of a pod, without the request for one pod slot."""
     amounts = [
         f"{_format_amount(name, value)} {_resource_name(name)}"
         for name, value in requests.items()

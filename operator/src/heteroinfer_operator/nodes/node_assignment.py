@@ -1,4 +1,4 @@
-"""The planned placement of a group's pods, which manifests express. Pure."""
+"""The planned placement of a group's pods. The manifests of the pods contain it. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,10 +26,11 @@ class NodeAssignment:
 
     Attributes:
         gang: gang scheduler that places the pods together, or None.
-        nodes: preferred node by pod index. The scheduler decides.
-        expected_nodes: nodes on which the plan found capacity, also if the pods do not prefer them.
+        nodes: preferred node of each pod, by pod index. The scheduler makes the final choice.
+        expected_nodes: nodes on which the plan found capacity, also if the pods do not prefer these nodes.
         domain: key and value of a label that all nodes must have, or None.
-        gpu_memory_mib: least memory of a pod's GPUs in MiB by the node's label, by pod index.
+        gpu_memory_mib: lowest value of the node label with the memory of a GPU (MiB) that a pod accepts, by
+            pod index.
         apart: whether the pods prefer nodes and zones without other groups of the resource.
     """
 

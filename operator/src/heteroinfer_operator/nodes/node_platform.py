@@ -7,7 +7,7 @@ from typing import Any, Final
 from heteroinfer_operator.api import PodTemplate
 
 OS_LABEL: Final = "kubernetes.io/os"
-"""Label of every node. The kubelet sets and maintains it and ARCH_LABEL."""
+"""Label of every node. The kubelet sets and maintains this label and ARCH_LABEL."""
 ARCH_LABEL: Final = "kubernetes.io/arch"
 IMAGE_PLATFORM: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "linux", ARCH_LABEL: "amd64"})
 """Labels of nodes that can run this project's images."""
@@ -15,9 +15,10 @@ _LABEL_NOUNS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", A
 
 
 def platform_selector(template: PodTemplate | None) -> dict[str, str]:
-    """Returns the platform labels that a role's nodes must have, except labels that the template sets.
+    """Returns the platform labels that a role's nodes must have, except labels that the template selects.
 
-    A user with images for another platform names it in the node selector or the required node affinity.
+    So users with images for another platform can select that platform in the node selector or in the required
+    node affinity.
     """
     if template is None:
         return dict(IMAGE_PLATFORM)

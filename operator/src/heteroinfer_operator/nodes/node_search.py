@@ -1,8 +1,8 @@
 """Searches nodes on which all pods of a group fit. Pure.
 
-The search places the pods that are hard to place first, and backtracks. It is exact up to its limit of
-attempts. Of pods outside the group only the requests are known, so affinity terms are checked only among the
-pods of the group (`pod_affinity`).
+The search places the pods that are hard to place first, and backtracks. Up to its limit of attempts, it finds
+a placement if there is one. It knows only the requests of pods outside the group, so it checks affinity terms
+only among the pods of the group (`pod_affinity`).
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,13 +17,12 @@ from heteroinfer_operator.nodes.placement import FreeNode, device_cost, find_obs
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
 _MAX_TRIES: Final = 2500
-"""Placements of a pod until the search tries another order of the pods, or gives up. With 50 pods on 50
+"""Placements after which the search tries another order of the pods, or gives up. With 50 pods on 50
 unequal nodes, both orders together took at most 0.6 s of one core (2026-11-28)."""
 _MAX_CHOICES: Final = 1000
 """At most this many combinations of topology values are tried for pods that must be together."""
 _MIN_TRIES: Final = 100
-"""At least this many placements are tried in each search and for each combination of topology values, or four
-for each pod if that is more."""
+"""Each search tries at least this many placements, or four for each pod if that is more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +62,7 @@ def search_nodes(
     """Returns nodes on which all pods fit together.
 
     Args:
+        others: groups from which the pods prefer to be apart; None if there are none.
         searches: number of searches that share the limit of attempts.
 
     Returns:
@@ -87,7 +87,7 @@ def search_nodes(
 
 
 def _is_enough(kind: EqualPods, free_nodes: Sequence[FreeNode]) -> bool:
-    """Reports whether these nodes have capacity for all pods of a kind."""
+    """Reports whether these nodes have capacity for all pods of a kind, if no other pods need it."""
     return sum(free_node.max_pods(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
@@ -97,9 +97,9 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 
 
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
-    """Returns the topology values that have capacity for each kind of a series, preferred values first.
+    """Returns the topology values whose nodes have capacity for the pods of a series, preferred values first.
 
-    Each kind is checked as if it were the only one.
+    Checks the capacity for each kind of these pods alone.
     """
     members = [kinds[index] for index in sorted(series.kinds)]
     values_of_nodes = dict.fromkeys(
@@ -139,8 +139,8 @@ def _search_with_values(
     found = search.run()
     if found is not None or search.tries_left >= 0:  # found nodes, or proved that there are none
         return found
-    # The search ran out of tries. Another order may succeed: kinds with the least spare capacity first.
-    limited_kinds.sort(key=_spare_room)
+    # The search had too few tries. Another order may succeed: kinds with the least spare capacity first.
+    limited_kinds.sort(key=_num_spare_pods)
     return _Search(
         demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries
     ).run()
@@ -149,10 +149,11 @@ def _search_with_values(
 def preference(
     demand: PodDemand, free_node: FreeNode, others: OtherGroups | None = None
 ) -> tuple[float, ...]:
-    """Returns the sort key of nodes for a pod; the smallest key is the best.
+    """Returns the sort key of a node for a pod; the node with the smallest key is the best.
 
-    The cost of the node's devices comes first, then nodes without other groups of the resource, then fuller
-    nodes. If the other groups outweigh devices, nodes without these groups come first.
+    The best node has the devices that suit the pod best. Of equal nodes, nodes without other groups of the
+    resource are better, then fuller nodes. If the distance to other groups outweighs the devices, it comes
+    first.
     """
     cost = device_cost(demand, free_node)
     nearness = 0 if others is None else others.nearness(free_node.node)
@@ -164,20 +165,21 @@ def preference(
 
 
 def _sort_key_of_hard_kinds(kind: EqualPods) -> tuple[float, ...]:
-    """Returns the sort key of a kind of pods: kinds that are hard to place have larger keys.
+    """Returns the sort key of a kind of pods. Kinds that are hard to place have larger keys.
 
-    Pods with devices are the hardest; then pods whose requests are a large share of the largest node.
+    Pods with devices are the hardest, then pods whose requests are a large share of the largest free amount
+    on one node.
     """
     requests = kind.demand.requests
     largest = {
         name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
         for name in requests
     }
-    shares = [asked / largest[name] for name, asked in requests.items() if largest[name] > 0]
+    shares = [amount / largest[name] for name, amount in requests.items() if largest[name] > 0]
     return (float(bool(kind.demand.devices)), max(shares, default=0.0))
 
 
-def _spare_room(kind: EqualPods) -> int:
+def _num_spare_pods(kind: EqualPods) -> int:
     """Returns how many more pods of a kind would fit on its nodes if they were the only pods."""
     requests = kind.demand.requests
     return sum(free_node.max_pods(requests) for free_node in kind.free_nodes) - len(kind.pods)
@@ -187,8 +189,14 @@ def _spare_room(kind: EqualPods) -> int:
 class _Search:
     """A depth-first search that places the pods of one kind after the other.
 
-    Three rules keep it small: equal pods are placed in the order of nodes, of equal nodes only one is
-    tried, and a placement is taken back at once if it leaves too little capacity for the pods of any kind.
+    Three rules keep the search small: it places equal pods in the order of the nodes, tries only one of equal
+    nodes, and undoes a placement at once if the placement leaves too little capacity for the pods of any
+    kind.
+
+    Attributes:
+        terms: affinity between the pods.
+        kind_of: index into `terms.kinds` of each pod. It differs from the index into `kinds`, which are
+            sorted.
     """
 
     demands: Sequence[PodDemand]
@@ -196,7 +204,7 @@ class _Search:
     terms: GroupTerms
     kind_of: Mapping[int, int]
     tries_left: int
-    """Placements of a pod that may still be tried; negative after the search gave up."""
+    """Number of placements that the search may still try; negative after it gave up."""
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
     """Free capacity of each used node before the search."""
@@ -225,57 +233,60 @@ class _Search:
                 free_node.free = free
 
     def _search(self) -> tuple[str, ...] | None:
-        """Places pods one after the other, and takes back placements that lead to no solution.
+        """Places pods one after the other, and undoes placements that lead to no solution.
 
-        Returns the node of each pod, or None if no placement was found within the permitted tries.
+        Returns the node of each pod, or None if the search found no placement within the permitted tries.
         """
         order = [(index, pod) for index, kind in enumerate(self.kinds) for pod in kind.pods]
-        # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep.
+        # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep. It
+        # has the nodes that are still to try: of each placed pod, and of the pod that is next.
         stack: list[Iterator[tuple[int, FreeNode]]] = []
-        chosen_nodes: list[int] = []
-        while len(chosen_nodes) < len(order):
-            if len(stack) == len(chosen_nodes):
-                kind, _ = order[len(chosen_nodes)]
-                # Equal pods are placed in the order of nodes: continue at the node of the last such pod.
-                first = chosen_nodes[-1] if chosen_nodes and order[len(chosen_nodes) - 1][0] == kind else 0
+        chosen_indexes: list[int] = []
+        """For each placed pod, the index of its node in `free_nodes` of its kind."""
+        while (num_placed := len(chosen_indexes)) < len(order):
+            if len(stack) == num_placed:
+                kind, _ = order[num_placed]
+                # Equal pods are placed in the order of the nodes: begin at the node of the last such pod.
+                follows_equal_pod = num_placed > 0 and order[num_placed - 1][0] == kind
+                first = chosen_indexes[-1] if follows_equal_pod else 0
                 stack.append(self._candidates(self.kinds[kind], first))
-            found = next(stack[-1], None)
-            if found is None:
+            candidate = next(stack[-1], None)
+            if candidate is None:  # the next pod fits nowhere: undo the placement of the last pod
                 stack.pop()
-                if not chosen_nodes:
+                if not chosen_indexes:
                     return None
-                self._undo(*order[len(chosen_nodes) - 1])
-                chosen_nodes.pop()
+                self._undo(*order[num_placed - 1])
+                chosen_indexes.pop()
                 continue
             self.tries_left -= 1
             if self.tries_left < 0:
                 return None
-            index, free_node = found
-            if self._place(*order[len(chosen_nodes)], free_node):
-                chosen_nodes.append(index)
+            index, free_node = candidate
+            if self._place(*order[num_placed], free_node):
+                chosen_indexes.append(index)
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
     def _candidates(self, kind: EqualPods, first: int) -> Iterator[tuple[int, FreeNode]]:
-        """Yields the nodes on which a pod of this kind may be placed, from index `first` on.
+        """Yields the nodes on which a pod of this kind may be placed, with their indexes, from `first` on.
 
-        Of equal nodes, which have the same free amounts and accept the same kinds, it yields only one, unless
-        affinity terms make a difference.
+        Yields only one of equal nodes, which have the same free amounts and accept the same kinds. With
+        affinity terms, yields all nodes, because the labels of the nodes matter, too.
         """
         seen: set[Hashable] = set()
-        paired = any(demand.near or demand.away for demand in self.demands)
+        has_affinity = any(demand.near or demand.away for demand in self.demands)
         for index in range(first, len(kind.free_nodes)):
             free_node = kind.free_nodes[index]
             if not free_node.has(kind.demand.requests):
                 continue
             accepted_kinds = tuple(free_node in room_on for room_on in self.room_on)
             state = (frozenset(free_node.free.items()), accepted_kinds)
-            if not paired and state in seen:
+            if state in seen and not has_affinity:
                 continue
             seen.add(state)
             yield index, free_node
 
     def _place(self, kind: int, pod: int, free_node: FreeNode) -> bool:
-        """Places a pod on a node; returns False if affinity terms or the other pods' needs forbid that."""
+        """Places a pod on a node. Returns False if affinity terms or the needs of other pods forbid that."""
         self.chosen[pod] = free_node
         if not self._are_terms_met(pod, free_node):
             del self.chosen[pod]
@@ -288,11 +299,11 @@ class _Search:
         return True
 
     def _undo(self, kind: int, pod: int) -> None:
-        """Takes back the placement of a pod."""
+        """Undoes the placement of a pod."""
         self._reserve(kind, self.chosen.pop(pod), -1)
 
     def _reserve(self, kind: int, free_node: FreeNode, pods: int) -> None:
-        """Reserves capacity for pods of a kind on a node; -1 pods give the capacity of one pod back."""
+        """Reserves capacity for `pods` pods of a kind on a node. -1 releases the capacity of one pod."""
         free_node.reserve(self.kinds[kind].demand.requests, times=pods)
         for index, room_on in enumerate(self.room_on):
             if free_node in room_on:
@@ -302,31 +313,34 @@ class _Search:
         self.waiting[kind] -= pods
 
     def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
-        """Reports whether the affinity terms between the pods placed so far hold."""
-        for other, its_node in self.chosen.items():
+        """Reports whether the placed pods, to which this pod now belongs, meet their affinity terms."""
+        for other, other_node in self.chosen.items():
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
-            if other != pod and any(_have_same_value(free_node, its_node, key) for key in keys):
+            if other != pod and any(_have_same_value(free_node, other_node, key) for key in keys):
                 return False
         if self.terms.has_no_terms:
             return True
         if not all(self._may_be_near(other) for other in self.chosen):
             return False
-        return len(self.chosen) < len(self.demands) or self.terms.is_placed_in_any_order(
+        if len(self.chosen) < len(self.demands):
+            return True
+        return self.terms.is_placed_in_any_order(
             [self.kind_of[each] for each in self.chosen],
-            [its_node.node.labels for its_node in self.chosen.values()],
+            [chosen_node.node.labels for chosen_node in self.chosen.values()],
         )
 
     def _may_be_near(self, pod: int) -> bool:
         """Reports whether a placed pod is near its required peers, or some peers are not placed yet."""
         kind = self.kind_of[pod]
         peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
-        others = [other for other, its_kind in self.kind_of.items() if other != pod and its_kind in peers]
+        others = [other for other, other_kind in self.kind_of.items() if other != pod and other_kind in peers]
         if any(other not in self.chosen for other in others):
             return True
         places = [self.chosen[other] for other in others]
         counted = [place for place in places if any(key in place.node.labels for key in keys)]
         if not counted:  # only a pod that matches its own terms may be the first of a series
             return not peers or kind in peers
+        # Different pods may satisfy different topology keys.
         return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
 
 

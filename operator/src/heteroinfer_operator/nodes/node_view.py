@@ -9,17 +9,18 @@ from heteroinfer_operator.nodes.demand import Taint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node's fields that a plan reads.
+    """The fields of a node that a plan reads.
 
     Attributes:
         allocatable: by resource name. Bytes for memory, cores for cpu, counts for devices.
         requested: total requests of the node's pods, by resource name.
         by_priority: total requests by priority of the pods; empty if unknown.
         schedulable: Ready and not cordoned.
-        problem: why the node is not schedulable, after "is".
-        unreachable_since: when this process first knew that the kubelet sends no heartbeat, by its own
-            clock; None while the kubelet does.
-        no_image_volumes: program of the node that is too old for image volumes, after "has"; "" without one.
+        problem: why the node is not schedulable, as the words that follow "is".
+        unreachable_since: time, by this process's own clock, since which the kubelet has sent no heartbeat;
+            None while the kubelet sends heartbeats.
+        no_image_volumes: program of the node that is too old for image volumes, as the words that follow
+            "has"; "" if there is no such program.
     """
 
     name: str

@@ -11,7 +11,7 @@ from heteroinfer_operator.nodes.node_view import NodeView
 HOSTNAME: Final = "kubernetes.io/hostname"
 ZONE: Final = "topology.kubernetes.io/zone"
 _WEIGHTS: Final = ((HOSTNAME, 100), (ZONE, 50))
-"""Weights of the preferred terms, by topology key. Nodes fail more often than zones, so they weigh more."""
+"""Weights of the preferred terms, by topology key. Nodes weigh more, because they fail more often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class OtherGroups:
         nodes: node names.
         zones: values of the label `topology.kubernetes.io/zone`.
         outweigh_devices: whether the distance to these groups matters more than the GPUs of a node.
-        spare_devices: whether pods without devices still leave nodes with free devices to other pods.
+        spare_devices: whether pods without devices still leave nodes with free devices to other pods, even if
+            `outweigh_devices`.
     """
 
     nodes: frozenset[str] = field(default_factory=frozenset)
@@ -32,7 +33,7 @@ class OtherGroups:
 
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
-        """Returns the nodes and zones of the nodes that other groups occupy."""
+        """Returns the nodes that other groups occupy, and the zones of these nodes."""
         on_these = frozenset(occupied)
         zones = frozenset(
             node.labels[ZONE] for node in nodes if node.name in on_these and ZONE in node.labels

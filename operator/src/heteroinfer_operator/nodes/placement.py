@@ -10,7 +10,7 @@ from heteroinfer_operator.nodes.node_platform import describe_other_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 
 _DEVICE_MIB: Final = re.compile(r"[1-9][0-9]{0,11}")
-"""A plausible label of a device's memory. Users who may label nodes can write up to 63 digits."""
+"""A plausible value of the label with a device's memory. A label may have up to 63 digits."""
 _TOLERANCE: Final = 1e-6
 """Smaller amounts are rounding errors."""
 
@@ -21,7 +21,7 @@ class FreeNode:
 
     Attributes:
         free: free amount by resource name. `reserve` reduces it.
-        by_priority: used resources by the priority of the pods.
+        by_priority: used and reserved amounts, by the priority of their pods.
     """
 
     node: NodeView
@@ -67,7 +67,7 @@ class FreeNode:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether more is used than the node has. The scheduler then preempts pods of lower priority."""
+        """Whether pods use and reserve more than the node has. Then the scheduler preempts some of them."""
         return any(left < -_TOLERANCE for left in self.free.values())
 
     def reserve(self, requests: Mapping[str, float], *, times: int = 1) -> None:
@@ -90,7 +90,8 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
     """Returns the free resources of each node after placing the pods that have no node yet.
 
     A pod without a node takes its preferred node if it fits there, otherwise the first node on which it fits.
-    If it fits on no node, it takes its preferred node if preemption would free enough there.
+    If it fits on no node, it takes its preferred node if preemption would free enough capacity there.
+    Otherwise it takes no capacity.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
 
@@ -99,18 +100,21 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
     """
     free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda each: each.name)]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
-    searched: dict[Hashable, int] = {}
-    """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
+    num_full: dict[Hashable, int] = {}
+    """For each kind of pod, the number of nodes at the beginning of `free_nodes` on which it does not fit.
+
+    These nodes need no second check, because this loop only reduces free capacity.
+    """
     for demand in reserved:
         chosen = by_name.get(demand.node)
         if chosen is None or not _can_place(demand, chosen):
             kind = _demand_key(demand)
-            full = searched.get(kind, 0)
-            while full < len(free_nodes) and not _can_place(demand, free_nodes[full]):
-                full += 1
-            searched[kind] = full
-            if full < len(free_nodes):
-                chosen = free_nodes[full]
+            index = num_full.get(kind, 0)
+            while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
+                index += 1
+            num_full[kind] = index
+            if index < len(free_nodes):
+                chosen = free_nodes[index]
             elif chosen is None or not _can_place_by_preemption(demand, chosen):
                 continue
         chosen.reserve(demand.requests)
@@ -144,7 +148,7 @@ class Obstacle(NamedTuple):
     Attributes:
         excludes: whether the node rejects the pod regardless of capacity. Otherwise it lacks capacity or a
             label.
-        rest: the problem, as a text that follows "is" if the node rejects the pod, otherwise "has".
+        rest: the problem, as the words that follow "is" if the node rejects the pod, and "has" otherwise.
     """
 
     excludes: bool
@@ -169,7 +173,7 @@ def find_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
 
 
 def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
-    """Returns why a node rejects a pod even when the node is Ready and not cordoned, or None."""
+    """Returns why a node rejects a pod even while the node is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
         return Obstacle(excludes=True, rest=f"tainted {taint}")
@@ -180,16 +184,13 @@ def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
         return Obstacle(excludes=True, rest=other_platform)
     if demand.mounts_images and node.no_image_volumes:
         return Obstacle(excludes=False, rest=node.no_image_volumes)
-    selected = selects_node(demand, node.name, node.labels)
-    return (
-        None
-        if selected
-        else Obstacle(excludes=True, rest="not matched by the pod's nodeSelector or node affinity")
-    )
+    if not selects_node(demand, node.name, node.labels):
+        return Obstacle(excludes=True, rest="not matched by the pod's nodeSelector or node affinity")
+    return None
 
 
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
-    """Returns the nodes with each value of a topology key, sorted; leaves out nodes without the label."""
+    """Returns the nodes with each value of a topology key, sorted by value. Omits nodes without the label."""
     domains: dict[str, list[FreeNode]] = {}
     for free_node in free_nodes:
         value = free_node.node.labels.get(topology_key)
@@ -199,9 +200,10 @@ def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, l
 
 
 def device_cost(demand: PodDemand, free_node: FreeNode) -> float:
-    """Returns how little the devices of a node suit a pod; the smallest cost is the best.
+    """Returns the cost of a node's devices for a pod; the node with the smallest cost is the best.
 
-    Large GPUs suit pods with devices. Nodes without free devices suit other pods.
+    For pods with devices, larger GPUs are better. For other pods, nodes without free devices are better, so
+    that free devices stay for pods that need them.
     """
     if demand.devices:
         return -sum(device_memory_mib(free_node.node, name) or 0 for name in demand.devices)

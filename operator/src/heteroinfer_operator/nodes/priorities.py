@@ -17,7 +17,7 @@ class PriorityClassView:
 
     Attributes:
         preempts: whether the scheduler preempts pods of lower priority for a pod of this class.
-        is_default: whether pods without a class get this one.
+        is_default: whether pods without a class get this class.
     """
 
     name: str
@@ -43,7 +43,7 @@ class PriorityClassView:
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
     """Returns the priority of a pod of this class if the scheduler may preempt pods for it, otherwise None.
 
-    The scheduler then preempts pods of lower priority.
+    The scheduler may then preempt all pods of lower priority.
 
     Args:
         class_name: name of the class; "" for the cluster's default class.

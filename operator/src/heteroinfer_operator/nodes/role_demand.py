@@ -13,12 +13,13 @@ from heteroinfer_operator.nodes.node_platform import platform_selector
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _OUTSIDE_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
+"""Fields of a template that belong to the metadata or the containers of a pod."""
 _WORKER_FIELDS = ("topologySpreadConstraints", "resourceClaims", "volumes")
 """Fields that only worker pods get, not pods that fetch or read a model."""
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns the pod spec fields that a template sets, with a node selector for the images' platform."""
+    """Returns the fields of a pod spec that a template sets, and a node selector for the images' platform."""
     dumped = template.dump() if template else {}
     excluded = {*_OUTSIDE_SPEC, *_WORKER_FIELDS}
     fields = {key: value for key, value in dumped.items() if key not in excluded and value}
@@ -35,9 +36,9 @@ def unshared_gpu_requirement(gpu_resource: str) -> dict[str, Any]:
 def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> dict[str, Any]:
     """Builds the pod spec fields that decide on which nodes a role's pods may run.
 
-    Pods with GPUs tolerate the taint that reserves GPU nodes, `<resource>:NoSchedule` with any value, like
-    the admission plugin ExtendedResourceToleration. In mode FeedForward a kernel that waits for a CPU blocks
-    its GPU, so the fields exclude shared GPUs by the label of GPU feature discovery.
+    Pods with GPUs tolerate the taint that reserves GPU nodes: `<resource>:NoSchedule` with any value. The
+    admission plugin ExtendedResourceToleration does the same. In mode FeedForward, a kernel that waits for a
+    CPU blocks its GPU. So the fields exclude nodes with shared GPUs, which GPU feature discovery labels.
     """
     fields = template_fields(role.template)
     if spec.scheduling.priority_class_name:
@@ -56,8 +57,8 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
 def role_resources(role: RoleSpec, device: Device) -> dict[str, Any]:
     """Builds the requests and limits of a role's worker container.
 
-    They are the role's resources plus those of its feed-forward ranks plus one GPU per rank. A limit is
-    raised only if the role sets it.
+    These are the role's own resources, plus the resources of its feed-forward ranks, plus one GPU for each
+    rank. Feed-forward ranks raise a limit only if the role sets this limit.
     """
     resources = role.resources.dump() if role.resources else {}
     if role.feed_forward is not None:
