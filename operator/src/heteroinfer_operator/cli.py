@@ -76,7 +76,7 @@ _PLUGIN: Final = "kubectl-"
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser whose error for a misspelt sub-command suggests the most similar sub-command."""
+    """A parser that suggests the most similar sub-command for a misspelt sub-command."""
 
     words: Sequence[str] = ()
     """Arguments of the command line."""
@@ -105,7 +105,7 @@ def build_parser(
     """Returns the parser with the options of the sub-command that `arguments` begins with.
 
     Args:
-        all_commands: adds the options of all sub-commands, for the reference page and completion.
+        all_commands: whether to add the options of all sub-commands, for the reference page and completion.
     """
     parser = _CommandParser(
         prog=prog,
@@ -118,7 +118,7 @@ def build_parser(
         dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for name, purpose in COMMANDS.items():
-        # Not capitalize(), which would turn HeteroInference into heteroinference.
+        # capitalize() would turn HeteroInference into heteroinference.
         description = f"{purpose[0].upper()}{purpose[1:]}."
         command = subparsers.add_parser(
             name,
@@ -135,7 +135,7 @@ def build_parser(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command and returns its exit code. Prints a HeteroInferError as one message on stderr."""
+    """Runs a sub-command and returns its exit code. Prints a HeteroInferError as a message on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if _COMPLETES in os.environ:
         _load_completion().complete(build_parser)
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complete_for_kubectl() -> None:
-    """Completes `kubectl heteroinfer ...`; the program `kubectl_complete-heteroinfer` calls it."""
+    """Prints completions of `kubectl heteroinfer`. `kubectl_complete-heteroinfer` calls this function."""
     _load_completion().complete_for_kubectl(build_parser, sys.argv[1:])
 
 

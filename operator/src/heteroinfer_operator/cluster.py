@@ -29,7 +29,7 @@ class ResourceView:
 
     Attributes:
         generation: counts changes of the spec.
-        resource_version: a status write succeeds only if the resource still has this version.
+        resource_version: version of the resource. A status write succeeds only at this version.
         spec: as stored, not parsed.
         status: as stored, not parsed; empty at first.
         status_managers: field managers that wrote the status.
@@ -48,7 +48,7 @@ class ResourceView:
     finalizer_managers: frozenset[str] = frozenset()
 
     def without_fields(self) -> "ResourceView":
-        """Returns a copy without spec and status, which take 15 KB, for objects that outlive a decision."""
+        """Returns a copy for objects that outlive a decision: without spec and status, which take 15 KB."""
         return replace(self, spec={}, status={})
 
 
@@ -67,7 +67,7 @@ class ContainerTermination:
 
 
 class Waiting(NamedTuple):
-    """The kubelet's reason (for example `ImagePullBackOff`) and message for a container that does not run."""
+    """Why a container does not run: the kubelet's reason, for example `ImagePullBackOff`, and message."""
 
     reason: str
     message: str = ""
@@ -81,12 +81,12 @@ class PodView:
     """The fields of a resource's pod that decisions read.
 
     Attributes:
-        labels: labels of the contract, as they must be.
-        lost_labels: labels that are stored wrongly, with their right values; None for a label that the pod
-            must not have.
+        labels: labels of the contract with their right values, also if the stored labels differ.
+        lost_labels: labels that are stored wrongly or are missing, with their right values; None for a label
+            that the pod must not have.
         created: creation time; for a pod that has ended, by the clock of this process.
-        gone_by: end of the grace period of a pod that is being deleted, or None. A time of this process's
-            clock, like the time of a reconcile.
+        gone_by: end of the grace period of a pod that is being deleted, or None. By the clock of this
+            process, like the time of a reconcile.
         started: whether the worker container runs or ran. If not, the pod's ranks have sent nothing yet.
         phase: Pending, Running, Succeeded or Failed.
         reason: reason in the pod's status, for example `Evicted`.
@@ -97,8 +97,8 @@ class PodView:
         termination: the end of the worker container, or None.
         key_secret: name of the Secret with the group's key; "" for a pod without a key.
         images: worker images of the pod's epoch; "" if the pod does not record them.
-        still_running: other containers, such as sidecars of a mesh, that still run after the worker container
-            ended. The pod does not end before them.
+        still_running: other containers, such as sidecars of a mesh, that still run after the end of the
+            worker container. The pod ends only when these end.
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
         unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
         defaulted: requests and limits that a LimitRange set for the worker container, or "".
@@ -182,15 +182,16 @@ class ResourceObservation:
         admitted: revisions whose objects passed a dry run; None if no API server checks objects.
         connecting_s: seconds for which this process has observed a group's ranks connect, by group index and
             epoch.
-        never_created: names of pods that the operator decided to create and that no answer or watch has
-            shown yet: no create request was sent, or it has no answer.
+        never_created: names of pods that the operator decided to create and that no answer and no watch has
+            shown yet: their create request was not sent, or has no answer.
         never_requested: names in `never_created` for which no create request was sent.
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and
             that the operator did not create; None while unknown.
-        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown
-            or not needed now.
-        cleanup_pods: pods that may now remove commits from claims that the resource mounts without a fetch.
+        other_cache_users: other resources that use the claim of the model's cache; None if they are unknown,
+            or if no decision needs them now.
+        cleanup_pods: fetch pods of any resource that may now remove commits from claims that this resource
+            mounts without a fetch.
     """
 
     resource: ResourceView
@@ -219,9 +220,9 @@ class ResourceObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An object of the resource that cannot be written now.
+    """An object of the resource that the operator cannot write now.
 
-    A user or another controller must act, or a later attempt succeeds.
+    A later attempt may succeed. Otherwise a user or another controller must act.
 
     Attributes:
         kind: kind of the object. The resource's own kind for its status and finalizer.
@@ -229,9 +230,10 @@ class Refusal:
             NotAnswered.
         message: the refused object and the answer of the API server.
         scopes: scopes of the action.
-        tries: consecutive failed attempts.
+        tries: number of consecutive failed attempts.
         retry_at: time of the next attempt.
-        blocks: whether dependent objects wait. False if the object exists but differs from its manifest.
+        blocks: whether objects of the same scopes wait. False if the object exists but differs from its
+            manifest.
     """
 
     kind: str
@@ -246,13 +248,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateObject:
-    """Creates an object. If an object of that name exists, the operator observes again.
+    """Creates an object. If an object of this name exists, the operator observes again.
 
     Attributes:
-        may_exist: whether the operator accepts an existing object of that name, because the name identifies
+        may_exist: whether the operator accepts an existing object of this name, because the name identifies
             the content.
-        scopes: units that the object belongs to, such as a group. If the object cannot be created, later
-            objects of the same scope are not created either.
+        scopes: units that need the object, such as a group. If the object cannot be created, later objects
+            that only these units need are not created either.
     """
 
     manifest: Manifest
@@ -264,8 +266,8 @@ class CreateObject:
 class TryObjects:
     """Checks by a dry run whether the API server accepts the objects of a revision.
 
-    Only errors about the objects' content count as refusals. A full quota, an existing name or a failing
-    webhook does not count. The result is NotAnswered while the API server has not answered.
+    Only errors about the content of the objects count as refusals. A full quota, an existing name or a
+    failing webhook does not count. Until the API server has answered, the result is NotAnswered.
 
     Attributes:
         revision: hash of the revision.
@@ -289,12 +291,12 @@ class ApplyObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteObject:
-    """Deletes the object with this uid. Not an error if the object is already gone.
+    """Deletes the object with this uid. It is not an error if the object is already gone.
 
     Attributes:
-        api_version: needed for kinds that share their name; "" for the others.
-        uid: an object with the same name and another uid is not deleted.
-        grace_s: grace period of a pod in seconds; None for the pod's own.
+        api_version: set for kinds that share their name; "" for all other kinds.
+        uid: uid of the object. An object with the same name and another uid is not deleted.
+        grace_s: grace period of a pod in seconds; None for the pod's own grace period.
         after_status: whether the status must be written first, because it records facts that the deletion
             removes, such as why an epoch ended.
     """
@@ -379,7 +381,8 @@ class Cluster(Protocol):
             Seconds until a refused action may be tried again, or None.
 
         Raises:
-            ConflictError: an object is in another state than the decision assumed. Actions that depend on it
-                were not run.
+            ConflictError: an object is in another state than the decision assumed. Actions that depend on
+            this
+                object were not run.
         """
         ...

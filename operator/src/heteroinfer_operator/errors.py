@@ -13,7 +13,7 @@ class HeteroInferError(Exception):
     """An error that users see as one message, without a traceback.
 
     Attributes:
-        reason: reason of the condition and the event, in CamelCase. Default: the class's reason.
+        reason: reason of the condition and the event, in CamelCase. Default: the reason of the class.
         message: the problem and its fix.
     """
 
@@ -29,7 +29,7 @@ class SpecError(HeteroInferError):
     """The resource does not match its schema. Permanent until the user changes the resource.
 
     Attributes:
-        problems: one line each, `path: message`.
+        problems: one line for each problem, `path: message`.
     """
 
     reason = "InvalidSpec"

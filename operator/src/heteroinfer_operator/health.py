@@ -18,15 +18,18 @@ LABELS_SHOWN: Final = 5
 
 @dataclass(slots=True, kw_only=True)
 class Health:
-    """The operator's progress of startup and the time of its last resync.
+    """The progress of the operator's start, and the time of its last resync.
 
     Attributes:
         stale_s: highest age of the last resync, in seconds. If the resync is older, the process is stuck.
-        waits_for: condition that the startup waits for; "" once the operator works.
-        describe_missing: describes functions that are missing while the operator works; "" if none is.
+        waits_for: the thing that the start waits for; "" once the operator works.
+        describe_missing: describes functions that are missing while the operator works; returns "" if none is
+            missing.
         standby: whether another replica holds the Lease. A standby replica counts as ready.
-        resynced_at: time of the last resync attempt or of the start of work; None before.
-        stale_caches: labels of caches that received nothing for long. A resync over them does not count.
+        resynced_at: time of the last resync attempt, or of the start of work before the first resync; None
+            before the start of work.
+        stale_caches: labels of caches that received nothing for a long time. A resync with stale caches does
+            not count.
         clock: monotonic clock, in seconds.
     """
 
@@ -42,13 +45,13 @@ class Health:
         self.resynced_at = self.clock()
 
     def stuck_reason(self) -> str:
-        """Returns why the process must be restarted, or ""."""
+        """Returns why Kubernetes must restart this process, or ""."""
         if self.resynced_at is None:
             return ""
         age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing received for {list_some(self.stale_caches)}" if self.stale_caches else ""
+        why = f": no data received about {list_some(self.stale_caches)}" if self.stale_caches else ""
         return f"no resync for {age_s:.0f} s{why}"
 
 
@@ -82,14 +85,15 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
 
     async def readyz(request: web.Request) -> web.Response:
         """Answers 503 until the operator works; a standby replica counts as ready."""
-        waiting = health.waits_for if not health.standby else ""
         missing = health.describe_missing()
-        works = f"ok, but {missing}" if missing else "ok"
-        text = f"waiting for {health.waits_for}" if health.waits_for else works
-        return web.Response(text=text, status=503 if waiting else 200)
+        text_of_work = f"ok, but {missing}" if missing else "ok"
+        text = f"waiting for {health.waits_for}" if health.waits_for else text_of_work
+        is_ready = health.standby or not health.waits_for
+        return web.Response(text=text, status=200 if is_ready else 503)
 
     async def exposition(request: web.Request) -> web.Response:
-        # In a thread: a thousand resources have tens of thousands of lines, and reconciles must not wait.
+        # In a thread, because a thousand resources have tens of thousands of lines, and reconciles must not
+        # wait.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 

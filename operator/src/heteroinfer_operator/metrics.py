@@ -1,7 +1,7 @@
 """Metrics of the operator and of resources. `heteroinfer_contract.metric_names` defines the names.
 
-The module keeps a few small values of each resource, and builds samples from these values when Prometheus
-asks for them. The values of a thousand resources take some hundred kilobytes.
+This module keeps a few small values of each resource. When Prometheus reads /metrics, the module builds
+samples from these values. The values of a thousand resources take some hundred kilobytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +46,7 @@ class OperatorMetrics:
             ("reason",),
             registry=self.registry,
         )
-        self.reconcile_errors.labels("Conflict")  # creates the series at the start
+        self.reconcile_errors.labels("Conflict")  # creates this series, so that it begins at 0
         self.queue_length = Gauge(
             metric_names.OPERATOR_QUEUE_LENGTH, "Resources waiting for a reconcile.", registry=self.registry
         )
@@ -95,7 +95,7 @@ class OperatorMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
-        """Keeps the values of a resource's status for its metrics; None if the resource is deleted."""
+        """Stores the values of a resource's status that metrics need. With None, removes them."""
         if status is None:
             self._resources.known.pop(key, None)
             self.observe_status_write(key, written=True)
@@ -131,7 +131,7 @@ class _GroupValues:
         ranks: number of ranks in the plan; None without a plan.
         restarts: number of restarts that count towards restart.maxRestarts.
         failed_at: Unix time of the newest failure, in seconds; None without a failure.
-        reason: reason of the newest failure.
+        reason: reason of the newest failure, or "".
         rank: rank that failed, or "".
     """
 
@@ -160,7 +160,8 @@ class _ResourceValues:
 def _values_of_resource(status: HeteroInferenceStatus) -> _ResourceValues:
     """Reads the values for metrics from a status."""
     ranks = {plan.hash: plan.world_size for plan in status.plans}
-    # Keep one sample for each condition and group: Prometheus refuses a page with duplicate series.
+    # Dicts, because a status that others wrote may list a condition or a group twice, and Prometheus refuses
+    # duplicate series.
     conditions = {condition.type: condition for condition in status.conditions}
     groups = {group.index: group for group in status.groups}
     return _ResourceValues(
@@ -210,7 +211,7 @@ class _ResourceCollector(Collector):
         yield from _build_group_families(groups)
 
     def describe(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yields the metric families. The registry reads only their names."""
+        """Yields the metric families. The registry uses only their names."""
         return self.collect()
 
 

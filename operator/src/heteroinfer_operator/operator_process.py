@@ -43,19 +43,22 @@ from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
 logger = logging.getLogger(__name__)
 
 NODES_SETTLE_S: Final = 5.0
-"""Delay between a change of a node and the reconcile of all resources, to batch further changes."""
+"""Delay between a change of a node and the reconcile of the resources, so that one reconcile handles several
+changes."""
 POLL_S: Final = 2.0
 RETRY_S: Final = 5.0
 MAX_RECURSION: Final = 25_000
-"""Python's recursion limit. The API server accepts JSON of 10,000 levels from every account that may create
-pods; Python's default limit is 1,000."""
+"""Python's recursion limit; the default is 1,000.
+
+Every account that may create pods can store JSON of 10,000 levels, which this process must be able to read.
+"""
 
 
 class Operator:
     """Creates and connects all parts of the operator.
 
     Args:
-        build_decide: builds the pure decision function from the operator's key (None without a key).
+        build_decide: builds the pure decision function from the operator's key, or from None without a key.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Operator:
     async def _serve_resources(
         self, group: asyncio.TaskGroup, server: ApiServer, configuration: client.Configuration
     ) -> None:
-        """Starts the parts of the operator one after the other, then resyncs until it is cancelled."""
+        """Starts the parts of the operator one after the other. Then resyncs until it is cancelled."""
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
         operator_key = await self._read_operator_key(server)
@@ -142,7 +145,7 @@ class Operator:
             group.create_task(groups.test_connections(queue.add), name="leaders")
 
             def queue_new_version(key: ResourceKey, version: int) -> None:
-                # Otherwise the cache itself has added the resource to the queue.
+                # If the cache has seen the version, the cache itself has added the resource to the queue.
                 if cluster_state.resources.record_if_missing(key, version):
                     queue.add(key)
 
@@ -157,12 +160,12 @@ class Operator:
             await groups.close()
 
     async def _read_operator_key(self, server: ApiServer) -> bytes | None:
-        """Reads the operator's key; creates it if the Secret lacks it. Returns None without a Secret."""
+        """Reads the operator's key. Creates the key if the Secret has none. Returns None without a Secret."""
         settings = self._settings
         if not settings.key_secret:
             logger.warning(
-                "HETEROINFER_KEY_SECRET is not set: groups start without keys, so anyone who can reach the "
-                "ports of a group can send it commands. Set the variable to the name of a Secret"
+                "HETEROINFER_KEY_SECRET is not set, so groups start without keys. Any program that can reach "
+                "the ports of a group can send it commands. Set the variable to the name of a Secret"
             )
             return None
         self._health.waits_for = f"the key in Secret {settings.key_secret}"
@@ -175,7 +178,7 @@ class Operator:
     ) -> tuple[ClusterState, WorkQueue]:
         """Builds the caches of the cluster and the queue that reconciles resources."""
 
-        # A function, because the caches need it before the queue exists.
+        # A function, because the caches need `touched` before the queue exists.
         def touched(key: ResourceKey) -> None:
             queue.add(key)
 
@@ -201,7 +204,8 @@ class Operator:
         reconcile = build_process(cluster, decide)
 
         async def process(key: ResourceKey) -> float | None:
-            # Skip resources of a namespace that is not ready: they are added again when it becomes ready.
+            # Skip the resource while its namespace is not ready. When the namespace becomes ready, the caches
+            # add its resources again.
             return await reconcile(key) if cluster_state.is_ready(key.namespace) else None
 
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
@@ -225,7 +229,8 @@ class Operator:
         terms = LeaseTerms(
             namespace=settings.namespace,
             name=settings.lease_name,
-            identity=f"{settings.identity}_{secrets.token_hex(4)}",  # a restarted container is another holder
+            # The random part makes a restarted container another holder.
+            identity=f"{settings.identity}_{secrets.token_hex(4)}",
             duration_s=settings.lease_duration_s,
             renew_s=settings.lease_renew_s,
             deadline_s=settings.lease_deadline_s,
@@ -237,7 +242,7 @@ class Operator:
             self._lease.require_held()
 
     async def _wait_ready(self, cluster_state: ClusterState) -> None:
-        """Waits until one namespace is ready. During the wait /readyz reports the missing lists."""
+        """Waits until one namespace is ready. During the wait, /readyz reports the missing lists."""
         while True:
             self._health.waits_for = f"the first list of {list_some(cluster_state.unsynced())}"
             with contextlib.suppress(TimeoutError):
@@ -246,7 +251,7 @@ class Operator:
                     return
 
     async def _report_caches(self, cluster_state: ClusterState) -> None:
-        """Reports faulty caches in /readyz and a metric. Logs namespaces that become unreadable."""
+        """Reports faulty caches in /readyz and a metric. Logs unreadable namespaces when they change."""
         self._health.describe_missing = lambda: _describe_missing_functions(cluster_state)
         reported: set[str] = set()
         while True:
@@ -260,18 +265,19 @@ class Operator:
             unreadable = cluster_state.errors_by_namespace()
             for namespace in sorted(unreadable.keys() - reported):
                 logger.error(
-                    "namespace %s is not served: the operator cannot read it (%s). Grant the operator its "
-                    "rights there again, or remove the namespace from watchNamespaces",
+                    "namespace %s is not served, because the operator cannot read it (%s). Grant the "
+                    "operator its rights in this namespace again, or remove the namespace from "
+                    "watchNamespaces",
                     namespace,
                     unreadable[namespace],
                 )
             for namespace in sorted(reported - unreadable.keys()):
-                logger.info("namespace %s: the operator can read it again", namespace)
+                logger.info("namespace %s is served again", namespace)
             reported = set(unreadable)
             await asyncio.sleep(POLL_S)
 
     def _record_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
-        """Keeps a resource's status for metrics, and whether the resource waits for capacity."""
+        """Records a resource's status for metrics, and whether the resource waits for capacity."""
         self._metrics.observe_status(key, status)
         if status is None:
             self._known_resources.discard(key)
@@ -283,29 +289,27 @@ class Operator:
             self._without_capacity.discard(key)
 
     def _reconcile_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
-        """Reconciles, after NODES_SETTLE_S, the resources that `keys` contains then.
+        """Reconciles the resources that `keys` contains after NODES_SETTLE_S.
 
         Until then, further calls with the same cause do nothing.
         """
 
-        def look_again() -> None:
+        def reconcile_keys() -> None:
             self._scheduled_causes.remove(cause)
             for key in sorted(keys):
                 queue.add(key)
 
         if cause not in self._scheduled_causes:
             self._scheduled_causes.add(cause)
-            asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
+            asyncio.get_running_loop().call_later(NODES_SETTLE_S, reconcile_keys)
 
     def _record_resync(self, cluster_state: ClusterState) -> None:
-        """Records a full resync, unless caches are stale.
-
-        With stale caches, its decisions used an old state.
-        """
+        """Records the end of a resync, unless caches are stale: then its decisions used an old state."""
         self._health.stale_caches = tuple(cluster_state.stale_cache_names())
         if self._health.stale_caches:
             logger.error(
-                "the resync is incomplete: the operator has received no data about %s",
+                "the resync is incomplete: the operator has received no data for a long time about %s. If "
+                "this repeats, check the API server and the network",
                 list_some(self._health.stale_caches),
             )
             return
@@ -313,7 +317,10 @@ class Operator:
         self._health.record_resync()
 
     async def _list_resources(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
-        """Lists all resources. If the list differs from a cache, the next reconcile reads the resource."""
+        """Lists all resources, and returns the resources that a resync must reconcile.
+
+        If the list differs from a cache, the next reconcile of the resource reads it from the API server.
+        """
         resources = cluster_state.resources
         cached_versions = resources.versions()
         listed = await list_resources(server, self._settings.watch_namespaces)
@@ -324,19 +331,20 @@ class Operator:
             )
             cluster_state.relist()
         for scope, error in listed.unread.items():
-            # After the operator loses the right to watch, an open watch continues. Only a new list fails.
+            # After the operator loses the right to watch, an open watch continues. Only a new list shows the
+            # loss.
             if error.status in (FORBIDDEN, NOT_FOUND):
                 cluster_state.relist(scope)
         for key, version in listed.resources.items():
             resources.record_if_missing(key, version)
         cached = resources.keys()
-        known = {key for key in cached if key.namespace not in listed.unread}
-        for key in known - listed.resources.keys():
+        cached_and_readable = {key for key in cached if key.namespace not in listed.unread}
+        for key in cached_and_readable - listed.resources.keys():  # perhaps deleted
             resources.mark_outdated(key)
-        return known | listed.resources.keys()
+        return cached_and_readable | listed.resources.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
-        """Reconciles all resources every resync_s seconds, independent of events."""
+        """Reconciles all resources every resync_s seconds, also without a change."""
         self._health.record_resync()
         while True:
             pause_s = self._settings.resync_s
@@ -346,19 +354,23 @@ class Operator:
                     await queue.process_all(keys)
                 self._record_resync(cluster_state)
             except ApiError as error:
-                # Count the attempt as a resync: a restart of this process would not help without an API
-                # server.
+                # Count the attempt as a resync. Otherwise the liveness probe would restart this process,
+                # which does not help if the API server does not answer.
                 logger.warning("resync: %s. Trying again", error.message)
                 self._health.record_resync()
                 pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
-                logger.error("resync: not finished within %g s. Trying again", 2 * self._settings.resync_s)
+                logger.error(
+                    "resync: not finished within %g s. Trying again. If this repeats, raise the chart's "
+                    "workers",
+                    2 * self._settings.resync_s,
+                )
                 pause_s = min(pause_s, RETRY_S)
             await asyncio.sleep(pause_s)
 
 
 def _describe_missing_functions(cluster_state: ClusterState) -> str:
-    """Describes functions that are missing while the operator works, or ""."""
+    """Describes the most important function that is missing while the operator works, or returns ""."""
     unreadable = cluster_state.errors_by_namespace()
     if unreadable:
         return f"cannot read the namespaces {list_some(sorted(unreadable))}"
@@ -380,7 +392,7 @@ def _waits_for_capacity(status: HeteroInferenceStatus) -> bool:
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
-    """Runs work until it ends. When `stop` is set, cancels the work and waits for its cleanup."""
+    """Runs work until it ends. If `stop` is set before, cancels the work and waits for its cleanup."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

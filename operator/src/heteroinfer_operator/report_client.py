@@ -21,10 +21,10 @@ MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 """Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
-"""Share of the timeout for connecting. The kernel accepts connections even if the leader is busy, so a failed
-connection means more than a missing answer."""
+"""Share of the timeout for the connection. It ends before the timeout, so that a failed connection differs
+from a missing answer: the kernel accepts connections even if the leader is busy."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Connection errors caused by this machine, which prove nothing about the pod."""
+"""Errors of a connection whose cause is this machine. They prove nothing about the pod."""
 _QUESTION: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -51,7 +51,9 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            for _ in range(2):  # without an earlier challenge, the first answer only contains a challenge
+            # At the first request the reader has no challenge of the leader, and the answer contains only
+            # one.
+            for _ in range(2):
                 text, headers = await self._get(host, port, names.PATH_GROUP, timeout_s, reader.headers())
                 report = reader.read(headers, text)
                 if report is not None:
@@ -59,7 +61,9 @@ class ReportClient:
         return parse_report(text)
 
     async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> tuple[FetchProgress, int | None]:
-        """Returns a pod's progress of fetching a model, and the number of its open question, or None.
+        """Returns the progress of a fetch pod, and the number of its open question (None without a question).
+
+        The question is whether the pod may remove old commits.
 
         Raises:
             NO_ANSWER: the request failed (any class of this tuple).
@@ -71,7 +75,7 @@ class ReportClient:
         return FetchProgress.from_json(text), None if question is None else int(question)
 
     async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
-        """Confirms a pod's question about commits in use with its token; raises one of NO_ANSWER."""
+        """Confirms a fetch pod's question with its token; raises one of NO_ANSWER."""
         await self._get(host, port, names.PATH_FETCH, timeout_s, credentials_headers(token))
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:
@@ -87,8 +91,8 @@ class ReportClient:
     ) -> tuple[str, Mapping[str, str]]:
         """Returns the body and the headers of an answer with status 200; raises one of NO_ANSWER."""
         if self._session is None:
-            # Connect directly: no proxy from the environment, and no redirects below. Use a new connection
-            # for each request, because a kept connection would not show that the node is gone.
+            # Connect directly, without a proxy from the environment. Use a new connection for each request,
+            # because a kept connection would not show that the node is gone.
             connector = aiohttp.TCPConnector(force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SHARE * timeout_s)
@@ -100,7 +104,8 @@ class ReportClient:
             if response.status != HTTPStatus.OK:
                 raise ContractError(f"HTTP status must be {HTTPStatus.OK.value} (got {response.status})")
             body = bytearray()
-            async for piece in response.content.iter_any():  # read(n) may return fewer than n bytes
+            # Not read(n), which may return fewer than n bytes.
+            async for piece in response.content.iter_any():
                 body += piece
                 _check_size(len(body))
             return body.decode(), response.headers
@@ -114,8 +119,8 @@ def parse_report(text: str) -> GroupReport:
 
 def is_unreached(error: Exception) -> bool:
     """Returns whether an error of NO_ANSWER proves that the pod accepted no connection."""
-    unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return unreached and getattr(error, "errno", None) not in _OWN_FAULTS
+    has_no_connection = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return has_no_connection and getattr(error, "errno", None) not in _OWN_FAULTS
 
 
 async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
@@ -138,7 +143,7 @@ async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
 
 
 def _is_connected(connection: socket.socket) -> bool:
-    """Returns whether the connection succeeded although this busy process did not notice in time."""
+    """Returns whether a connection succeeded although the busy event loop did not notice that in time."""
     try:
         connection.getpeername()
     except OSError:

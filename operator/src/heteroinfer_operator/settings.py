@@ -1,7 +1,7 @@
 """Settings of the operator, read from the environment once.
 
 The chart sets these variables, except HETEROINFER_RESYNC_SECONDS and HETEROINFER_WATCH_SILENCE_SECONDS. Only
-this module and the chart contain their names.
+this module and the chart contain the names of the variables.
 """
 
 import re
@@ -24,7 +24,7 @@ _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationSettings:
-    """Settings of an installation. Lists are separated by commas.
+    """Settings of an installation. In a variable, commas separate the items of a list.
 
     Attributes:
         watch_namespaces: HETEROINFER_WATCH_NAMESPACES: list of namespaces to serve. Empty: all namespaces,
@@ -55,17 +55,20 @@ class InstallationSettings:
         allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS: list of service accounts that pods may
             use.
         http_port: HETEROINFER_HTTP_PORT: port of /healthz, /readyz and /metrics. 0: any free port.
-        workers: HETEROINFER_WORKERS: number of resources to reconcile at the same time, at least 1. Does not
-            count reconciles that take longer than SLOW_S of the work queue.
+        workers: HETEROINFER_WORKERS: number of resources to reconcile at the same time, at least 1.
+        Reconciles
+            that run for longer than SLOW_S of the work queue do not count.
         resync_s: HETEROINFER_RESYNC_SECONDS: seconds between resyncs, above 0.
         watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: the operator ends a watch after this time without
             data. Must be more than 60, because the API server sends a bookmark every minute.
-        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies allow pods to reach
-            their group, DNS and the hub.
-        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with ports, cidrs and except that these policies allow to
-            pods that fetch a model. Empty: built-in defaults.
-        leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the Lease.
-        lease_name: HETEROINFER_LEASE_NAME: name of the Lease.
+        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether the operator creates
+        NetworkPolicies
+            that allow pods to reach their group, DNS and the hub.
+        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with the keys ports, cidrs and except: the destinations
+        that
+            these policies allow to pods that fetch a model. Empty: built-in defaults.
+        leader_election: HETEROINFER_LEADER_ELECTION: whether the operator works only while it holds the
+        Lease. lease_name: HETEROINFER_LEASE_NAME: name of the Lease.
         lease_duration_s: HETEROINFER_LEASE_SECONDS: another process takes the Lease after this time without a
             renewal. A whole number, at least 3.
         key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in the operator's
@@ -124,7 +127,7 @@ class InstallationSettings:
     def lease_deadline_s(self) -> float:
         """Seconds without a renewal after which this process exits.
 
-        Less than the duration, so that this process has stopped before another process starts.
+        They are fewer than the duration, so that this process has stopped before another process starts.
         """
         return self.lease_duration_s * 2 / 3
 
@@ -195,7 +198,7 @@ class InstallationSettings:
 
 
 class _EnvReader:
-    """Reads and checks variables by their names without the prefix HETEROINFER_."""
+    """Reads and checks variables. Their names are given without the prefix HETEROINFER_."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env

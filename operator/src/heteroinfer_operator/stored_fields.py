@@ -1,8 +1,7 @@
-"""Reads fields of stored objects and JSON from the chart with type checks. Pure.
+"""Reads fields of stored objects, and JSON from the chart, with type checks. Pure.
 
-The API server does not check all objects against the schema that this operator was written for. These
-functions read each field of such objects, so that a wrong type raises UnreadableError and never a TypeError
-later.
+The API server does not check all objects against the schemas that this operator assumes. So the operator
+reads their fields with these functions: a wrong type raises UnreadableError here, and not a TypeError later.
 """
 
 import json
@@ -15,10 +14,11 @@ from heteroinfer_operator.quantity import parse_quantity
 
 _MAX_INTEGER: Final = 2**63 - 1
 EARLIEST: Final = datetime(2, 1, 1, tzinfo=UTC)
+"""Earliest time that is read. It is a year within the range of `datetime`, so that code can add waits."""
 _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
-"""One year within the range of `datetime`, because code adds time zones and waits to times."""
+"""Latest time that is read."""
 _YEAR_0: Final = "0000-"
-"""Prefix of a year that Kubernetes stores and `datetime` does not support."""
+"""Beginning of a time in the year 0, which Kubernetes stores and `datetime` does not support."""
 _VERSION_DIGITS: Final = 20
 """Most digits of a resourceVersion, a number of 64 bits."""
 _SHOWN: Final = 60
@@ -32,7 +32,7 @@ class UnreadableError(HeteroInferError):
 
 
 def _unreadable(field: str, value: object, expected: str) -> UnreadableError:
-    # Do not quote a list or an object, because it may be nested too deeply for repr().
+    # Do not quote a list or an object, because its nesting may be too deep for repr().
     nests = isinstance(value, list | tuple | Mapping)
     shown = f"a {type(value).__name__}" if nests else repr(value)[:_SHOWN]
     return UnreadableError(f"{field} must be {expected} (got {shown})")
@@ -101,8 +101,8 @@ def as_integer(value: object, field: str) -> int:
 def as_moment(value: object, field: str) -> datetime | None:
     """Returns a time in UTC, None for null or ""; raises UnreadableError.
 
-    Moves a time outside the years 2 to 9997 to the nearest time inside. Go stores the years 0 to 9999 with
-    any offset.
+    A time outside the years 2 to 9997 becomes the nearest time within these years: Go, and so Kubernetes,
+    stores the years 0 to 9999 with any offset.
     """
     text = as_text(value, field)
     if not text:
@@ -113,7 +113,7 @@ def as_moment(value: object, field: str) -> datetime | None:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise _unreadable(field, value, "a time such as 2026-01-31T12:00:00Z") from None
-    # Compare without the time zone first: converting it may leave the range of `datetime`.
+    # Compare without the time zone, because a conversion to UTC may leave the range of `datetime`.
     bare = moment.replace(tzinfo=UTC)
     if not EARLIEST < bare < _LATEST:
         return min(max(bare, EARLIEST), _LATEST)
@@ -138,15 +138,16 @@ def _as_amount(value: object, field: str) -> float:
 def version_number(text: str) -> int:
     """Returns a resourceVersion as a number that increases with each change, or 0 if it is not a number.
 
-    Kubernetes guarantees such numbers since KEP-5504 (1.35) and used them before. If an API server does not,
-    the newest event of the watch wins, and a write counts once the watch shows it.
+    Kubernetes guarantees such numbers since KEP-5504 (1.35), and used them before. With an API server that
+    does not use numbers, caches keep the newest event of the watch, and a write counts once the watch shows
+    it.
     """
     is_number = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
     return int(text) if is_number else 0
 
 
 def _as_list(value: object, field: str) -> Sequence[Any]:
-    """Returns a field that must be a list; an absent field is empty."""
+    """Returns a list, empty for null; raises UnreadableError."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -159,7 +160,7 @@ def read_json_parts(text: str, parts: Collection[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: the text is not a JSON object, or has a key that is not in `parts`. The message quotes the
-            text.
+            beginning of the text.
     """
     try:
         parsed = json.loads(text or "{}")

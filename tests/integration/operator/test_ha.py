@@ -219,7 +219,7 @@ async def test_a_silent_watch_is_detected(
 
         async def unhealthy() -> bool:
             status, text = await process.http("/healthz")
-            said = f"nothing received for pods of {namespace}"
+            said = f"no data received about pods of {namespace}"
             return status == 500 and text.startswith("no resync for ") and said in text
 
         await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)

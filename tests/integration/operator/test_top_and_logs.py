@@ -177,8 +177,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         code, _, errors = heteroinfer(viewer, "top", "nothing")
         assert (code, errors) == (
             1,
-            f"error: namespace {namespace}: has no HeteroInference nothing. To list all, run kubectl get hinf "
-            "-A\n",
+            f"error: namespace {namespace}: has no HeteroInference nothing. List all: kubectl get hinf -A\n",
         )
         code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
         assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Its groups: 0\n")

@@ -129,4 +129,4 @@ def test_health_distinguishes_a_stuck_operator_from_a_waiting_one() -> None:
     now += 1
     assert health.stuck_reason() == "no resync for 901 s"
     health.stale_caches = ("pods of a", "nodes")
-    assert health.stuck_reason() == "no resync for 901 s: nothing received for pods of a, nodes"
+    assert health.stuck_reason() == "no resync for 901 s: no data received about pods of a, nodes"

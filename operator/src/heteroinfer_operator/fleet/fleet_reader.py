@@ -61,7 +61,7 @@ async def read_resources(
             )
             if name:
                 problem = (
-                    f"namespace {namespace}: has no {names.KIND} {name}. To list all, run kubectl get "
+                    f"namespace {namespace}: has no {names.KIND} {name}. List all: kubectl get "
                     f"{names.SHORT_NAME} -A"
                 )
             raise HeteroInferError(problem, reason="NotFound") from error

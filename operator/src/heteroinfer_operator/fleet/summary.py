@@ -107,9 +107,8 @@ class ResourceSummary:
 
     def _is_expected(self, condition: Condition) -> bool:
         """Reports whether a condition is normal for a resource that serves, or that wants no group."""
-        if (
-            condition.type == ConditionType.PROGRESSING
-        ):  # also abnormal if False, if its message has a problem
+        if condition.type == ConditionType.PROGRESSING:
+            # False with a message means that something blocks the progress.
             return condition.status is ConditionStatus.FALSE and not condition.message
         if condition.status is ConditionStatus.TRUE:
             return condition.type not in _WANTED_FALSE

@@ -31,7 +31,7 @@ class MeasuredKind:
 
     Attributes:
         name: name of the kind in the chart's values.
-        selector: labels of these nodes.
+        selector: labels by which nodes belong to this kind.
         calibration: calibration of the measured node.
     """
 

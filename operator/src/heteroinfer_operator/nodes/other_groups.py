@@ -33,7 +33,7 @@ class OtherGroups:
 
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
-        """Returns the nodes that other groups occupy, and the zones of these nodes."""
+        """Returns the nodes that other groups occupy, with their zones."""
         on_these = frozenset(occupied)
         zones = frozenset(
             node.labels[ZONE] for node in nodes if node.name in on_these and ZONE in node.labels
