@@ -1,4 +1,4 @@
-"""What the checks of a cluster conclude from its objects."""
+"""The results of the checks of a cluster for given objects."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,7 @@ def test_the_version_of_kubernetes_is_checked(major: str, minor: str, state: str
     assert judge_kubernetes(major, minor, "v")[0].value == state
 
 
-def test_gpus_are_counted_and_missing_ones_are_a_note() -> None:
+def test_gpus_are_counted_and_a_cluster_without_gpus_gets_a_note() -> None:
     state, message = judge_gpu_plugin([node("a", gpus=4), node("b", gpus=4), node("c")])
     assert (state, message) == (CheckState.OK, "8 nvidia.com/gpu on 2 nodes")
     state, message = judge_gpu_plugin([node("c")])
@@ -97,7 +97,7 @@ def test_shared_storage_is_proven_by_a_volume_or_likely_by_a_provisioner() -> No
     assert judge_shared_storage([], [disk])[0] is CheckState.NOTE
 
 
-def test_an_operator_that_is_down_or_of_another_version_is_reported() -> None:
+def test_an_operator_that_is_down_or_has_another_version_is_reported() -> None:
     assert judge_operators([], "0.2.0")[0] is CheckState.FAILED
     assert judge_operators([installed_operator(ready=0)], "0.2.0")[0] is CheckState.FAILED
     stopped = replace(installed_operator(ready=0), replicas=0)

@@ -1,4 +1,4 @@
-"""What pods, leaders and statuses say cannot act on the terminal of an administrator, nor end a command."""
+"""Texts of pods, leaders and statuses cannot control an administrator's terminal or end a command."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What `heteroinfer top` shows, from a status and what leaders say."""
+"""The rows of `heteroinfer top` for given statuses and reports of leaders."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -91,7 +91,7 @@ def test_locked_memory_and_transports_come_from_the_status_or_the_leader() -> No
     assert live[1].locked_memory_bytes == 4096, "an earlier worker does not report it"
 
 
-def test_without_leaders_the_status_provides_ranks_and_the_last_culprit() -> None:
+def test_without_reports_of_leaders_ranks_and_the_last_failure_come_from_the_status() -> None:
     resource, group, first, second = rows(build_line(KEY, status(), {}))
     assert resource[:3] == ["ml/llama", "", "Available, 1/1 groups ready (GroupsReady)"]
     last_failure_text = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
@@ -138,7 +138,7 @@ def test_a_leader_of_another_epoch_is_ignored() -> None:
     assert not line.lines[0].live
 
 
-def test_json_has_the_same_values_without_empty_ones() -> None:
+def test_json_has_the_same_values_without_empty_values() -> None:
     value = build_line(KEY, status(), {0: LeaderAnswer(report=report(), kv_use=0.5)}).dump()
     assert (value["namespace"], value["name"], value["ready"]) == ("ml", "llama", "True")
     (group,) = value["groups"]

@@ -1,4 +1,4 @@
-"""A support bundle has no secrets: values of variables, options, tokens, passwords of URLs."""
+"""A support bundle has no secrets in variables, options, texts or URLs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who comes first in `heteroinfer logs`, and what is said of each pod."""
+"""The order of the pods in `heteroinfer logs`, and the description of each pod."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -59,7 +59,7 @@ def test_the_pod_that_ended_the_epoch_is_listed_before_other_failed_pods() -> No
     )
 
 
-def test_peers_identify_a_culprit_that_is_gone_or_silent() -> None:
+def test_reports_of_other_pods_identify_a_culprit_that_is_gone_or_silent() -> None:
     pods = [pod(0, ended=ended(71, KILLED.to_json())), pod(1), pod(2)]
     assert order(group(ran=False), pods) == ["2", "0", "1"]
 

@@ -1,4 +1,4 @@
-"""What `heteroinfer status` shows of a resource in each state."""
+"""The output of `heteroinfer status` for a resource in each state."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -78,7 +78,7 @@ def shown(found: ResourceSummary, *, verbose: bool = False) -> str:
     return "\n".join(found.render(NOW, verbose=verbose))
 
 
-def test_a_resource_that_serves_has_no_conditions_to_attend_to() -> None:
+def test_a_resource_that_serves_has_no_conditions_that_need_attention() -> None:
     text = shown(summary())
     assert "Conditions" not in text
     assert "Model        hf://org/llama (Ready, commit 0123456789ab)" in text
@@ -119,7 +119,7 @@ def test_a_suspended_resource_counts_as_healthy() -> None:
     assert found.next_steps == ("start its groups again: heteroinfer resume llama -n ml",)
 
 
-def test_the_last_failure_is_shown_and_all_of_them_with_verbose() -> None:
+def test_the_last_failure_is_shown_and_with_verbose_all_failures() -> None:
     failures = [
         {
             "epoch": epoch,
@@ -137,7 +137,7 @@ def test_the_last_failure_is_shown_and_all_of_them_with_verbose() -> None:
     assert "heteroinfer logs llama -n ml --previous" in found.next_steps[0]
 
 
-def test_before_an_operator_acted_and_during_deletion_the_state_is_a_sentence() -> None:
+def test_the_state_is_a_sentence_before_an_operator_acted_and_during_deletion() -> None:
     found = summary()
     empty = parse_status({})
     new = ResourceSummary(manifest=found.manifest, status=empty, line=build_line(found.line.key, empty, {}))

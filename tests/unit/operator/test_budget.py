@@ -39,7 +39,7 @@ def create_pod(name: str, group: int = 0) -> CreateObject:
     asked=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 7)), max_size=40),
     most=st.integers(1, 12),
 )
-def test_no_window_exceeds_its_bound_and_each_wait_ends(asked: list[tuple[int, int]], most: int) -> None:
+def test_a_window_never_exceeds_its_limit_and_each_wait_ends(asked: list[tuple[int, int]], most: int) -> None:
     window, now, done = Window(MINUTE), NOW, []
     for later_s, count in asked:
         now += timedelta(seconds=later_s)
@@ -54,7 +54,7 @@ def test_no_window_exceeds_its_bound_and_each_wait_ends(asked: list[tuple[int, i
         assert len(within) <= max(most, count)
 
 
-def test_setting_the_clock_back_prolongs_no_wait() -> None:
+def test_setting_the_clock_back_does_not_prolong_a_wait() -> None:
     window = Window(MINUTE)
     window.add(NOW)
     assert window.time_until_space(1, 1, NOW - timedelta(days=1)) == MINUTE
@@ -106,8 +106,8 @@ def test_unsent_pods_cost_no_budget() -> None:
 
 
 @pytest.mark.parametrize("stored", [1, 2, 3])
-def test_own_statuses_stored_without_an_answer_do_not_count_as_another_operators(stored: int) -> None:
-    """The API server may store a write and answer late or never. That is not another operator."""
+def test_own_statuses_without_an_answer_do_not_count_as_writes_of_another_operator(stored: int) -> None:
+    """The API server may store a write of this operator and answer late or never."""
     budget, statuses = Budget(), [{"replicas": index} for index in range(30)]
     for index in range(3, 30):
         now = NOW + timedelta(seconds=index)
@@ -118,7 +118,7 @@ def test_own_statuses_stored_without_an_answer_do_not_count_as_another_operators
         assert spending.describe_other_writer() == ""
 
 
-def test_numbers_that_the_api_server_formats_differently_do_not_count_as_another_operators() -> None:
+def test_a_status_with_numbers_in_another_format_does_not_count_as_a_write_of_another_operator() -> None:
     budget = Budget()
     for index in range(20):
         now = NOW + timedelta(seconds=index)
@@ -131,15 +131,15 @@ def test_numbers_that_the_api_server_formats_differently_do_not_count_as_another
         assert spending.describe_other_writer() == ""
 
 
-def test_a_group_larger_than_the_bound_is_created_if_the_budget_is_unused() -> None:
-    """The group's revision is older than a spec with fewer pods."""
+def test_a_group_larger_than_the_budget_is_created_if_the_budget_is_unused() -> None:
+    """The group still has the revision of an earlier spec, which had more pods."""
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     pods = [create_pod(f"demo-0-1-{index}") for index in range(40)]
     permits = ActionPermits("demo", (), NOW, Spending(budget, resource, pods, NOW))
     assert all(permits.may_run(pod) for pod in pods)
 
 
-def test_actions_that_depend_on_a_status_wait_with_it() -> None:
+def test_actions_that_depend_on_a_status_wait_until_the_status_may_be_written() -> None:
     held: list[str] = []
     budget = Budget(report=held.append)
     resource = build_resource({"roles": [{"pods": 1}]})
@@ -153,8 +153,8 @@ def test_actions_that_depend_on_a_status_wait_with_it() -> None:
     assert ActionPermits("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may_run(status)
 
 
-def test_kept_decisions_hold_neither_the_resource_nor_the_actions() -> None:
-    """Each resource keeps its last decision until the next one, because answers may arrive in between."""
+def test_permits_of_an_earlier_decision_do_not_keep_its_resource_and_actions_in_memory() -> None:
+    """Each resource keeps its permits until the next decision, because late answers still need them."""
     budget, long = Budget(), "a long text"
     resource = build_resource({"roles": [{"pods": 1, "name": long}]}, {"groups": [{"message": long}]})
     status = PatchStatus(status={"replicas": 1}, resource_version="1")

@@ -1,4 +1,4 @@
-"""Finds the resources that use a cache's claim, so that no model of theirs is removed from it."""
+"""Finds the resources that use the claim of a cache, so that no fetch removes their models."""
 
 import json
 from typing import Any
@@ -83,14 +83,14 @@ def test_a_resource_that_does_not_use_the_claim_is_not_a_cache_user(namespace: N
     assert namespace.other_cache_users() == []
 
 
-def test_a_resource_is_a_neighbour_if_its_pods_mount_the_claim(namespace: Namespace) -> None:
+def test_a_resource_is_a_cache_user_if_its_pods_mount_the_claim(namespace: Namespace) -> None:
     namespace.show_resource("two", MOVED)
     namespace.show_pod("two", "shared")
     assert namespace.other_cache_users() == ["two"]
 
 
-def test_a_resource_is_a_neighbour_if_its_revision_names_the_claim(namespace: Namespace) -> None:
-    """Its group restarts with that revision while the model of the spec is not available."""
+def test_a_resource_is_a_cache_user_if_its_revision_names_the_claim(namespace: Namespace) -> None:
+    """The group of this resource restarts with that revision while the model of the spec is not available."""
     namespace.show_resource("two", MOVED)
     namespace.show_revision("two", FETCHES)
     (found,) = namespace.state.other_cache_users(ResourceKey(namespace="ns", name="one"), "shared") or ()
@@ -109,7 +109,7 @@ def test_users_of_a_claim_are_unknown_while_pods_of_a_deleted_resource_mount_it(
     assert namespace.other_cache_users() is None
 
 
-def test_pods_that_may_remove_commits_of_a_claim_are_found(namespace: Namespace) -> None:
+def test_only_running_fetch_pods_of_the_claim_may_remove_commits(namespace: Namespace) -> None:
     namespace.show_pod("one", "shared")
     assert namespace.cleanup_pods() == []
     namespace.show_fetch("one", "other")
@@ -121,14 +121,14 @@ def test_pods_that_may_remove_commits_of_a_claim_are_found(namespace: Namespace)
     assert namespace.cleanup_pods() == []
 
 
-def test_a_pod_with_an_unreadable_list_removes_nothing() -> None:
+def test_a_pod_with_an_unreadable_cleanup_rule_removes_nothing() -> None:
     for value in ("", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}'):
         variable = {"name": names.ENV_CACHE_CLEANUP, "value": value}
         stored = {"spec": {"containers": [{"name": names.CONTAINER_WORKER, "env": [variable]}]}}
         assert find_cleanup_rule(stored) is None
 
 
-def test_a_confirmation_is_valid_for_a_while_and_may_be_of_an_earlier_process() -> None:
+def test_a_confirmation_expires_and_each_pod_counts_as_confirmed_at_the_start_of_the_operator() -> None:
     now_s = 100.0
     confirmed = ConfirmedCleanups(lambda: now_s)
     pods = [

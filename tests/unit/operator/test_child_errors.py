@@ -1,4 +1,4 @@
-"""The message about a child's name that another object still has."""
+"""The message about the name of a child that another object still has."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from heteroinfer_operator.kube.child_errors import name_held
         ),
     ],
 )
-def test_reports_why_the_old_object_still_has_the_name(metadata: dict[str, Any], said: str) -> None:
+def test_the_message_about_a_name_in_use_has_the_reason(metadata: dict[str, Any], said: str) -> None:
     error = name_held("Service tiny", {"metadata": metadata})
     assert said in str(error)
     assert str(error).endswith("The operator needs this name and waits")

@@ -77,7 +77,7 @@ async def test_reconciles_do_not_wait_for_a_slow_webhook() -> None:
     assert server.asked == 2, "each object is sent once"
 
 
-async def test_a_result_applies_to_one_uid_and_expires() -> None:
+async def test_the_result_of_a_dry_run_applies_to_one_uid_and_expires() -> None:
     now = 0.0
     server = Server()
     server.may.set()
@@ -89,7 +89,7 @@ async def test_a_result_applies_to_one_uid_and_expires() -> None:
     assert runs.admitted_revisions(resource()) == frozenset()
 
 
-async def test_a_refusal_is_reported_once_and_requested_again() -> None:
+async def test_a_refused_dry_run_is_reported_once_and_sent_again() -> None:
     server = Server(ApiError("POST /pods", status=422, answer_message="no such field"))
     server.may.set()
     runs = DryRuns(server.dry_run_create)
@@ -101,7 +101,7 @@ async def test_a_refusal_is_reported_once_and_requested_again() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 429, 503])
-async def test_a_missing_answer_is_not_a_result_and_is_requested_again(status: int) -> None:
+async def test_a_dry_run_without_an_answer_has_no_result_and_is_sent_again(status: int) -> None:
     server = Server(ApiError("POST /pods: no answer", status=status))
     server.may.set()
     runs = DryRuns(server.dry_run_create)

@@ -13,7 +13,7 @@ from heteroinfer_operator.report_client import ReportClient
     ("question", "accepted"),
     [("0", True), ("7", True), ("", False), ("-1", False), ("0af3", False), ("1 2", False), ("1" * 5, False)],
 )
-async def test_questions_must_be_short_numbers(question: str, accepted: bool) -> None:
+async def test_the_question_of_a_fetch_pod_must_be_a_short_number(question: str, accepted: bool) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=FetchProgress().to_json(), headers={QUESTION_HEADER: question})
 

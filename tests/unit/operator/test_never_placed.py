@@ -1,4 +1,4 @@
-"""Knows the pods that were deleted before they had a node, from the watch's last state of each."""
+"""Remembers the pods that were deleted before they had a node, by their last state in the watch."""
 
 from typing import Any
 
@@ -62,7 +62,9 @@ def pod(name: str = NAME, *, uid: str = "u", node: str = "", gang: str = "", **s
     }
 
 
-async def test_a_pod_deleted_without_a_node_is_known_until_a_pod_has_its_name(watched: Watched) -> None:
+async def test_a_pod_deleted_without_a_node_is_remembered_until_a_new_pod_has_its_name(
+    watched: Watched,
+) -> None:
     watched.event("ADDED", pod())
     assert not watched.names()
     watched.event("DELETED", pod())
@@ -80,7 +82,7 @@ async def test_a_pod_deleted_without_a_node_is_known_until_a_pod_has_its_name(wa
         pytest.param(pod(nodeName=8), id="unreadable"),
     ],
 )
-async def test_a_pod_is_not_known_if_its_last_state_has_a_node_or_may_have(
+async def test_a_deleted_pod_is_not_remembered_if_it_had_or_may_have_had_a_node(
     watched: Watched, last: dict[str, Any]
 ) -> None:
     watched.event("ADDED", pod())  # a relist or another watch would still show it without a node

@@ -76,7 +76,7 @@ def going_pod(version: int, deletion: str) -> dict[str, Any]:
     states=st.lists(st.tuples(st.booleans(), st.integers(1, 50)), min_size=1, max_size=12),
 )
 def test_a_node_counts_as_lost_by_one_clock(skew_s: int, states: Sequence[tuple[bool, int]]) -> None:
-    """The node is silent or not for some seconds each. The node controller's clock is off by up to a day."""
+    """The kubelet is silent for some seconds, then not. The node controller's clock is up to a day off."""
     clocks = Clocks(skew_s)
     silences = OwnClock(lambda: clocks.now, clocks.passed_s)
     known_since: datetime | None = None
@@ -127,7 +127,7 @@ def test_a_nodes_silence_and_a_pods_grace_count_by_the_operators_clock(skew_s: f
 
 
 def test_a_pause_of_the_operator_does_not_count_as_silence_of_a_node() -> None:
-    """The process was stopped or its machine suspended. The node may be back before a watch shows it."""
+    """During the pause of the process, the node may come back. The watch shows that only later."""
     now, passed_s = START, 0.0
 
     def pass_time(seconds: float) -> None:

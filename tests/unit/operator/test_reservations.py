@@ -67,7 +67,9 @@ def test_capacity_is_reserved_for_a_pod_for_a_limited_time(caches: ReservationCa
     assert caches.reserved == [f"ns/{NAME}"]
 
 
-def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: ReservationCaches) -> None:
+def test_the_reservation_of_a_gated_pod_begins_when_the_scheduler_may_place_the_pod(
+    caches: ReservationCaches,
+) -> None:
     caches.show(POD.path(), waiting_pod(schedulingGates=[{"name": "kueue.x-k8s.io/admission"}]))
     caches.now += 100 * RESERVATION_S
     assert caches.reserved == []
@@ -95,7 +97,7 @@ def test_no_capacity_is_reserved_for_a_pod_of_a_missing_resource() -> None:
 def test_changes_of_a_pod_do_not_prolong_its_reservation(
     events: Sequence[tuple[int, bool, bool]],
 ) -> None:
-    """The pod changes, is gated and released, and its resource is written. The pod's time still runs."""
+    """The pod changes and its resource is written. The time of the pod's reservation continues."""
     caches, waited_s = ReservationCaches(), 0
     caches.show_resource()
     caches.show(POD.path(), waiting_pod())
@@ -109,7 +111,7 @@ def test_changes_of_a_pod_do_not_prolong_its_reservation(
         assert (caches.reserved == []) == (waited_s >= RESERVATION_S)
 
 
-def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: ReservationCaches) -> None:
+def test_a_pod_with_a_preferred_node_counts_once_on_that_node(caches: ReservationCaches) -> None:
     for name in ("a", "b"):
         caches.show("/api/v1/nodes", node_of(name))
     hint = hint_at("b")

@@ -33,7 +33,7 @@ UNSIGNED = "its team has exceeded quota of unsigned images"
     ],
 )
 def test_errors_about_an_objects_content_are_refusals(status: int, said: str) -> None:
-    """403 once did not count: a missing class, Pod Security, a LimitRange and most webhooks ended a group."""
+    """Once, status 403 did not count as a refusal. So the errors in these cases ended a group."""
     error = ApiError("POST /pods", status=status, answer_message=said)
     assert error.blames_object
     assert error.is_refusal
@@ -52,7 +52,7 @@ def test_errors_about_an_objects_content_are_refusals(status: int, said: str) ->
         (500, 'failed calling webhook "w": connection refused', ()),
     ],
 )
-def test_refusals_that_may_pass_once_old_pods_are_gone_do_not_blame_the_object(
+def test_refusals_for_other_reasons_than_the_content_do_not_blame_the_object(
     status: int, said: str, causes: tuple[str, ...]
 ) -> None:
     error = ApiError("POST /pods", status=status, answer_message=said, causes=frozenset(causes))
@@ -80,7 +80,7 @@ def test_errors_of_an_unavailable_api_server_do_not_count_as_refusals(status: in
     ],
 )
 def test_invalid_answers_raise_api_error(text: str | bytes) -> None:
-    """Any other error ended the watch and with it the operator's process."""
+    """Once, such an answer raised another error, which ended the watch and so the operator's process."""
     with pytest.raises(ApiError, match=r"GET /pods: the answer must be .* \(got ") as caught:
         parse_answer("GET /pods", text, required_keys=("kind", "metadata"))
     assert not caught.value.is_refusal

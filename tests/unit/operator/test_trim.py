@@ -155,7 +155,7 @@ def test_other_containers_that_run_after_the_worker_are_listed() -> None:
 
 
 def test_a_restarted_sidecar_does_not_end_the_pod() -> None:
-    """Service meshes inject such containers. They start before the others and are restarted."""
+    """Service meshes add such containers. The kubelet starts them before the others, and restarts them."""
     running = {"name": "worker", "state": {"running": {}}}
     pod = stored_pod(initContainerStatuses=[terminated("proxy", 137)], containerStatuses=[running])
     pod["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}, {"name": "copy"}]
@@ -185,7 +185,7 @@ def test_reads_why_a_pod_does_not_run_yet() -> None:
     assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == ("ImagePullBackOff", "no such")
 
 
-def test_a_pod_that_is_being_deleted_has_ended() -> None:
+def test_a_pod_that_is_being_deleted_counts_as_ended() -> None:
     going = stored_pod(phase="Running")
     going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_view(going).ended

@@ -1,4 +1,4 @@
-"""An answer about a pod without our label counts only for the reconcile that requested it."""
+"""An answer about a pod without the operator's label counts only if the pod is still requested."""
 
 import asyncio
 from typing import Any

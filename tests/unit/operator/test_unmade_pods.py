@@ -17,7 +17,7 @@ def pod(name: str = "demo-0-7-1", *, plan: str = "p", hint: str = "") -> dict[st
     return {"metadata": {"name": name, "labels": labels}, "spec": {"nodeName": hint}}
 
 
-def test_a_pod_is_unmade_from_the_decision_until_it_is_created_or_refused() -> None:
+def test_a_pod_counts_as_never_created_from_the_decision_until_it_is_created_or_refused() -> None:
     pods = NeverCreatedPods()
     assert pods.names() == frozenset()
     pods.add(pod())

@@ -236,7 +236,7 @@ async def test_an_invalid_spec_waits_for_a_change() -> None:
         await until(lambda: seen == 3)
 
 
-async def test_the_earliest_timer_wins_and_a_change_comes_first() -> None:
+async def test_the_earliest_timer_counts_and_a_change_comes_before_any_timer() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> float | None:
