@@ -571,7 +571,7 @@ def test_reports_a_gpu_role_without_any_gpu(
 ) -> None:
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0", code=3) == (
         "error: llama does not fit: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no "
-        "nvidia.com/gpu; the group waits for them. Add GPUs, or set planning.onGPUShortage.action: CPUOnly "
+        "nvidia.com/gpu; the group waits for GPUs. Add GPUs, or set planning.onGPUShortage.action: CPUOnly "
         "(expected step time on CPUs: 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
     )
 

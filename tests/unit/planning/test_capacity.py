@@ -113,7 +113,7 @@ def test_gpus_on_other_nodes_do_not_count_for_a_pod() -> None:
     assert error.reason == "InsufficientGPU"
     assert error.message.startswith(
         "needs 1 pod (role gpu) with 2 nvidia.com/gpu; nodes a, b have 1 free of 1 nvidia.com/gpu; "
-        "the group waits for them. Add GPUs, or set planning.onGPUShortage.action: CPUOnly"
+        "the group waits for GPUs. Add GPUs, or set planning.onGPUShortage.action: CPUOnly"
     )
 
 

@@ -361,7 +361,8 @@ def test_a_pod_smaller_than_its_processes_is_refused() -> None:
 def test_reports_numbers_of_ranks_that_can_split_the_model() -> None:
     error = refusal(spec(cpu(ranksPerPod=3), parallelism={"mode": "Tensor"}))
     assert error.message == (
-        "parallelism.tensor: must divide the model, which has 32 attention heads (got 3 ranks per stage). "
+        "parallelism.tensor: the ranks of a stage must divide the model's 32 attention heads equally (got 3 "
+        "ranks per stage). "
         "Set one of 1, 2, 4, 8, 16, 32"
     )
 

@@ -67,8 +67,8 @@ def test_a_limit_that_no_step_keeps_gives_steps_that_take_hardly_longer_and_a_no
     limited = planned(*EXAMPLE[2], limit="10ms")
     assert tokens(limited) == limited.plan.engine.max_num_seqs
     [note] = [note for note in limited.notes if "maxTimeBetweenTokens" in note]
-    assert "exceeds 10ms while it computes prompts, because even the smallest step takes longer" in note
-    assert "It takes steps of 64 tokens, and the longest takes" in note
+    assert "exceeds 10ms while the group computes prompts, because even the smallest step" in note
+    assert "The plan uses steps of 64 tokens, and the longest step takes" in note
 
 
 def test_smaller_steps_of_mode_feed_forward_have_a_ring_if_it_pays() -> None:

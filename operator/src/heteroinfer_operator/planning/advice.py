@@ -29,7 +29,10 @@ class Advice:
 
 
 def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
-    """Returns notes on a plan with GPU and CPU ranks: unknown GPU memory, waits, and unneeded CPU ranks."""
+    """Returns notes on a plan with GPU and CPU ranks.
+
+    They report unknown GPU memory, GPUs that wait for CPUs in every layer, and CPU ranks that are not needed.
+    """
     if not topology.is_mixed:
         return Advice()
     notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
@@ -66,7 +69,11 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
 def _gpus_fit_all(
     topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
-    """Reports whether GPUs without CPU ranks can hold the model and one full-length request."""
+    """Reports whether GPUs without CPU ranks can hold the model and the KV cache of one full-length request.
+
+    Args:
+        usable: bytes of all GPUs together for weights and KV cache.
+    """
     if topology.has_mixed_stage:
         return _one_gpu_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)

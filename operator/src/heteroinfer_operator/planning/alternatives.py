@@ -22,7 +22,7 @@ from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_suppo
 from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 
 ALTERNATIVES: Final = "model: alternatives that can run it"
-"""Start of the line that `describe_alternatives` returns, by which callers recognize it."""
+"""Start of the line that `describe_alternatives` returns. `auto_mode` recognizes the line by it."""
 
 
 def describe_alternatives(
@@ -30,17 +30,17 @@ def describe_alternatives(
     profile: ModelProfile,
     engine: EngineSettings,
     cpus: CpuFeatures,
-    check_as_asked: Callable[[ModelProfile], object],
+    check_with_roles: Callable[[ModelProfile], object],
 ) -> str:
     """Returns one line with the devices, modes and formats that can run a refused model.
 
     Args:
         mode: the mode that was refused.
         cpus: features of the group's CPUs, by role.
-        check_as_asked: raises PlanError if a model cannot run with the roles and mode of the spec.
+        check_with_roles: raises PlanError if a model cannot run with the roles and mode of the spec.
     """
     alternatives = []
-    if profile.quantization and _succeeds(lambda: check_as_asked(_unquantized(profile))):
+    if profile.quantization and _succeeds(lambda: check_with_roles(_unquantized(profile))):
         alternatives.append(f"the same model {describe_in_bf16(profile)}, with the same roles")
     if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("", profile, engine)):
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")

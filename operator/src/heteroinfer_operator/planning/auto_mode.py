@@ -67,7 +67,7 @@ def plan_any_mode(request: GroupRequest, plan: PlanMode) -> Planned:
     tried_modes = [_try_mode(request, chosen, plan, load) for chosen in modes]
     fitting_modes = [tried for tried in tried_modes if tried.planned is not None]
     if not fitting_modes:
-        raise _build_error(tried_modes)
+        raise _choose_error(tried_modes)
     best, is_certain = _choose_best(fitting_modes, request.spec)
     options = [_build_option(each) for each in (best, *(tried for tried in tried_modes if tried is not best))]
     if no_feed_forward:
@@ -127,10 +127,10 @@ def _check_rules(spec: HeteroInferenceSpec) -> None:
 def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec) -> tuple[_TriedMode, bool]:
     """Returns the mode to use, and whether the choice is certain.
 
-    Modes whose pods have capacity now come first. Among modes with known memory, those that keep
-    `engine.maxTimeBetweenTokens` come first, and the fastest is chosen; if none keeps it, the mode with the
-    least time between tokens. If no mode's memory is known, the roles decide, and the choice is certain only
-    if a single mode fits.
+    Modes with known memory come first, then modes whose pods have free capacity now. Among the modes with
+    known memory, the fastest that keeps `engine.maxTimeBetweenTokens` is chosen; if none keeps it, the mode
+    with the least time between tokens. If no mode's memory is known, the roles decide, and the choice is
+    certain only if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
@@ -146,7 +146,10 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
 
 
 def _excess_and_time(tried: _TriedMode) -> tuple[float, float]:
-    """Returns the time between tokens of a plan that exceeds its limit, else 0, and the time of the load."""
+    """Returns the sort key of a mode; the mode with the smallest key is chosen.
+
+    The key is the time between tokens if it exceeds its limit (otherwise 0), then the time of the load.
+    """
     assert tried.planned is not None and tried.figures is not None  # noqa: PT018 - for mypy
     return exceeding_s(tried.planned), tried.figures.total_s
 
@@ -162,12 +165,12 @@ def _build_option(tried: _TriedMode) -> ModeOption:
     return ModeOption(title=tried.chosen.title, figures=tried.figures, reason=reason)
 
 
-def _build_error(tried: Sequence[_TriedMode]) -> PlanError:
+def _choose_error(tried: Sequence[_TriedMode]) -> PlanError:
     """Returns the error of a spec for which no mode has a plan.
 
-    If a mode has a Shortage, this is the error; if there is only one error, it is returned as it is.
-    Otherwise the message has the lines that all modes share, then the other lines of each mode, then one line
-    with alternatives.
+    A Shortage is returned first, because that mode will fit when capacity becomes free. A single error is
+    returned as it is. Otherwise the message has the lines that all modes share, then the other lines of each
+    mode, then the line with alternatives.
     """
     errors = [each.error for each in tried if each.error is not None]
     shortage = next((error for error in errors if isinstance(error, Shortage)), None)
@@ -220,7 +223,7 @@ def _memory_gains(
             total_s = predict_load(planned, load).total_s
             if total_s <= (1 - _MIN_REPORTED_GAIN) * chosen_s and not exceeding_s(planned):
                 yield f"with {memory}, {chosen.title} would take {total_s:.3g} s instead of {chosen_s:.3g} s"
-            break
+            break  # only the smallest memory that fits is reported
 
 
 def _with_more_memory(

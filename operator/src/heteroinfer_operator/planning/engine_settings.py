@@ -15,7 +15,8 @@ from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, STAT
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 _LATENT_ALIGNMENT: Final = 128
-"""Tokens of which a block of a model with latent attention and recurrent states is a multiple."""
+"""In a model with latent attention and recurrent states, the tokens of a block are a multiple of this
+number."""
 BLOCK_SIZE: Final = 32
 """Tokens of a KV block: the smallest number that vLLM supports on both devices (vllm/platforms/cpu.py
 requires a multiple of 32)."""
@@ -71,12 +72,12 @@ def choose_engine_settings(
         max_model_len=_choose_max_model_len(spec, profile),
         max_num_batched_tokens=spec.engine.max_batched_tokens
         or (CPU_BATCH_TOKENS if has_cpu else _GPU_BATCH_TOKENS),
-        # vLLM's own defaults are 128 on a CPU rank and 1024 on an H200. The step of a CPU stage grows with
-        # the rows from about 64 on (same measurements).
+        # vLLM's own defaults are 128 on a CPU rank and 1024 on an H200. From about 64 rows on, the step of a
+        # CPU stage takes longer with each row (measured as CPU_BATCH_TOKENS).
         max_num_seqs=64 if has_cpu else 256,
         block_size=BLOCK_SIZE,
-        # Auto keeps CUDA graphs and torch.compile unless a stage's forward holds collectives with
-        # CPU ranks, which cannot be captured (heteroinfer_contract.plan.eager_reason).
+        # Auto uses CUDA graphs and torch.compile, unless GPU and CPU ranks share layers: a CUDA graph cannot
+        # contain collectives with CPU ranks (heteroinfer_contract.plan.eager_reason).
         eager_gpu=spec.engine.eager is When.ALWAYS or has_mixed_stage,
         # Auto does not compile on CPUs, because the compilation needs a compiler in the image, and took 38 s
         # at the first start (2026-11-20).

@@ -1,4 +1,4 @@
-"""The memory with which a GPU computes a part of the experts of its feed-forward ranks, and its speed. Pure.
+"""The ring: GPU memory for a part of the experts of feed-forward ranks, and the time to compute them. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
 (vllm_heteroinfer/feed_forward/ring_slots.py).
@@ -12,15 +12,15 @@ from heteroinfer_contract.gpu_experts import SLOTS
 from heteroinfer_operator.planning.rates import Rates
 
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
-"""Part of the ring for alignment, at most: the worker aligns each array in a slot."""
+"""Most bytes of the ring that alignment takes: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6
-"""Seconds of the host for a slot: about 20 launches of kernels and copies; an estimate."""
+"""Seconds in which the host launches the kernels and copies of a slot, about 20; an estimate."""
 _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 """The GPU may keep an entry of its page table for each page of host memory that it maps."""
 
 
 def page_table_bytes(mapped_bytes: int) -> int:
-    """Returns the bytes of a GPU's page tables for host memory that it maps, at most."""
+    """Returns the most bytes that a GPU's page tables take for host memory that the GPU maps."""
     return ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
 
 
@@ -49,7 +49,7 @@ class ExpertRing:
 
     Attributes:
         num_bytes: size of the ring, `RankAssignment.ring_bytes`.
-        gpus: number of GPUs that copy at the same time, each its part of a layer, out of one host's memory.
+        gpus: number of GPUs that copy their parts of a layer out of one host's memory at the same time.
         hidden: elements of a row.
         element_bytes: bytes of an element of rows and unpacked experts.
     """
@@ -62,13 +62,14 @@ class ExpertRing:
 
     @property
     def _expert_bytes(self) -> int:
-        """Bytes of the largest expert in all slots and in the room for unpacked experts."""
+        """Bytes of the ring for one more expert in each slot, and in the room for unpacked experts."""
         packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
+        # An unpacked expert has three matrices: gate, up and down.
         plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
         return SLOTS * packed + plain
 
     def fitting_experts(self, num_bytes: int) -> int:
-        """Returns the experts for which a slot of such a ring has room; 0 if the ring is too small."""
+        """Returns how many experts fit into each slot of a ring of this size; 0 if the ring is too small."""
         return max(num_bytes - _ALIGNMENT_BYTES, 0) // self._expert_bytes
 
     def with_slots_for(self, experts: int) -> "ExpertRing":
@@ -92,16 +93,19 @@ class ExpertRing:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of GPU memory besides intermediate values, at most."""
+        """Most bytes of GPU memory that the ring takes, without intermediate values."""
         return self.num_bytes + self.page_table_bytes
 
     @property
     def page_table_bytes(self) -> int:
-        """Bytes of the page tables of all copied layers, on the GPU and again on the host."""
+        """Bytes of the page tables of all copied layers. The GPU and the host each keep such tables."""
         return page_table_bytes(sum(each.count * each.packed_bytes for each in self.layers))
 
     def times(self, rows: int, gpu: Rates) -> "RingTimes":
-        """Returns the times in which the GPU copies and computes all experts of all layers."""
+        """Returns the times in which the GPU copies and computes all experts of all layers.
+
+        The GPU can copy as many experts of a layer as all slots hold before the layer's rows exist.
+        """
         early = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
         # The host's memory limits copies of several GPUs. Its rate is assumed to be that of one link.
         copy_s = self.gpus * sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
@@ -112,13 +116,16 @@ class ExpertRing:
         """Returns the seconds in which the GPU unpacks and computes all experts of a layer."""
         element, choices = self.element_bytes, rows * layer.chosen
         plain_bytes = layer.experts * 3 * layer.inner * self.hidden * element
-        # For each slot, the GPU writes and reads the intermediate values of all choices, and adds to the sum.
-        slot_bytes = choices * (6 * layer.inner + 2 * self.hidden) * element + rows * self.hidden * (
-            8 + element
-        )
+        # For each slot, the GPU writes and reads the intermediate values of all choices, and adds the results
+        # to a sum in float32.
+        choice_bytes = choices * (6 * layer.inner + 2 * self.hidden) * element
+        sum_bytes = rows * self.hidden * (8 + element)
         slots = ceil(layer.experts / self.experts_per_slot)
+        # Each choice multiplies and adds once for each element of the expert's three matrices.
         computing_s = 2 * choices * 3 * layer.inner * self.hidden / gpu.operations + slots * _SLOT_S
-        return computing_s + (slots * slot_bytes + layer.packed_bytes + 2 * plain_bytes) / gpu.plain
+        # The GPU reads packed weights, and writes and reads unpacked weights.
+        moved_bytes = slots * (choice_bytes + sum_bytes) + layer.packed_bytes + 2 * plain_bytes
+        return computing_s + moved_bytes / gpu.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +150,9 @@ class RingTimes:
             exchange_s: seconds of the exchange. The GPU also copies in this time.
             gap_s: seconds in which the GPU does other work of the step, and copies early.
         """
+        # With a part p on the GPU, the CPUs take cpu_s - p * computing_s. The GPU takes the longer of copying
+        # and computing (see `seconds`). Each of these two times is equal to the CPUs' time for one value of
+        # p.
         computing_s = cpu_s - exchange_s
         return min(
             (cpu_s + min(gap_s, self.early_part * self.copy_s)) / (computing_s + self.copy_s),
@@ -151,6 +161,11 @@ class RingTimes:
         )
 
     def seconds(self, part: float, gap_s: float) -> float:
-        """Returns the seconds for a part of the experts beyond the gap."""
+        """Returns the seconds for copying and computing a part of the experts, without early copies.
+
+        Args:
+            part: part of the experts that the GPU computes, from 0 to 1.
+            gap_s: seconds in which the GPU does other work of the step, and copies early.
+        """
         early_s = min(gap_s, self.early_part * self.copy_s)
         return max(part * self.copy_s - early_s, part * self.compute_s)

@@ -1,6 +1,7 @@
 """Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks. Pure.
 
-The rest of the planner handles the GPU's remaining model like any other model.
+The *rank with attention* keeps the rest of the model: it is usually a GPU, and the only stage of the group.
+The other parts of the planner handle this rest like a whole model.
 """
 
 from collections import Counter
@@ -124,9 +125,9 @@ def choose_feed_forward_part(
 ) -> FeedForwardPart:
     """Returns the part of the model that feed-forward ranks compute.
 
-    It has the number of layers that the user set, otherwise the smallest number that leaves the rank of the
-    stage enough memory for the KV cache of one full-length request. The layers that read the smallest part of
-    their weights in a step come first, because CPUs compute them fastest.
+    It has the number of layers that the user set, otherwise the smallest number that leaves the rank with
+    attention enough memory for the KV cache of one full-length request. The layers that read the smallest
+    part of their weights in a step come first, because CPUs compute them fastest.
 
     Args:
         roles: all roles of the group.
@@ -155,7 +156,9 @@ def choose_feed_forward_part(
     check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
     try:
         check_stage()
-    except PlanError:  # the error also has the memory that the feed-forward ranks lack
+    except PlanError:
+        # No number of layers fits. `run_all_checks` raises the same error again, together with the errors of
+        # the feed-forward ranks, so that users see all missing memory at once.
         largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
         run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
     for count in range(1, movable + 1) if set_by_user is None else (set_by_user,):
@@ -176,9 +179,10 @@ def _check_stage_rank(
     engine: EngineSettings,
     inventory: Inventory,
 ) -> None:
-    """Raises PlanError if the rank of the stage lacks memory, even with the largest allowed part on CPUs.
+    """Raises PlanError if the rank with attention lacks memory, even with the largest allowed part on CPUs.
 
     Args:
+        largest: part with the layers that the user set, or with all layers that can move.
         num_layers: number of layers with experts or an MLP.
     """
     missing_bytes = stage_rank_missing_bytes(topology, largest.remaining, engine, inventory)
@@ -196,20 +200,24 @@ def _check_stage_rank(
 def _memory_checks(
     role: str, remote: FeedForwardPart, engine: EngineSettings
 ) -> Iterator[Callable[[], None]]:
-    """Yields the checks of shares, and of the memory of the feed-forward ranks of each set."""
+    """Yields functions that check the shares of all feed-forward ranks, and the memory of each rank set."""
     yield partial(_check_shares, role, remote)
-    for rank_set, numbers in remote.numbered_sets:
-        yield partial(_check_memory, rank_set, numbers, remote, engine)
+    for rank_set, rank_indices in remote.numbered_sets:
+        yield partial(_check_memory, rank_set, rank_indices, remote, engine)
 
 
 def _check_lanes(sets: Sequence[RankSet]) -> None:
-    """Raises PlanError if more ranks and pods exchange rows with the rank with attention than it supports."""
+    """Raises PlanError if the rank with attention needs more lanes (places for asks) than its slab has.
+
+    Each feed-forward rank in its pod takes a lane, and each other pod takes a single lane for all of its
+    ranks.
+    """
     lanes = sum(each.pods or each.per_pod for each in sets)
     if lanes > MAX_LANES:
         largest = max(sets, key=lambda each: each.pods)
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because a "
-            f"GPU sends rows to at most {MAX_LANES} feed-forward ranks of its own pod and other pods in all "
+            f"GPU supports at most {MAX_LANES} other pods and feed-forward ranks of its own pod together "
             f"(got {largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
@@ -221,7 +229,7 @@ def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> 
     columns = {profile.layer(index).columns for index in layers} if tensor > 1 and unit else set()
     for number in sorted(columns):
         if number % (tensor * unit):
-            # Other numbers of GPUs may not divide the attention heads.
+            # Suggests only divisors of the present number, because other numbers may not divide the heads.
             divisors = [ranks for ranks in range(1, tensor) if tensor % ranks == 0]
             allowed = [str(ranks) for ranks in divisors if number % (ranks * unit) == 0]
             fix = f"ranksPerPod: {' or '.join(allowed)}" if allowed else "mode Pipeline"
@@ -233,13 +241,13 @@ def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> 
 
 
 def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
-    """Returns the share of each rank by predicted speed and memory, if the ranks are in several pods.
+    """Returns the share of each rank by predicted speed and memory, if ranks are in pods of CPU roles.
 
-    The ranks of one pod instead share by the rates that they measure, because they also share the pod's
-    memory.
+    Ranks that are all in the GPU's pod divide the work by rates that they measure when they start. This moves
+    weights between the ranks, but not between pods, so the plan needs no shares for them.
 
     Returns:
-        The shares in rank order; empty if all ranks are in one pod.
+        The shares in rank order; empty if all ranks are in the GPU's pod.
     """
     if not any(rank_set.pods for rank_set in remote.sets):
         return ()
@@ -247,15 +255,14 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
     reads = count_reads(all_sizes, 0, remote.profile.num_layers, StepLoad(), has_head=False, engine=engine)
     weight_bytes = _packed_bytes(remote, list(all_sizes.layer_bytes))
     speeds, max_parts = [], []
-    for rank_set, numbers in remote.numbered_sets:
+    for rank_set, rank_indices in remote.numbered_sets:
         rates = rank_set.rates(remote.profile, engine, inventory, by_rate=False)
-        left_bytes = None
-        if rank_set.memory_bytes is not None:
-            left_bytes = max(rank_set.memory_bytes - peak_extra_bytes(remote, engine, numbers), 0)
         speeds += [1 / max(reads.seconds(rates), 1e-9)] * rank_set.count
-        max_parts += [
-            1.0 if left_bytes is None else _USED_PART * left_bytes / max(weight_bytes, 1)
-        ] * rank_set.count
+        max_part = 1.0  # of unknown memory
+        if rank_set.memory_bytes is not None:
+            left_bytes = max(rank_set.memory_bytes - peak_extra_bytes(remote, engine, rank_indices), 0)
+            max_part = _USED_PART * left_bytes / max(weight_bytes, 1)
+        max_parts += [max_part] * rank_set.count
     return fit_shares(speeds, max_parts, _num_units(remote))
 
 
@@ -276,7 +283,8 @@ def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int], ten
     """Reports whether ranks share a layer by whole experts, because its columns cannot be divided among them.
 
     Shares of columns are better: all ranks then read the same number of bytes in each step, whichever experts
-    the tokens use.
+    the tokens use. A tensor with the gate and up columns of all experts (`gates_together`) cannot be divided
+    by columns: its name does not show whether the columns are interleaved.
 
     Args:
         ranks: feed-forward ranks of each rank with attention.
@@ -325,7 +333,8 @@ def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Itera
     name, remedy = profile.architecture, "Use mode Pipeline for this model"
     if uses_transformers_class(name):
         why = (
-            "vLLM serves it with a class of transformers, and feed-forward ranks support vLLM's classes only"
+            "vLLM serves this architecture with its Transformers modeling backend, and feed-forward ranks "
+            "support only vLLM's own model classes"
         )
         yield f"does not support {name}: {why}. {remedy}"
     if name in NO_FEED_FORWARD:
@@ -428,13 +437,18 @@ def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfi
     return replace(profile, kinds=known, kind_of_layer=tuple(known.index(kind) for kind in kinds))
 
 
-def with_one_more_layer(
+def with_one_more_moved_layer(
     topology: Topology, profile: ModelProfile, remote: FeedForwardPart
 ) -> FeedForwardPart | None:
-    """Returns the part with one more layer; None if the user set the layers, or if the rank has no more."""
-    setting = topology.stages[0][0].placed.role.feed_forward
+    """Moves one more layer's experts or MLP from the GPU to the feed-forward ranks, which frees GPU memory.
+
+    All moved layers are chosen again, so that they stay spread over the model. Returns None if the user set
+    feedForward.layers, or if every layer with experts or an MLP has moved already.
+    """
+    feed_forward = topology.stages[0][0].placed.role.feed_forward
+    is_set_by_user = feed_forward is not None and feed_forward.layers is not None
     groups, count = group_by_cost(profile), len(remote.layers) + 1
-    if (setting is not None and setting.layers is not None) or count > len(choose_layers(groups)):
+    if is_set_by_user or count > len(choose_layers(groups)):
         return None
     layers = choose_layers(groups, count)
     return build_feed_forward_part(
@@ -445,14 +459,17 @@ def with_one_more_layer(
 def stage_rank_missing_bytes(
     topology: Topology, remaining: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> int:
-    """Returns the bytes that the stage's rank lacks for one full-length request; <= 0 if all fits."""
+    """Returns the bytes that the rank with attention lacks for one full-length request.
+
+    The value is <= 0 if all fits, and 0 if the rank's memory is unknown.
+    """
     return _missing_bytes(topology, _stage_sizes(topology, remaining, engine, None), inventory) or 0
 
 
 def stage_rank_left_bytes(
     topology: Topology, remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory
 ) -> int | None:
-    """Returns the bytes that the stage's rank has left after one full-length request.
+    """Returns the bytes that the rank with attention has left after one full-length request.
 
     Returns None if the rank's memory is unknown, or too small even without a model.
     """
@@ -464,7 +481,7 @@ def stage_rank_left_bytes(
 
 
 def stage_sizes(topology: Topology, remote: FeedForwardPart, engine: EngineSettings) -> Sizes:
-    """Returns the sizes of the stage's rank."""
+    """Returns the sizes of the rank with attention."""
     return _stage_sizes(topology, remote.remaining, engine, remote.ring)
 
 
@@ -477,7 +494,7 @@ def _stage_sizes(
 
 
 def _missing_bytes(topology: Topology, sizes: Sizes, inventory: Inventory) -> int | None:
-    """Returns the bytes that the stage's rank lacks for one full-length request, or None if unknown."""
+    """Returns the bytes that the rank with attention lacks for a full-length request, or None if unknown."""
     stage = stage_budgets(topology.stages, sizes, inventory)[0]
     return stage.missing_bytes(sizes, 0, sizes.profile.num_layers)
 
@@ -501,7 +518,16 @@ def _check_shares(role: str, remote: FeedForwardPart) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Division:
-    """The values that decide how ranks divide a layer; equal layers of a model have equal values."""
+    """The values that decide how feed-forward ranks divide a layer.
+
+    Equal layers of a model have equal values.
+
+    Attributes:
+        unit: columns that must stay together; 0 if unknown.
+        weights: relative share of each feed-forward rank of one rank with attention.
+        tensor: number of ranks with attention, which divide the columns first.
+        by_experts: whether the ranks divide the experts, not the columns.
+    """
 
     kind: LayerKind
     unit: int
@@ -518,11 +544,11 @@ class _Division:
 
 
 def _units_by_rank(division: _Division) -> list[int]:
-    """Returns the intermediate columns, or experts, of a layer that the ranks of one GPU rank get.
+    """Returns how many intermediate columns, or experts, each feed-forward rank of one GPU rank computes.
 
-    Without planned shares, the plan assumes that ranks read equally fast. When such ranks start, they share
-    by their measured rates (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks
-    of a pod.
+    Without planned shares, the plan assumes that ranks read equally fast. When such ranks start, they divide
+    the layer by their measured rates (vllm_heteroinfer/feed_forward/read_rate.py), so some of them need more
+    memory than planned, and others in the same pod need less.
 
     Returns:
         One number for each rank, in order of ranks; [] if the number of columns is unknown.
@@ -536,15 +562,15 @@ def _units_by_rank(division: _Division) -> list[int]:
 
 
 def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int], tensor: int) -> list[int]:
-    """Returns how many columns each feed-forward rank of one GPU gets, [] if the model's number is unknown.
+    """Returns the number of columns of each feed-forward rank of one GPU; [] if the total is unknown.
 
     Args:
-        unit: columns that must stay together.
+        unit: columns that must stay together; 0 if unknown.
         shares: relative share of each of these ranks.
         tensor: number of GPUs, which divide the columns first.
 
     Raises:
-        ContractError: the columns cannot be divided so.
+        ContractError: the columns cannot be divided into whole units by these shares.
     """
     if not kind.columns or not unit:
         return []
@@ -556,12 +582,12 @@ def _shares_by_rank(remote: FeedForwardPart, index: int) -> tuple[Fraction, ...]
     return _divide(_Division.of_layer(remote, index))
 
 
-@lru_cache(maxsize=64)  # a plan asks for each layer again and again, for each rank and each predicted step
+@lru_cache(maxsize=64)  # one plan needs the shares of a layer for each rank and each predicted step
 def _divide(division: _Division) -> tuple[Fraction, ...]:
     """Returns the share of each rank, from 0 to 1, in order of ranks.
 
-    If the number of columns is unknown, or if an earlier version planned a layer that this version cannot
-    share, the planned shares decide.
+    If the layer cannot be divided in whole units, the result is the planned shares. This happens if the
+    number of columns is unknown, and for plans of earlier versions, which divided other layers.
     """
     try:
         units = _units_by_rank(division)
@@ -573,7 +599,7 @@ def _divide(division: _Division) -> tuple[Fraction, ...]:
 
 
 def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
-    """Returns the sizes of one feed-forward rank's part of the model: the largest share among these ranks."""
+    """Returns the sizes of a feed-forward rank that has, in each layer, the largest share of these ranks."""
     whole = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
     for index in remote.layers:
@@ -628,6 +654,7 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
 def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
     """Returns the intermediate columns of an expert or MLP, from its bytes if the number is unknown."""
     bits = profile.scheme.bits if kind.experts_quantized else 0
+    # An expert has three matrices: gate, up and down.
     return kind.columns or kind.expert_bytes * 8 // (3 * profile.hidden_size * (bits or 16))
 
 
@@ -654,15 +681,17 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
     shared_bytes = _slab_growth_bytes(remote, engine)
     if remote.ring is not None:  # each GPU's process maps the weights of its ranks
         shared_bytes += remote.tensor * remote.ring.page_table_bytes
+    # The ranks of the first set (in the GPU's pod, if it has such ranks) count equal parts of the pod's
+    # memory.
     shared_bytes = ceil(shared_bytes / remote.sets[0].count)
     return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + shared_bytes
 
 
 def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
-    """Returns the bytes by which larger steps enlarge the slabs, through which rows and answers pass.
+    """Returns the bytes by which steps of more than CPU_BATCH_TOKENS tokens enlarge the slabs.
 
-    Each rank with attention has a slab, which is pinned memory of the pod
-    (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES has the slab of small steps.
+    Each rank with attention has a slab: pinned memory of the pod for rows and answers
+    (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES already includes the slab of smaller steps.
     """
     tensor = remote.tensor
     row_bytes = (tensor + remote.ranks) * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
@@ -671,24 +700,30 @@ def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
 
 
 def ranks_fit(remote: FeedForwardPart, engine: EngineSettings) -> bool:
-    """Reports whether each feed-forward rank has the memory for its share."""
+    """Reports whether each feed-forward rank has memory for its share, as far as its memory is known."""
     return all(
-        rank_set.memory_bytes is None or _needed_bytes(remote, engine, numbers) <= rank_set.memory_bytes
-        for rank_set, numbers in remote.numbered_sets
+        rank_set.memory_bytes is None or _needed_bytes(remote, engine, rank_indices) <= rank_set.memory_bytes
+        for rank_set, rank_indices in remote.numbered_sets
     )
 
 
-def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, numbers: range) -> int:
+def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, rank_indices: range) -> int:
     """Returns the most bytes that one of these ranks needs."""
-    weight_bytes = max(rank_weight_bytes(remote, engine, number) for number in numbers)
-    return weight_bytes + peak_extra_bytes(remote, engine, numbers)
+    weight_bytes = max(rank_weight_bytes(remote, engine, rank) for rank in rank_indices)
+    return weight_bytes + peak_extra_bytes(remote, engine, rank_indices)
 
 
-def _check_memory(rank_set: RankSet, numbers: range, remote: FeedForwardPart, engine: EngineSettings) -> None:
-    """Raises PlanError if the memory of a rank of this set is too small for its share."""
+def _check_memory(
+    rank_set: RankSet, rank_indices: range, remote: FeedForwardPart, engine: EngineSettings
+) -> None:
+    """Raises PlanError if the memory of a rank of this set is too small for its share.
+
+    Args:
+        rank_indices: indices of the set's ranks among the feed-forward ranks.
+    """
     if rank_set.memory_bytes is None:
         return
-    needed_bytes = _needed_bytes(remote, engine, numbers)
+    needed_bytes = _needed_bytes(remote, engine, rank_indices)
     if needed_bytes > rank_set.memory_bytes:
         more = "feedForward.ranks" if not rank_set.pods else "pods"
         raise PlanError(
@@ -721,18 +756,18 @@ def feed_forward_seconds(
     rows = load.requests * load.tokens
     exchanges_s = exchange_seconds(remote, engine, rates, rows)
     seconds: list[float] = []
-    for rank_set, numbers in remote.numbered_sets:
-        rank_rates = rates[numbers[0]]
+    for rank_set, rank_indices in remote.numbered_sets:
+        rank_rates = rates[rank_indices[0]]  # equal for all ranks of the set
         reads = count_reads(
-            _rank_sizes(remote, engine, numbers),
+            _rank_sizes(remote, engine, rank_indices),
             0,
             remote.profile.num_layers,
             load,
             has_head=False,
             engine=engine,
         )
-        computing_s = reads.seconds(rank_rates) * _busiest_rank_factor(remote, numbers, rows)
-        seconds += [computing_s + exchanges_s[numbers[0]]] * rank_set.count
+        computing_s = reads.seconds(rank_rates) * _busiest_rank_factor(remote, rank_indices, rows)
+        seconds += [computing_s + exchanges_s[rank_indices[0]]] * rank_set.count
     return tuple(seconds)
 
 
@@ -744,37 +779,45 @@ def exchange_seconds(
     Args:
         rates: speed of each feed-forward rank, in rank order.
     """
-    there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    ask_and_answer_bytes = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
     seconds: list[float] = []
-    for rank_set, numbers in remote.numbered_sets:
-        exchange_s = rates[numbers[0]].exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-        if rank_set.pods:
-            exchange_s += NETWORK_S + there_and_back / NETWORK_BYTES_PER_S
+    for rank_set, rank_indices in remote.numbered_sets:
+        exchange_s = rates[rank_indices[0]].exchange_s + ask_and_answer_bytes / EXCHANGE_BYTES_PER_S
+        if rank_set.pods:  # the ranks are in other pods than the GPU
+            exchange_s += NETWORK_S + ask_and_answer_bytes / NETWORK_BYTES_PER_S
         seconds += [len(remote.layers) * exchange_s] * rank_set.count
     return tuple(seconds)
 
 
-def _busiest_rank_factor(remote: FeedForwardPart, numbers: range, rows: int) -> float:
-    """Returns the load of the busiest rank of one GPU rank, relative to its share in `_rank_sizes`.
+def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int) -> float:
+    """Returns how much longer a step waits for its busiest rank than `_rank_sizes` assumes, as a factor.
 
-    It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
-    without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over
-    ranks is Blom's approximation. The counts of the ranks depend on each other, so the maximum is that of
-    independent ranks with a variance ranks / (ranks - 1) times as large. The busiest rank has at least one
-    expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 % too
-    high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
+    The factor is 1 if ranks share columns. If ranks have whole experts, a step waits for the rank with the
+    most chosen experts. The factor is the expected number of these experts, divided by the average number on
+    the rank with the largest share. Compared with drawn experts, the result is 13 % too low to 9 % too high
+    (8 to 256 experts on 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
+
+    Args:
+        rank_indices: feed-forward ranks with equal rates, of which the largest share counts.
+        rows: tokens of the step.
     """
     ranks = remote.ranks_per_gpu
     if not remote.by_experts:
         return 1.0
     shares_by_rank = [part * remote.tensor for part in _shares_by_rank(remote, remote.layers[0])]
     kind = remote.profile.layer(remote.layers[0])
-    largest_share = max(shares_by_rank[number] for number in numbers)
+    largest_share = max(shares_by_rank[rank] for rank in rank_indices)
     mean_experts = kind.expected_experts(rows)
+    # The step chooses `mean_experts` experts without replacement. So the number on one rank is
+    # hypergeometric, with the variance mean_experts / ranks * (1 - 1 / ranks) * (1 - mean_experts / experts).
+    # The numbers of the ranks add up to mean_experts. Their maximum is that of independent ranks with ranks /
+    # (ranks - 1) times this variance, which cancels the factor (1 - 1 / ranks).
     spread = sqrt(mean_experts / ranks * (1 - mean_experts / kind.experts))
+    # Blom's approximation of the maximum of `ranks` normally distributed numbers.
     expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
     planned_experts = mean_experts * float(largest_share)  # for the rank that holds the most experts
     even_experts = planned_experts if remote.shares else mean_experts / ranks
+    # The busiest rank has at least one chosen expert, and at most all experts that it holds.
     busiest_experts = min(
         max(even_experts + expected_excess, planned_experts, 1.0),
         mean_experts,

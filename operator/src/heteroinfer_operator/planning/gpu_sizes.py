@@ -17,13 +17,13 @@ def gpu_memory_mib(
 ) -> dict[int, int]:
     """Returns the least memory in MiB that a pod's GPU must have, by pod index.
 
-    Contains only pods whose GPUs have a memory label. The scheduler may choose another node than the plan:
-    the plan's weights and KV cache must fit on that node's GPUs too.
+    The scheduler may choose another node than the plan, and the plan's weights and KV cache must fit on the
+    GPUs of that node, too. The result contains only pods whose GPUs have a memory label.
 
     Args:
-        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less than
-            gpu_floor on such a GPU; gpu_floor is then ignored.
-        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
+        labelled: memory of a labelled GPU in bytes, by role.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. It is ignored for a
+            plan of an earlier version that leaves less than this memory on such a GPU.
     """
     labelled_roles = {
         role.name for role in spec.roles if role.device_memory is None and role.name in labelled
@@ -45,9 +45,8 @@ def gpu_memory_mib(
 def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
     """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
 
-    Nodes of another platform do not count, because the role's pods cannot run there.
-
-    Contains only roles without deviceMemory.
+    Nodes of another platform do not count, because the role's pods cannot run there. The result contains only
+    roles without deviceMemory.
     """
     largest = {}
     for role in spec.roles:
@@ -77,13 +76,13 @@ def fits_gpus(
 ) -> bool:
     """Reports whether the GPUs of the chosen nodes have the memory that the plan needs.
 
-    A GPU without a memory label counts as large enough if the user sets the memory of the role with
-    `deviceMemory`, or if the GPU of the known node has no label, too.
+    A GPU without a memory label counts as large enough if the user sets `deviceMemory` of the role, or if the
+    plan was made for a GPU without such a label.
 
     Args:
         gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
         nodes: node by pod index.
-        known_nodes: other nodes for the same pods, on which the plan fits.
+        known_nodes: nodes of the same pods, by pod index, for which the plan was made.
     """
     roles = {role.name: role for role in spec.roles}
     views = {free_node.node.name: free_node.node for free_node in free_nodes}

@@ -47,8 +47,8 @@ class Capacity:
         free_nodes: all nodes with their free capacity; None if nodes are unknown.
         pods_may_wait: whether the operator creates the pods although they do not fit, because a gang
             scheduler places all pods at the same time, or because the user wants each pod placed on its own.
-        shortage_age_s: seconds since GPUs have been missing; None if waiting is useless, so that CPUOnly
-            takes effect immediately.
+        shortage_age_s: seconds for which GPUs have been missing; None if no GPUs can be added, so that
+            CPUOnly takes effect immediately.
         resource: name of the resource, by which affinity terms may select its pods; None without a name.
         others: groups of the resource that this group prefers to be apart from; None without such groups.
         priority: the scheduler preempts pods below this priority; None if it preempts none.
@@ -63,15 +63,18 @@ class Capacity:
     priority: int | None = None
 
     def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
-        """Returns nodes on which all pods fit, or None. Pods are preempted only if nothing else fits."""
+        """Returns nodes on which all pods fit, or None.
+
+        Nodes on which the scheduler must preempt other pods are chosen only if no other nodes fit.
+        """
         return self._assign(demands, key)[0]
 
     def assign_farther(
         self, demands: Sequence[PodDemand], key: str, placement: Placement
     ) -> Iterator[Placement]:
-        """Yields placements farther from the other groups than this one, possibly on smaller GPUs.
+        """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
-        Pods are preempted for them only if this placement needs it, too.
+        They need the preemption of other pods only if `placement` needs it, too.
         """
         if self.others is None or not self.others.share_node(placement.nodes):
             return
@@ -79,7 +82,7 @@ class Capacity:
         yield from find_farther_placements(demands, free_nodes, key, self.others, placement)
 
     def _assign(self, demands: Sequence[PodDemand], key: str) -> tuple[Placement | None, Sequence[FreeNode]]:
-        """Returns the placement of `assign`, and the free capacity in which it was found."""
+        """Returns the placement of `assign`, and the free nodes from which it was chosen."""
         free_nodes = self.free_nodes or ()
         placement = assign_nodes(demands, free_nodes, key, self.others)
         if placement is None and self._has_preemptible_pods():
@@ -178,10 +181,13 @@ def _plan_on_nodes(
             by_role.setdefault(role.name, []).append(node)
         return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
 
-    # The plan comes before the capacity, so that a permanent error is reported instead of a shortage.
+    # The plan is made before the capacity is taken. So an error that more capacity would not solve is
+    # reported before a shortage.
     planned = plan_on(placement)
     if placement is not None:
         known = placement
+        # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
+        # well.
         for farther in capacity.assign_farther(pod_demands, key, known):
             try:
                 on_farther = plan_on(farther)
@@ -216,7 +222,7 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """
 
     def shares(plan: Plan) -> list[RankAssignment]:
-        """Returns the plan's ranks without the values that may differ."""
+        """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size."""
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
             for rank in plan.ranks
@@ -246,13 +252,15 @@ def assign_existing_plan(
 
     Raises:
         Shortage: the pods do not fit now; the message names the missing capacity of each node.
-        PlanError: the plan belongs to another spec.
+        PlanError: the plan has a role that the spec lacks.
     """
     roles = {role.name: role for role in spec.roles}
     unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
     if unknown_role is not None:
         raise PlanError(
-            f"the plan belongs to another spec: it has role {unknown_role}, which this spec does not have",
+            f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
+            "such role (another program changed one of the two). The group waits until it can start with the "
+            "current spec, and then gets a new plan",
             reason=PlanReason.PLAN_LOST,
         )
     if capacity.free_nodes is None:
@@ -261,7 +269,7 @@ def assign_existing_plan(
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
     def demand(pod: PodAssignment) -> PodDemand:
-        """Returns what a pod needs from its node, with a GPU of the needed memory if that is known."""
+        """Returns the demand of a pod, with the GPU memory that the plan needs if this is known."""
         demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
         if pod.index not in gpu_sizes:
             return demand
@@ -296,6 +304,8 @@ def _take_capacity(
     key: str,
 ) -> str:
     """Takes the pods' capacity from their nodes.
+
+    Without nodes for the pods, takes nothing.
 
     Returns:
         The capacity that the pods will wait for once they exist, or "".
@@ -392,9 +402,10 @@ def _common_cpu_features(
 
 
 def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, str | None]:
-    """Returns the smallest GPU's memory in bytes, and the GPUs' product.
+    """Returns the memory of the smallest GPU on these nodes in bytes, and the product of all GPUs.
 
-    The memory is None if a node with GPUs lacks its label; the product is None if nodes differ.
+    The memory is None if a node with GPUs lacks its memory label. The product is None if nodes have different
+    products.
     """
     with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
     sizes_mib = [device_memory_mib(node, resource) for node in with_gpus]
@@ -421,8 +432,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Roles are counted in the order of the spec. Only GPUs are counted: a role whose pods lack memory is not
-    short of GPUs.
+    Places the pods role by role, in the order of the spec. Their demands contain only GPUs, because missing
+    memory or CPUs are no shortage of GPUs.
     """
     key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
@@ -458,14 +469,14 @@ def _plan_without_gpus(
         PlanError: the group has no plan, even with more free capacity.
     """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # Raises a permanent error first, because GPUs would not help against it.
+    # Makes the plan with GPUs first: its errors are those that more GPUs would not solve.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))
     comparison = _compare_with_cpus(request, capacity, missing_by_role, gpu_plan)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
-            f"{missing}; the group waits for them. Add GPUs, or set "
+            f"{missing}; the group waits for GPUs. Add GPUs, or set "
             f"planning.onGPUShortage.action: CPUOnly{comparison}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):

@@ -76,8 +76,13 @@ class KvCache:
 
     def tokens(self, blocks: int) -> int:
         """Returns the number of tokens that these blocks hold, if all requests have full length."""
-        if len(self.groups) <= 1 and self.sequence_blocks == ceil(self.sequence_tokens / self.block_tokens):
-            return blocks * self.block_tokens
+        is_plain = len(self.groups) <= 1 and self.sequence_blocks == ceil(
+            self.sequence_tokens / self.block_tokens
+        )
+        if is_plain:
+            return blocks * self.block_tokens  # each block holds tokens, as in most models
+        # With several groups, a token takes blocks of each group. With windows or states, the number of
+        # blocks of a request does not follow from its tokens. So this counts whole requests.
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
 
 
@@ -149,6 +154,8 @@ def _group_kinds(
 
 def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens: int) -> int:
     """Returns the blocks that one sequence takes in one group, as `max_memory_usage_bytes` of vLLM's specs.
+
+    The additional block of a window is for a window that begins inside a block.
 
     Args:
         block_tokens: tokens of a block.

@@ -29,7 +29,7 @@ def choose_layers(
     budgets: Sequence[StageBudget],
     sizes: Sizes,
 ) -> tuple[int, ...]:
-    """Returns the number of layers of each stage: the user's numbers, or a split that the memory allows.
+    """Returns the number of layers of each stage: the user's numbers, or a split that fits the memory.
 
     Raises:
         PlanError: the layers do not fit.
@@ -128,10 +128,9 @@ def _describe_cache(sizes: Sizes) -> str:
 def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, ...]:
     """Returns the number of layers of each stage.
 
-    CPU stages get as few layers as possible. Apart from that, the split is as even as possible.
-
-    GPU stages are filled first, because a CPU rank adds capacity and not speed. If the memory of all stages
-    is unknown, all stages get the same number. Each stage also holds the KV cache of one full-length request.
+    CPU stages get as few layers as possible, because CPU ranks add capacity and not speed. Apart from that,
+    the split is as even as possible. If the memory of all stages is unknown, it is even over CPUs and GPUs.
+    Each stage also holds the KV cache of one full-length request.
 
     Raises:
         PlanError: the model has fewer layers than stages, or does not fit.
@@ -161,8 +160,11 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
         layer_cost = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         next_cheapest: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in cheapest.items():
-            shortest = next((layer + 1 - first for layer in layers_with_cache if layer >= first), num_layers)
-            for count in range(max(min_layers[index], shortest), _stage_capacity(stage, sizes, first) + 1):
+            # The stage must reach the next layer with a KV cache or a state.
+            until_cache = next(
+                (layer + 1 - first for layer in layers_with_cache if layer >= first), num_layers
+            )
+            for count in range(max(min_layers[index], until_cache), _stage_capacity(stage, sizes, first) + 1):
                 total, end = cost + layer_cost * count + count * count, first + count
                 known_split = next_cheapest.get(end)
                 # Among equal splits, earlier stages get more layers, because the last stage has the head.
@@ -181,7 +183,8 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
 def _min_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
     """Returns the fewest layers that each stage may have.
 
-    Some models need more layers in the first or last stage.
+    Some models need more than one layer in the first stage (if the model adds the output of an encoder in its
+    first layers) or in the last stage (if its last layers share keys and values).
     """
     least = [1] * num_stages
     least[0] = profile.first_stage_layers
@@ -191,6 +194,7 @@ def _min_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
 
 
 _CostFunction: TypeAlias = Callable[[Sizes, int, int, Device], int]
+"""Returns the bytes that layers first..end-1 need on a rank with this device: a method of Sizes."""
 _RAISE_MEMORY: Final = MappingProxyType(
     {
         Device.CPU: "Raise the role's resources.limits.memory",
@@ -245,7 +249,8 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
         return shared
     min_layers, held_layers, next_layer = _min_layers(sizes.profile, len(budgets)), [0] * len(budgets), 0
     for index, stage in enumerate(budgets):
-        # Earlier stages leave at least the fewest layers that this stage and those after it can have.
+        # The previous stage could hold `next_layer` layers in all, but must leave the fewest layers that this
+        # stage and the stages after it may have.
         layer = min(next_layer, sizes.profile.num_layers - sum(min_layers[index:]))
         held_layers[index - 1] -= next_layer - layer
         held_layers[index] = _stage_capacity(stage, sizes, layer)
@@ -278,6 +283,7 @@ def _build_stage_too_small_error(
     """Returns the error of a stage that cannot hold the fewest layers that it may have.
 
     Args:
+        index: index of the stage.
         layers: index of the first layer, and index after the last layer.
     """
     rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]

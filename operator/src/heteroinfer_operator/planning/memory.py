@@ -180,7 +180,7 @@ class Sizes:
             profile=profile,
             tensor=tensor,
             scale=scale,
-            layer_bytes=tuple(
+            layer_bytes=tuple(  # -(-a // b) rounds up
                 -int(-(plain * plain_ratio + (size - plain)) // tensor) for size, plain in sizes
             ),
             packing_growth_bytes=tuple(
@@ -218,8 +218,9 @@ class Sizes:
     def loading_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
-        The peak is while the first layer is packed, when all layers are still in stored form, or while the
-        last layer is packed, when all other layers are packed.
+        The rank packs its layers one by one. If packing makes layers smaller, the peak is at the first layer,
+        while all others are still in stored form. Otherwise it is at the last layer, when all others are
+        packed.
         """
         stored_bytes = self.layer_weight_bytes(first, end)
         packed_bytes = self.layer_weight_bytes(first, end, device)

@@ -29,8 +29,8 @@ def choose_layers(groups: Sequence[Sequence[int]], count: int | None = None) -> 
 
     In long prompts the GPU copies experts of these layers, and it can copy while it computes the layers in
     between. So each layer in the result is the last of an equal part of its group: the distances differ by at
-    most one layer, also from the last layer of a step to the first layer of the next step. No fixed order of
-    layers has so even distances for every count.
+    most one layer, also from the last layer of a step to the first layer of the next step. A smaller `count`
+    may therefore give other layers than a larger one.
 
     Args:
         groups: the result of `group_by_cost`.

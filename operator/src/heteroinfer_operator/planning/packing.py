@@ -15,8 +15,8 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 _AMX_BLOCK: Final = 128
-"""Weights per block of an output in vLLM's kernels of experts for AMX; each block has a sum of 4 bytes. A
-smaller group is one block."""
+"""Weights in a block of vLLM's expert kernels for AMX. Each block has a sum of 4 bytes. A group of fewer
+weights is one block."""
 _ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
     {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2)}
 )
@@ -36,8 +36,8 @@ _FLOAT_FORMATS: Final = frozenset(
 _PACKING_COPIES: Final[Mapping[SchemeName, int]] = MappingProxyType(
     {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3}
 )
-"""Number of additional copies while a layer of a stage is packed: measured were up to 1.9, and for experts in
-GPTQ up to 2.9 (patches/cpu_packing.py; 150 to 300 MiB per layer, 2 cores of an EPYC, 2026-11-24 and
+"""Number of additional copies of a stage's layer while it is packed. Measurements gave up to 1.9, and up to
+2.9 for experts in GPTQ (patches/cpu_packing.py; 150 to 300 MiB per layer, 2 cores of an EPYC, 2026-11-24 and
 2026-11-25)."""
 _GATE_AND_UP_SHARE: Final = Fraction(2, 3)
 """Share of an MLP's bytes in its gate and up projections."""
@@ -91,10 +91,8 @@ def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
 def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction) -> Fraction:
     """Returns the bytes that packing adds to a layer, for all ranks of a CPU stage together.
 
-    The number is negative if the packed form is smaller.
-
-    vLLM fills the columns of 16-bit experts with zeros up to whole blocks of the kernels. Source:
-    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py
+    The number is negative if the packed form is smaller. vLLM fills the columns of 16-bit experts with zeros
+    up to whole blocks of the kernels. Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py
     ::CPUUnquantizedExperts._pad_moe_intermediate@v0.32.0.
 
     Args:

@@ -35,7 +35,7 @@ from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMode:
-    """A mode, the part of the model that each kind of rank computes, and the settings behind it.
+    """A mode with the values that its plan needs.
 
     Attributes:
         remote: in mode FeedForward, the experts or MLPs that CPU ranks compute for the only stage; otherwise
@@ -54,17 +54,21 @@ class PlannedMode:
         return self.profile if self.remote is None else self.remote.remaining
 
     def feed_forward_ranks(self) -> tuple[RankAssignment, ...]:
-        """Returns the feed-forward ranks, without predicted times; they have the highest numbers."""
+        """Returns the feed-forward ranks, without predicted times; their numbers follow those of the stage.
+
+        The ranks of the GPU's pod come first: their local ranks follow those of the stage's ranks. The other
+        ranks are in pods of their own, which follow the GPU's pod.
+        """
         stage_ranks, remote = self.topology.stages[0], self.remote
         if remote is None:
             return ()
         ranks, pod = [], stage_ranks[0].pod
-        for rank_set, numbers in remote.numbered_sets:
-            for index in numbers:
-                index_in_set = index - numbers[0]
+        for rank_set, rank_indices in remote.numbered_sets:
+            for index in rank_indices:
+                index_in_set = index - rank_indices[0]
                 index_in_pod = index_in_set % rank_set.per_pod
                 if rank_set.pods and not index_in_pod:
-                    pod += 1
+                    pod += 1  # the first rank of another pod
                 ranks.append(
                     RankAssignment(
                         rank=len(stage_ranks) + index,
@@ -90,7 +94,8 @@ class PlannedMode:
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
         """Returns notes on the plan for the user, one line each.
 
-        In mode FeedForward the notes compare it with mode Pipeline, and report if the GPU needs no CPUs.
+        In mode FeedForward, the notes compare the plan with mode Pipeline, and report CPU limits, unknown GPU
+        memory, and GPUs that need no CPU ranks.
 
         Args:
             rates: assumed speed of each rank, by rank.
@@ -138,11 +143,12 @@ class PlannedMode:
         """Returns the predicted time of this mode, and of mode Pipeline with the same memory, as text.
 
         Args:
-            stage_rates: rates of the rank in the stage.
+            stage_rates: rates of the rank with attention.
             feed_forward_rates: rates of each feed-forward rank.
         """
         profile, engine = self.profile, self.engine
         moved_bytes = sum(remote.profile.layer_bytes)
+        # In mode Pipeline, CPUs would have the first layers: as many as take the same memory.
         num_layers_on_cpus, held_bytes = 0, 0
         while held_bytes < moved_bytes and num_layers_on_cpus < profile.num_layers:
             held_bytes += profile.layer_bytes[num_layers_on_cpus]
@@ -153,9 +159,9 @@ class PlannedMode:
         gpu_reads = count_reads(
             gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
         )
-        pipeline_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates) + gpu_reads.seconds(
-            stage_rates
-        )
+        # The CPU ranks divide these layers by their speed, so that all of them take equally long.
+        cpus_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates)
+        pipeline_s = cpus_s + gpu_reads.seconds(stage_rates)
         stage_sizes = Sizes.for_settings(remote.remaining, engine, remote.tensor, batches=1)
         this_mode_s = count_reads(
             stage_sizes, 0, profile.num_layers, StepLoad(), has_head=True, engine=engine

@@ -184,7 +184,9 @@ def _check_model(
     )
     try:
         notes = run_all_checks(*checks_on_any_device)
-    except PlanError:  # run all checks again, the later ones too, so that the error has every reason
+    except PlanError:
+        # Raises an error again, with the reasons of the checks on these devices, too. It has no alternatives,
+        # because the model cannot run on any devices.
         return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))
@@ -196,25 +198,25 @@ def _check_model(
 
 
 def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
-    """Raises PlanError if the ranks of a stage cannot divide the heads or the vocabulary."""
+    """Raises PlanError if the ranks of a stage cannot divide the heads or the vocabulary equally."""
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
     vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
 
     def undivided_part(ranks: int) -> str:
-        """Returns the part of the model that this number of ranks cannot divide, or ""."""
+        """Returns the part of the model that this number of ranks cannot divide equally, or ""."""
         if heads % ranks:
-            return f"{heads} attention heads"
+            return f"the model's {heads} attention heads"
         if kv_heads % ranks and ranks % kv_heads:  # several ranks may hold the same key/value head
-            return f"{kv_heads} key/value heads"
-        return f"a vocabulary of {vocab} rows with padding" if vocab % ranks else ""
+            return f"the model's {kv_heads} key/value heads"
+        return f"the model's vocabulary of {vocab} rows with padding" if vocab % ranks else ""
 
     part = undivided_part(tensor)
     if part:
         numbers = range(1, min(heads, MAX_WORLD_SIZE) + 1)
         allowed = [str(ranks) for ranks in numbers if not undivided_part(ranks)]
         raise PlanError(
-            f"parallelism.tensor: must divide the model, which has {part} (got {tensor} ranks per stage). "
-            f"Set one of {', '.join(allowed)}",
+            f"parallelism.tensor: the ranks of a stage must divide {part} equally (got {tensor} ranks per "
+            f"stage). Set one of {', '.join(allowed)}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
@@ -258,8 +260,8 @@ def _choose_num_kv_blocks(
 ) -> int:
     """Returns the number of KV cache blocks, which is the same on every rank.
 
-    vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than max_num_seqs
-    full-length requests never run at the same time.
+    vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. Blocks for more than
+    max_num_seqs full-length requests are useless, too, because more requests never run at the same time.
     """
     is_known = all(stage.is_known for stage in budgets)
     max_sequences = engine.max_num_seqs if is_known else _UNKNOWN_MEMORY_SEQUENCES

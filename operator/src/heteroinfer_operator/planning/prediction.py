@@ -87,7 +87,10 @@ def _slowest(all_predictions: Iterable[Prediction]) -> Prediction:
 
 
 def _at_least(predicted: Prediction, seconds: float) -> Prediction:
-    """Returns the longer of a prediction and of a time that passes in parallel."""
+    """Returns a prediction, or the time of kernel launches on the host (`seconds`) if that is longer.
+
+    A GPU computes while the host launches the next kernels, so the times overlap.
+    """
     return _slowest((predicted, _with_range(seconds, GPU_ERROR))) if seconds else predicted
 
 
@@ -110,7 +113,7 @@ def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
 
     step = _predict_overhead(plan)
     for stage in range(plan.pipeline_parallel_size):
-        # A stage waits for its feed-forward ranks in each of their layers.
+        # A stage waits in each moved layer, so the time of its feed-forward ranks is added.
         step += _at_least(_slowest(map(predicted_time, plan.stage(stage))), eager_launch_s(plan, stage))
         step += _slowest(map(predicted_time, plan.feed_forward_ranks(stage)))
         step += _with_range(collectives_s(plan, stage), GPU_ERROR)
@@ -149,7 +152,8 @@ class WeightReads:
     Attributes:
         bytes: bytes that are read once.
         operations: multiplications and additions with these weights.
-        row_bytes: sum of (bytes of a weight x rows that use it) over all weights.
+        row_bytes: sum of (bytes of a weight x rows that use the weight) over all weights. Divided by `bytes`,
+            it is the mean number of rows of a weight.
     """
 
     bytes: float = 0.0
@@ -187,7 +191,8 @@ class Reads:
     def seconds(self, rates: Rates) -> float:
         """Returns the seconds for reading, or for computing if that takes longer.
 
-        The measured rate of a kernel with many rows includes computing.
+        A kernel with measured rates for several numbers of rows counts separately, because these rates
+        already include the time for computing.
         """
         measured_s, reading_s = 0.0, self.cache / rates.cache
         operations = self.attention
@@ -229,6 +234,7 @@ def count_reads(
         routed = tokens * kind.experts_per_token * kind.expert_bytes * rank_share
         experts += WeightReads(bytes=chosen, operations=routed / tokens * operations, row_bytes=routed)
         cache += load.requests * _cached_bytes(kind, load.context, engine, sizes.tensor)
+        # Each compared element needs a multiplication and an addition for its key, and both for its value.
         attention += (
             4
             * tokens
@@ -237,7 +243,7 @@ def count_reads(
             / sizes.tensor
         )
     if has_head:
-        # A weight of the head has 2 bytes, and 2 operations for each request.
+        # A weight of the head has 2 bytes, and needs 2 operations for each request.
         head = _weight_reads(sizes.head_bytes, load.requests, 2 * load.requests / 2)
     return Reads(
         plain=plain, head=head, quantized=quantized, experts=experts, cache=cache, attention=attention
@@ -343,9 +349,9 @@ def forecast_first_token(
 
 
 def _feed_forward_error(plan: Plan, rates: Sequence[Rates]) -> ErrorRange:
-    """Returns the widest range of the feed-forward ranks' times; any range if there are no such ranks."""
+    """Returns the widest range of the feed-forward ranks' times."""
     errors = [rates[rank.rank].error for rank in plan.ranks if rank.feed_forward is not None]
-    errors = errors or [rates[-1].error]
+    errors = errors or [rates[-1].error]  # without such ranks, the time is 0, so any range is right
     return ErrorRange(least=min(error.least for error in errors), most=max(error.most for error in errors))
 
 
@@ -407,7 +413,10 @@ def _captured_rows_of_graphs(engine: EngineSettings) -> int:
 
 
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: StepLoad) -> float:
-    """Returns the seconds in which a GPU launches a mixture's kernels one by one; 0 with a CUDA graph."""
+    """Returns the seconds in which a GPU launches the kernels of a mixture of experts one by one.
+
+    Returns 0 if a CUDA graph starts all kernels of the step.
+    """
     if rank.device is not Device.GPU or load.requests * load.tokens <= _captured_rows_of_graphs(plan.engine):
         return 0.0
     # If feed-forward ranks have the experts of a layer, the GPU still launches that layer's other kernels.

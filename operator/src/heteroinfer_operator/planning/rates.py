@@ -208,7 +208,7 @@ class Rates:
         quantized: bytes of quantized weights outside of routed experts.
         experts: bytes of routed experts, as stored.
         cache: bytes of KV cache and states.
-        operations: multiplications and additions, two per weight and token.
+        operations: multiplications and additions, one of each per weight and token.
         source: description of the rates for users: a calibration, or defaults.
         error: range of a time that is predicted with these rates.
         exchange_s: seconds of a layer's exchange between a GPU and this feed-forward rank, besides computing.
@@ -255,7 +255,8 @@ def cpu_rates(
     Args:
         role: role of the rank; its resources set the CPUs of a pod.
         has_leader: whether the rank's pod also runs the engine and the API server.
-        sharing_ranks: number of ranks of its stage in its pod, which read from the same memory.
+        sharing_ranks: number of ranks in the pod that compute at the same time, with this rank. They share
+            the memory's rate.
         share_by_rate: whether these ranks divide work by their rates, so that none waits for the slowest.
     """
     threads = count_compute_threads(role, has_leader=has_leader)
@@ -273,9 +274,12 @@ def cpu_rates(
         profile=profile,
         dtype=engine.dtype,
         known=CPU_INSTRUCTIONS[instructions],
-        threads=threads or 16 / sharing_ranks,
+        threads=threads or 16 / sharing_ranks,  # without CPUs in the resources: a machine of 16 cores
     )
-    kernels = [default_kernels.kernel(*which, rank_bytes_per_s) for which in _kernels_of_weights(profile)]
+    kernels = [
+        default_kernels.kernel(part, scheme, rank_bytes_per_s)
+        for part, scheme in _kernels_of_weights(profile)
+    ]
     return _build_rates(
         kernels,
         rank_bytes_per_s,
@@ -354,6 +358,7 @@ class _DefaultKernels:
             if self.dtype != "bfloat16":
                 memory_bytes_per_s *= CPU_OTHER_TYPES_RATIO
         one_row = min(memory_bytes_per_s, self.threads * decoded)
+        # A byte holds 8 / bits weights, and the kernel multiplies each weight once for each row.
         many_rows = (self.threads * products * bits / 8 / rows for rows in MORE_ROWS)
         return KernelRate(
             part=part,
@@ -380,11 +385,19 @@ def _measured_cpu_rates(
     A kernel was measured with one number of threads. For another number, its rate is scaled with the memory's
     rate, or with the threads if the kernel computes longer than it reads. A kernel without a measurement gets
     its default rate relative to the measured memory.
+
+    Args:
+        threads: compute threads of the rank; None for an equal part of the cores.
+        sharing_ranks: number of ranks in the pod that compute at the same time, with this rank.
+        share_by_rate: whether these ranks divide work by their rates.
     """
     cores = calibration.hardware.cores
     used_cores = min(cores / sharing_ranks if threads is None else threads, cores)
-    on_all_nodes = share_by_rate and sharing_ranks >= calibration.hardware.numa_nodes
-    alone_bytes_per_s = calibration.read_rate(used_cores, combine=fmean if on_all_nodes else min)
+    # If each NUMA node has a rank and ranks divide work by rate, their mean rate counts. Otherwise the other
+    # ranks wait for the rank on the slowest NUMA node.
+    none_waits = share_by_rate and sharing_ranks >= calibration.hardware.numa_nodes
+    alone_bytes_per_s = calibration.read_rate(used_cores, combine=fmean if none_waits else min)
+    # All ranks together read at most at the machine's rate.
     rank_bytes_per_s = min(
         alone_bytes_per_s, calibration.read_rate(min(used_cores * sharing_ranks, cores)) / sharing_ranks
     )
@@ -394,14 +407,14 @@ def _measured_cpu_rates(
         profile=profile, dtype=engine.dtype, known=instruction_rates, threads=used_cores
     )
 
-    def find_kernel(part: KernelPart, name: SchemeName) -> KernelRate:
+    def rate_of_kernel(part: KernelPart, scheme: SchemeName) -> KernelRate:
         """Returns the measured rate of a kernel, scaled to this rank, or the default rate.
 
-        If a kernel was measured with one row only, its rates with more rows (MORE_ROWS) fall like the default
-        kernel's.
+        If a kernel was measured with one row only, its rates with more rows (MORE_ROWS) fall like those of
+        the default kernel.
         """
-        default = default_kernels.kernel(part, name, rank_bytes_per_s)
-        kernel = calibration.fastest_kernel(part, name, engine.dtype)
+        default = default_kernels.kernel(part, scheme, rank_bytes_per_s)
+        kernel = calibration.fastest_kernel(part, scheme, engine.dtype)
         if kernel is None:
             return default
         more_rows = kernel.more_rows or tuple(
@@ -410,11 +423,12 @@ def _measured_cpu_rates(
         memory_ratio = rank_bytes_per_s / calibration.read_rate(kernel.threads)
         core_ratio = used_cores / kernel.threads
         ratios = [core_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
+        # Not strict: a calibration may have rates for only the first counts of MORE_ROWS.
         scaled = tuple(rate * ratio for rate, ratio in zip(more_rows, ratios, strict=False))
         return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
 
     operations = calibration.operations_per_s or instruction_rates.products * cores
-    kernels = [find_kernel(*which) for which in _kernels_of_weights(profile)]
+    kernels = [rate_of_kernel(part, scheme) for part, scheme in _kernels_of_weights(profile)]
     return _build_rates(
         kernels,
         rank_bytes_per_s,
@@ -433,10 +447,11 @@ def gpu_rates(
         product: product label of GPU feature discovery, or "".
         scheme: format of the model's quantized weights.
     """
+    # The hyphens prevent that "L4" matches "NVIDIA-L40".
     known = next((name for name in GPU_NOMINAL if f"-{name}-".lower() in f"-{product}-".lower()), "")
     nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
     default_link = LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2
-    link = _OLDER_LINKS.get(known.partition("-")[0], default_link)
+    link = _OLDER_LINKS.get(known.partition("-")[0], default_link)  # all variants of a product have one link
     if calibration is not None:
         link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:

@@ -1,4 +1,7 @@
-"""Feed-forward ranks of a group by role: their pods, memory, rates and shares of each layer. Pure."""
+"""Feed-forward ranks of a group by role: their pods, memory, rates and shares of each layer. Pure.
+
+The *asking* rank or role is the one with attention, for which feed-forward ranks compute.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +83,7 @@ def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory)
     sets = []
     setting = asking.feed_forward
     if setting is not None:
+        # Describes the part of the pod's CPUs that these ranks get, for `cpu_rates`.
         cpu_role = RoleSpec(
             name=asking.name, device=Device.CPU, resources=Resources(requests={"cpu": setting.cpu})
         )
@@ -123,7 +127,8 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int =
         units: units in which ranks divide a layer; 0 if they can divide it anywhere.
 
     Returns:
-        The shares; parts larger than `max_parts` if the memory of all ranks together is too small.
+        The shares, relative to each other: numbers of units, or 1 for each rank if all are equal. If the
+        memory of all ranks together is too small, parts exceed `max_parts`.
     """
     parts = _limited_parts(shares_by_rate(speeds), max_parts)
     whole = _whole_units(parts, max_parts, units)
@@ -167,6 +172,6 @@ def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int)
         able = [i for i, count in enumerate(counts) if (count < limits[i] if step > 0 else count > 1)]
         if not able:
             return None
-        # Adds a unit to, or takes a unit from, the rank that is furthest from its part.
+        # Adds a unit to the rank that is furthest below its part, or takes one from the rank furthest above.
         counts[max(able, key=lambda i: step * (parts[i] * units - counts[i]))] += step
     return tuple(counts)

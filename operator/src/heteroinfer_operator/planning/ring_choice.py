@@ -1,6 +1,7 @@
 """Lets a GPU compute a part of the experts of its feed-forward ranks in long prompts. Pure.
 
-Chooses the ring and the tokens of a step, and predicts the wait for layers that GPU and CPUs share.
+The GPU copies these experts into its ring, a part of its memory. This module chooses the size of the ring and
+the tokens of a step, and predicts the wait for layers that GPU and CPUs share.
 docs/decisions/2026-11-27-gpu-experts.md explains the rules and their figures.
 """
 
@@ -24,7 +25,7 @@ from heteroinfer_operator.planning.feed_forward import (
     ranks_fit,
     stage_rank_left_bytes,
     stage_sizes,
-    with_one_more_layer,
+    with_one_more_moved_layer,
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes
@@ -35,12 +36,13 @@ from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
 
 BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
 """Tokens of a step that the plan tries."""
-_MUCH_TOKENS: Final = 8192
-"""A step gets more tokens only if memory is plentiful, and if a prompt can have more."""
+_LARGE_STEP_TOKENS: Final = 8192
+"""A step gets more tokens only with a full ring, and if a prompt can have more."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
-"""Part of a layer's experts in a slot of a full ring; 28 of 128 were measured."""
+"""Part of a layer's experts for which a slot of a full ring has room. With 28 of 128 experts in a slot,
+larger slots would not make the GPU faster (docs/decisions/2026-11-27-gpu-experts.md)."""
 _KEPT_PART: Final = 3 / 4
 """Part of the KV cache that the ring and larger steps leave, compared with the plan without them."""
 _LARGE_PART, _SMALL_PART, _SMALL_RING_BYTES = 1 / 8, 1 / 2, 2**30
@@ -49,7 +51,11 @@ cache of further requests takes the rest."""
 
 
 def _can_gpu_take_experts(topology: Topology, remote: FeedForwardPart) -> bool:
-    """Reports whether the GPU can compute experts of these feed-forward ranks with copied weights."""
+    """Reports whether the GPU can compute experts of these feed-forward ranks with copied weights.
+
+    The GPU copies from memory of its own pod only, so no rank may be in another pod. Each layer must have at
+    least two experts, to be divided. vLLM's kernel on the GPU limits the activations.
+    """
     kinds = [remote.profile.layer(index) for index in remote.layers]
     return (
         topology.stages[0][0].placed.device is Device.GPU
@@ -119,7 +125,7 @@ def predict_plan_wait(
 def describe_long_prompts(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart | None
 ) -> str:
-    """Describes the part of the experts that the GPU computes, by tokens of a step; "" if it has no ring.
+    """Describes the GPU's part of the experts, by tokens of a step; "" if the GPU has no ring.
 
     Args:
         sizes: sizes of the rank with attention.
@@ -145,12 +151,15 @@ def describe_long_prompts(
 
 
 def least_rows(engine: EngineSettings) -> int:
-    """Returns the fewest rows with which the GPU may compute experts: more than a CUDA graph holds."""
+    """Returns the fewest rows of a step in which the GPU may compute experts: more than a CUDA graph has.
+
+    A captured step cannot copy a varying number of experts.
+    """
     return max(captured_rows(engine) + 1, LEAST_ROWS)
 
 
 def _step_sizes(first: int, most: int) -> Iterator[int]:
-    """Yields numbers of tokens from the first to the most, each at most an eighth larger than the last."""
+    """Yields numbers of tokens from `first` to `most`, each larger than the last by about an eighth."""
     tokens = first
     while tokens < most:
         yield tokens
@@ -164,8 +173,8 @@ class RingChooser:
 
     Attributes:
         profile: the whole model.
-        engine: settings with the tokens of a step in which CPUs compute all experts.
-        load: load for which the ring must pay.
+        engine: settings, with the tokens of a step if CPUs compute all experts.
+        load: load for which the ring must save time.
         tokens: tokens of a step that the user set, or None.
     """
 
@@ -177,18 +186,18 @@ class RingChooser:
     tokens: int | None = None
 
     def choose(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings]:
-        """Returns the part of the model with a ring, and the settings; both unchanged if no ring pays.
+        """Returns the part of the model with a ring, and the settings; both unchanged if no ring saves time.
 
-        A ring takes memory of the KV cache, or one more layer moves to the CPUs. The plan with which the load
-        takes the least time is chosen.
+        The memory of a ring comes from the KV cache, or from one more layer that moves to the CPUs. Of these
+        options and the plan without a ring, the one with which the load takes the least time is chosen.
         """
         if not _can_gpu_take_experts(self.topology, remote):
             return remote, self.engine
         kept_bytes = self._kept_bytes(remote)
         options = [(remote, self.engine), self._best_choice(remote, kept_bytes)]
-        more = with_one_more_layer(self.topology, self.profile, remote)
-        if more is not None:
-            options.append(self._best_choice(more, kept_bytes))
+        with_more_layers = with_one_more_moved_layer(self.topology, self.profile, remote)
+        if with_more_layers is not None:
+            options.append(self._best_choice(with_more_layers, kept_bytes))
         return min((each for each in options if each is not None), key=lambda each: self._load_s(*each))
 
     def _kept_bytes(self, remote: FeedForwardPart) -> int:
@@ -208,10 +217,13 @@ class RingChooser:
     def _best_choice(
         self, remote: FeedForwardPart, kept_bytes: int
     ) -> tuple[FeedForwardPart, EngineSettings] | None:
-        """Returns the part with a ring, and the settings, with which long prompts are fastest; None without.
+        """Returns the ring and the settings with which long prompts are fastest, or None if no ring fits.
 
         Steps with more tokens copy each expert less often. But they leave less memory for the ring, and a
         small ring slows the GPU down.
+
+        Returns:
+            `remote` with the ring, and the settings with the tokens of a step.
         """
 
         def tokens_per_s(choice: tuple[FeedForwardPart, EngineSettings]) -> float:
@@ -223,29 +235,32 @@ class RingChooser:
     def _choices(
         self, remote: FeedForwardPart, kept_bytes: int
     ) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
-        """Yields parts with a ring that fit the memory and pay, with the settings."""
+        """Yields parts with a ring that fit the memory and make steps faster, with the settings."""
         longest_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
         for tokens in BATCH_TOKENS if self.tokens is None else (self.tokens,):
-            if self.tokens is None and tokens > _MUCH_TOKENS >= self.engine.max_model_len:
-                continue
+            is_large = self.tokens is None and tokens > _LARGE_STEP_TOKENS
+            if is_large and self.engine.max_model_len <= _LARGE_STEP_TOKENS:
+                continue  # no prompt is long enough for such a step
             engine = replace(self.engine, max_num_batched_tokens=tokens)
-            full = self.tokens is None and tokens > _MUCH_TOKENS
-            ring = self._largest_ring(remote, engine, kept_bytes, full=full)
+            ring = self._largest_ring(remote, engine, kept_bytes, must_be_full=is_large)
             if ring is None:
                 continue
             shared = replace(remote, ring=ring)
-            # A step takes no longer than without the GPU's part, so that decoding keeps its pace beside it.
+            # Even with more tokens, a step must be faster than a step in which CPUs compute all experts. So
+            # requests that decode beside a long prompt do not wait longer than without the ring.
             if self._step_s(shared, engine, tokens) <= longest_s:
                 yield shared, engine
 
     def _largest_ring(
-        self, remote: FeedForwardPart, engine: EngineSettings, kept_bytes: int, *, full: bool
+        self, remote: FeedForwardPart, engine: EngineSettings, kept_bytes: int, *, must_be_full: bool
     ) -> ExpertRing | None:
-        """Returns the largest ring for which the memory of GPU and pod suffices, or None.
+        """Returns the largest ring, up to a full one, for which the memory of GPU and pod suffices, or None.
+
+        A slot of a full ring has room for _SLOT_PART of a layer's experts.
 
         Args:
             kept_bytes: free memory that the ring leaves to the KV cache.
-            full: whether only a full ring counts.
+            must_be_full: whether to return None instead of a smaller ring.
         """
         empty_ring = build_ring(remote, engine, 0)
         shared = replace(remote, ring=empty_ring)
@@ -257,11 +272,11 @@ class RingChooser:
             int(free_bytes * _SMALL_PART),
             free_bytes - kept_bytes,
         )
-        most = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
-        per_slot = min(empty_ring.fitting_experts(most_bytes), most)
-        if not per_slot or (full and per_slot < most):
+        full_slot = ceil(_SLOT_PART * max(each.experts for each in empty_ring.layers))
+        experts_per_slot = min(empty_ring.fitting_experts(most_bytes), full_slot)
+        if not experts_per_slot or (must_be_full and experts_per_slot < full_slot):
             return None
-        return empty_ring.with_slots_for(per_slot)
+        return empty_ring.with_slots_for(experts_per_slot)
 
     @property
     def _gpu(self) -> Rates:
@@ -284,7 +299,10 @@ class RingChooser:
         return predict_wait(remote, engine, self._gpu, rates, load, gap_s), gap_s
 
     def _load_s(self, remote: FeedForwardPart, engine: EngineSettings) -> float:
-        """Returns the predicted seconds of the load, without the GPU's time for prompts."""
+        """Returns the predicted seconds of the load.
+
+        For prompts, only the wait for feed-forward ranks counts, not the other work of the GPU.
+        """
         prompt = min(self.load.prompt_tokens, max(engine.max_model_len - 1, 1))
         output = min(self.load.output_tokens, max(engine.max_model_len - prompt, 1))
         chunks, rest = divmod(prompt, engine.max_num_batched_tokens)
@@ -303,12 +321,15 @@ class RingChooser:
         """Returns the number of requests of `tokens` tokens that fit into the KV cache at the same time.
 
         At least 1, at most max_num_seqs.
+
+        Args:
+            sizes: sizes of the rank with attention.
         """
         free_bytes = stage_rank_left_bytes(self.topology, remote, engine, self.inventory) or 0
         block_bytes = sizes.kv.block_bytes(0, remote.remaining.num_layers)
         if not block_bytes:
             return engine.max_num_seqs
-        # The plan already has the memory for one longest request.
+        # The memory for one full-length request is not part of `free_bytes`.
         blocks = sizes.kv.sequence_blocks + free_bytes // block_bytes
         request_sizes = stage_sizes(self.topology, remote, replace(engine, max_model_len=tokens))
         return max(min(blocks // max(request_sizes.kv.sequence_blocks, 1), engine.max_num_seqs), 1)

@@ -24,8 +24,8 @@ _FALLBACK: Final = 1.05
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     """Makes the plan of a spec that has a mode, with the most tokens of a step that its limit allows.
 
-    If even the smallest step exceeds the limit, the plan has a note, and steps that take hardly longer than
-    the smallest: smaller steps would delay first tokens for nothing.
+    If even the smallest step exceeds the limit, the plan has a note, and the largest steps that take hardly
+    longer than the smallest step. Smaller steps would delay first tokens without keeping the limit.
 
     Raises:
         PlanError: as `make_plan`.
@@ -35,19 +35,22 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     if limit is None or not exceeding_s(planned):
         return planned
     sizes = list(_smaller_steps(planned.plan.engine))
-    best = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
-    least_s = exceeding_s(best)
-    longest_s = _FALLBACK * least_s if least_s else parse_duration_s(limit)
-    best = _find_largest_step(request, inventory, sizes[1:], longest_s) or best
-    return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if least_s else best
+    smallest = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
+    smallest_s = exceeding_s(smallest)  # 0 if the smallest step keeps the limit
+    longest_s = _FALLBACK * smallest_s if smallest_s else parse_duration_s(limit)
+    best = _find_largest_step(request, inventory, sizes[1:], longest_s) or smallest
+    return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if smallest_s else best
 
 
 def _find_largest_step(
     request: GroupRequest, inventory: Inventory, sizes: list[int], limit_s: float
 ) -> Planned | None:
-    """Returns the plan with the largest of these sizes whose longest step keeps a time, or None.
+    """Returns the plan with the largest of these sizes whose longest step takes at most `limit_s`, or None.
 
-    The time of the longest step grows with the size.
+    The time of the longest step grows with the size, so a binary search finds the size.
+
+    Args:
+        sizes: numbers of tokens of a step, ascending.
     """
     best = None
     low, high = 0, len(sizes)
@@ -64,8 +67,8 @@ def _find_largest_step(
 def time_between_tokens(planned: Planned) -> Prediction:
     """Predicts the longest time between two tokens of a request while prompts of others are computed.
 
-    It is the time of the longest step with a prompt's chunk, at the end of a prompt of the maximum length,
-    and of reading the KV cache of the requests of `planning.load`, which run at the same time.
+    It is the sum of two times: the longest step with a chunk at the end of a prompt of the maximum length,
+    and the time for reading the KV cache of the requests of `planning.load`, which run at the same time.
     """
     plan = planned.plan
     wait = build_feed_forward_wait(plan, planned.sizes, planned.rates, planned.remote)
@@ -103,7 +106,8 @@ def exceeding_s(planned: Planned) -> float:
 def _longest_steps(plan: Plan) -> Iterator[int]:
     """Yields the numbers of tokens of the steps that can take longest.
 
-    These are a full step and, if the GPU computes experts only in long steps, the longest step without it.
+    These are a full step and, if the GPU computes experts only in long steps, the longest step in which CPUs
+    compute all experts.
     """
     tokens = plan.engine.max_num_batched_tokens
     yield tokens
@@ -114,7 +118,7 @@ def _longest_steps(plan: Plan) -> Iterator[int]:
 def _smaller_steps(engine: EngineSettings) -> Iterator[int]:
     """Yields numbers of tokens below those of the settings, ascending.
 
-    vLLM needs a token for each running request, and a whole block of a recurrent state.
+    A step must have at least a token for each running request, and the tokens of a whole block.
     """
     tokens = max(engine.max_num_seqs, engine.block_size)
     while tokens < engine.max_num_batched_tokens:
@@ -133,8 +137,8 @@ def _exceeded_note(planned: Planned, limit: str) -> str:
     """Returns the note that even the smallest step takes longer than the limit."""
     step_ms = time_between_tokens(planned).step_s * 1e3
     return (
-        f"engine.maxTimeBetweenTokens: the plan exceeds {limit} while it computes prompts, because even the "
-        "smallest step takes longer by prediction. It takes steps of "
-        f"{planned.plan.engine.max_num_batched_tokens:,} tokens, and the longest takes {step_ms:,.0f} ms. "
-        "Raise the limit, or move fewer layers to CPUs"
+        f"engine.maxTimeBetweenTokens: the time between tokens exceeds {limit} while the group computes "
+        "prompts, because even the smallest step takes longer by prediction. The plan uses steps of "
+        f"{planned.plan.engine.max_num_batched_tokens:,} tokens, and the longest step takes "
+        f"{step_ms:,.0f} ms by prediction. Raise the limit, or move fewer layers to CPUs"
     )

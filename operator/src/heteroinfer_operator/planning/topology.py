@@ -25,7 +25,7 @@ class PlacedRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one rank in the group; seats are listed in the order of ranks.
+    """The pod of one rank, and its place in this pod. Seats are listed in the order of ranks.
 
     Attributes:
         pod: index of its pod.
@@ -109,15 +109,18 @@ def build_topology(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encod
 def _order_pods(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int, *, has_encoder: bool
 ) -> list[PlacedRole]:
-    """Returns the role of each pod, in the order of pods."""
+    """Returns the role of each pod, in the order of pods.
+
+    If the group serves an encoder, which runs on the first rank, GPUs come first.
+    """
     if spec.parallelism.stage_order is StageOrder.AS_LISTED:
         return _expand_to_pods(placed)
     pods = _order_by_device(spec, placed, tensor)
     first_gpu_pod = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
     if not has_encoder or not first_gpu_pod:
         return pods
-    # Moves one stage of GPUs to the front for the encoder. All other pods keep their order, so that the head
-    # is on another GPU if there is one.
+    # Moves the first stage of GPUs to the front for the encoder: as many GPU pods as have a whole number of
+    # stages. All other pods keep their order, so that the head is on another GPU if there is one.
     group_end, num_ranks = first_gpu_pod + 1, pods[first_gpu_pod].role.ranks_per_pod
     while num_ranks % tensor:
         num_ranks += pods[group_end].role.ranks_per_pod
@@ -139,6 +142,8 @@ def _order_by_device(
     if all(p.role.pods % stages == 0 for p in placed):
         # Every stage has the same mix and begins with a GPU.
         return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
+    # If CPU ranks do not fill whole stages, one stage has both devices. Such a stage must begin with a GPU
+    # (`build_topology`), so GPUs come first.
     cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
     return _expand_to_pods(gpus_first if cpu_ranks % tensor else gpus_last)
 
@@ -157,7 +162,8 @@ def _is_cpu_first(stage: Sequence[Seat]) -> bool:
 def tensor_size(spec: HeteroInferenceSpec) -> int:
     """Returns the number of ranks in a stage.
 
-    It follows from parallelism.tensor, or else from parallelism.pipeline, roles[].layers or the mode.
+    The first of these that is set decides: parallelism.tensor, parallelism.pipeline, roles[].layers, the
+    mode.
 
     Raises:
         PlanError: the number of ranks in the roles does not fit these fields.
