@@ -46,13 +46,13 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
     [
         (spec(mode="Pipeline"), "must be FeedForward or Auto if a role sets feedForward"),
         (spec(own=None), "FeedForward needs a role with feedForward, or a CPU role beside the GPU role"),
-        (beside(spec(own=None), pods=2, layers=[4]), "No role may set layers"),
+        (beside(spec(own=None), pods=2, layers=[4]), "roles: must not set layers in mode FeedForward"),
         (
             beside(spec(), feedForward=OWN),
             "exactly one role must have device GPU or feedForward, with pods: 1",
         ),
-        (beside(spec(own=None), device="GPU"), "all GPUs must be in one pod"),
-        (spec(pods=2), "all GPUs must be in one pod"),
+        (beside(spec(own=None), device="GPU"), "must have all GPUs in one pod"),
+        (spec(pods=2), "must have all GPUs in one pod"),
         (spec(device="CPU", own=None), "exactly one role must have device GPU or feedForward"),
         (spec(ranksPerPod=2), "feedForward.ranks must be a multiple of ranksPerPod"),
         (spec(ranksPerPod=2, own={**OWN, "ranks": 3}), "must be a multiple of ranksPerPod"),
@@ -60,7 +60,10 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
         (beside(spec(ranksPerPod=2, own=None)), "the GPU role must be the only role"),
         (spec(layers=[4]), "Set feedForward.layers"),
         (spec(own={**OWN, "ranks": 0}), "feedForward.ranks: must be greater than or equal to 1"),
-        (spec(own={**OWN, "ranks": 16}), "ranksPerPod: must be at most 16 together with feedForward.ranks"),
+        (
+            spec(own={**OWN, "ranks": 16}),
+            "ranksPerPod: the sum of ranksPerPod and feedForward.ranks must be at most 16",
+        ),
         (spec(own={**OWN, "layers": 0}), "feedForward.layers: must be greater than or equal to 1"),
         (spec(own={"cpu": "14"}), "memory"),
     ],
@@ -74,12 +77,12 @@ def test_impossible_feed_forward_settings_are_refused_with_a_reason(raw: dict[st
 def test_tensor_must_be_the_gpus_and_pipeline_must_be_one() -> None:
     sizes = {"mode": "FeedForward", "tensor": 1, "pipeline": 1}
     assert parse_spec({**spec(), "parallelism": sizes}).world_size == 1
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match=r"parallelism\.pipeline: must be 1 or unset in mode FeedForward"):
         parse_spec({**spec(), "parallelism": {**sizes, "pipeline": 2}})
     two = spec(ranksPerPod=2, own={**OWN, "ranks": 4})
     assert parse_spec(two).roles[0].pod_ranks == 6
     assert parse_spec({**two, "parallelism": {**sizes, "tensor": 2}}).world_size == 2
-    with pytest.raises(SpecError, match=r"parallelism\.tensor must be unset or that role's ranksPerPod"):
+    with pytest.raises(SpecError, match=r"parallelism\.tensor: .* must be unset or equal to ranksPerPod"):
         parse_spec({**two, "parallelism": sizes})
 
 

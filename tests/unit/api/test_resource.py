@@ -248,8 +248,8 @@ def test_an_integer_is_a_quantity() -> None:
             spec(engine={"env": [{"name": "HETEROINFER_PLAN", "value": "x"}]}),
             (
                 "spec.engine.env[0].name: must not be a variable that HeteroInfer reserves "
-                "(got HETEROINFER_PLAN). Remove it. roles[].device, roles[].layers and network set the "
-                "device, the layers and the network interface"
+                "(got HETEROINFER_PLAN). Remove the variable. The fields roles[].device, roles[].layers and "
+                "network.interface set the device, the layers and the network interface"
             ),
         ),
         (

@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from heteroinfer_operator import quantity
 
 AS_STORED: Final = "as stored"
-"""Validation context that skips all rules: a stored resource may be older than a rule."""
+"""Validation context of stored resources. It skips all rules, because a resource may be older than a rule."""
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 
 
@@ -121,7 +121,8 @@ class Model(BaseModel):
 
     rules: ClassVar[tuple[ValidationRule, ...]] = ()
     first_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """First default of each field whose default a later version changed, by attribute."""
+    """For each field whose default a later version changed: its default in the first version with the field,
+    by attribute."""
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
@@ -139,7 +140,7 @@ class Model(BaseModel):
         return self
 
     def _repeated_keys(self) -> Iterator[tuple[str, str]]:
-        """Yields field and message for each list entry with the same keys as an earlier entry."""
+        """Yields the field and a message for each set of keys that several entries of a list have."""
         # The API server makes the same check because of x-kubernetes-list-map-keys.
         for name, alias, keys in _lists_with_keys(type(self)):
             fields = [to_snake(key) for key in keys]
@@ -172,10 +173,11 @@ class Model(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def fields_unlike_first_default(self) -> dict[str, Any]:
-        """Returns the fields whose value is not their first default, as JSON values.
+        """Returns the fields whose value is not their default in the first version with the field, as JSON.
 
-        An upgrade must not look like a change by the user. Resources of an older version lack the fields that
-        a newer version adds, and they store the old default of a field whose default changes.
+        A hash of the result does not change with an upgrade, so an upgrade does not look like a change by the
+        user. Resources of an older version lack the fields that a newer version adds, and they store the old
+        default of a field whose default changes.
         """
         fields: dict[str, Any] = {}
         all_fields = self.model_dump(mode="json", by_alias=True)
@@ -200,7 +202,11 @@ def _lists_with_keys(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]]
 
 @cache
 def _first_defaults(cls: type[Model]) -> tuple[tuple[str, str, Any], ...]:
-    """Returns attribute, field name and first default of each field."""
+    """Returns the attribute, the JSON name and the first default of each field.
+
+    The first default is that of the first version with the field. Later versions may change a default, but
+    stored resources keep the first one.
+    """
     return tuple(
         (
             name,
@@ -246,7 +252,7 @@ def _integer_to_text(value: object) -> object:
     """Returns an integer as text; any other value stays the same."""
     if isinstance(value, bool):
         return value
-    # The API server accepts 2.0 as the integer 2.
+    # A float counts as an integer if it is whole, because the API server accepts 2.0 as the integer 2.
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, by the line above
 
@@ -256,7 +262,7 @@ _LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
 def _to_whole_seconds(value: datetime) -> datetime:
-    """Returns a time in UTC and whole seconds, bounded so that adding a duration never overflows."""
+    """Returns a time in UTC and whole seconds, within bounds so that adding a duration never overflows."""
     if value.tzinfo is None:
         raise ValueError("must have a time zone, such as Z for UTC")
     # The bounds apply before the conversion to UTC, which fails for a time of year 1 or 9999 in some zones.
@@ -325,8 +331,8 @@ def duration_rule(name: str, attribute: str, *, least: str, most: str) -> Valida
         text = getattr(model, attribute)
         return text is None or least_s <= quantity.parse_duration_s(text) <= most_s
 
-    # The field's pattern refuses a text that is no duration. Here, `duration` would fail for such a text and
-    # add an error of the evaluation.
+    # The field's pattern already refuses a text that is not a duration. Without `matches`, the function
+    # `duration` would fail for such a text, and the API server would report this second error, too.
     field_cel, pattern = f"self.{name}", cel_text(quantity.DURATION_PATTERN)
     return ValidationRule(
         field=name,

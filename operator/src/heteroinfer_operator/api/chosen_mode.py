@@ -1,4 +1,4 @@
-"""A mode that the plan chooses for a spec without a mode, and the spec that results. Pure."""
+"""A mode that the plan chooses for a spec without a mode, and the spec with this mode. Pure."""
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -18,9 +18,10 @@ class ChosenMode(Model):
 
     mode: Mode
     gpu_only: bool = False
-    """Whether the mode leaves out the CPU roles."""
+    """Whether the group has no pods of the CPU roles."""
     feed_forward: FeedForwardSpec | None = None
-    """Resources of CPU roles that the mode moves into the pod of the GPU; None if it moves none."""
+    """Feed-forward ranks in the GPU's pod, with the CPUs and memory of the CPU roles, which then have no
+    pods; None if the CPU roles keep theirs."""
     keeps_cpu_pods: bool = False
     """Whether CPU roles have feed-forward ranks in their own pods."""
 
@@ -59,7 +60,7 @@ class ChosenMode(Model):
 
 
 def read_chosen_mode(raw: Any) -> ChosenMode | None:
-    """Returns the mode in a stored record; None if this version cannot read one there."""
+    """Returns the mode in a stored record; None if the record has none that this version can read."""
     try:
         return ChosenMode.model_validate(raw, strict=False)
     except ValidationError:
@@ -86,8 +87,8 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
         feed_forward, no_feed_forward = _build_feed_forward(gpus, cpus)
     if has_feed_forward or feed_forward is not None:
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
-    # In mode FeedForward these roles have the ranks with attention, and the pods of all other roles compute
-    # experts and MLPs. The mode supports only one rank with attention.
+    # In mode FeedForward with CPU pods, these roles have the ranks with attention, and the pods of all other
+    # roles compute experts and MLPs. Such pods can serve only one rank with attention.
     attention_roles = [r for r in spec.roles if r.device is Device.GPU or r.feed_forward is not None]
     if sum(role.num_ranks for role in attention_roles) == 1 and len(attention_roles) < len(spec.roles):
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
@@ -103,7 +104,7 @@ def _build_feed_forward(
 ) -> tuple[FeedForwardSpec | None, str]:
     """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason.
 
-    Their number is a multiple of the number of GPUs.
+    There are at least as many ranks as the CPU roles have, and an equal number for each GPU.
     """
     pods = sum(role.pods for role in gpus)
     if pods != 1:
@@ -142,7 +143,7 @@ def _find_amount(role: RoleSpec, name: str) -> str | None:
 
 
 def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> ChosenMode | None:
-    """Returns the candidate mode of a stored plan, or None.
+    """Returns the candidate mode that a stored plan has, or None if no candidate matches.
 
     Args:
         roles: roles of the plan's ranks.

@@ -73,7 +73,8 @@ class Condition(StatusModel):
     type: Annotated[str, Field(pattern=_TYPE, min_length=1, max_length=316)]
     """Type of the condition, in CamelCase or as PREFIX/NAME."""
     status: ConditionStatus
-    """Status of the condition: True, False or Unknown."""
+    """Whether the condition holds. True: it holds. False: it does not hold. Unknown: the operator does not
+    know yet."""
     reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=1024)]
     """Reason for the last transition, in CamelCase."""
     message: Annotated[str, Field(max_length=32768)] = ""

@@ -117,7 +117,7 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
         result["additionalProperties"] = _structural(resolved["additionalProperties"], definitions)
     default = resolved.get("default")
     if "properties" in resolved and "default" in resolved and default is not None:
-        result["default"] = {}  # the API server fills it with the defaults of the fields
+        result["default"] = {}  # the API server adds the defaults of the fields to this object
     elif default not in (None, [], ""):
         result["default"] = default
     _add_derived_keywords(result)
@@ -129,7 +129,7 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
 
 
 def _add_derived_keywords(schema: dict[str, Any]) -> None:
-    """Adds the default to the description, the format of a number, and the type of a list."""
+    """Completes a schema: adds the default to its description, the format of a number, the type of a list."""
     if "description" in schema:
         schema["description"] = _describe_with_default(schema)
     match schema.get("type"):

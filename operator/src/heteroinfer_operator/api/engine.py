@@ -57,7 +57,7 @@ class EngineFile(Model):
 
 
 def _missing_file(engine: "EngineSpec") -> str:
-    """Returns the first argument that names a file in the folder of `files` that `files` lacks, or ""."""
+    """Returns the first argument with a path in the files' folder that is none of `files`, or ""."""
     files = tuple(f"{_FOLDER}{file.name}" for file in engine.files)
     return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(files)), "")
 
@@ -87,19 +87,22 @@ class EngineSpec(Model):
     )
 
     image: Image | None = None
-    """Container image of the workers. Default: the image that the installation sets for the role's device."""
+    """Container image of the workers. Default: the image for the role's device in the chart's
+    workerImages."""
     args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = ()
-    """Further command-line options of vLLM. The operator refuses options that the plan sets and options that
-    the installation does not allow. Default: none."""
+    """Further command-line options of vLLM. The operator refuses options that the plan sets, and options that
+    neither HeteroInfer nor the chart's allowedArguments allows. Default: none."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=64, json_schema_extra=map_list("name"))] = ()
-    """Further environment variables of every worker. Default: none."""
+    """Further environment variables of every worker. HeteroInfer or the chart's allowedEnvironment must allow
+    their names. Default: none."""
     files: Annotated[tuple[EngineFile, ...], Field(max_length=16, json_schema_extra=map_list("name"))] = ()
     """Small files from ConfigMaps, in the folder /etc/heteroinfer/files of every worker. Options in args can
     name them. Default: none."""
     port: Port = names.DEFAULT_API_PORT
     """TCP port of the OpenAI API in the pods."""
     dtype: Annotated[DType, AfterValidator(_normalize_auto)] = DType.AUTO
-    """Element type of weights and activations. Auto or auto: the type of the checkpoint."""
+    """Element type of weights and activations. Auto or auto: the type of the checkpoint, but bfloat16 if the
+    group has CPU ranks and weights in 4 bits (AWQ, GPTQ, int4)."""
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is
     lower."""
@@ -109,10 +112,11 @@ class EngineSpec(Model):
     in mode FeedForward if memory and predicted times allow."""
     max_time_between_tokens: Duration | None = None
     """Limit of the time between two tokens of a request while vLLM computes the prompts of other requests.
-    The plan reduces the tokens of a step until a step takes no longer, by prediction; long prompts then take
-    more steps, so their first token comes later. Default: no limit."""
+    The plan reduces the tokens of a step until each step is predicted to keep the limit. Long prompts then
+    take more steps, so their first token comes later. Default: no limit."""
     eager: When = When.AUTO
-    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them, and GPU
-    ranks run with them, unless GPU and CPU ranks split the same layers."""
+    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them. GPU ranks
+    run with them, unless GPU and CPU ranks split the same layers. Always: all ranks run without them. Never:
+    CPU ranks use torch.compile, too; GPU ranks as with Auto."""
     shm_size: ByteSize = "8Gi"
     """Size of /dev/shm in each pod. It counts as memory of the pod."""

@@ -58,7 +58,8 @@ OWNED_ENV: Final = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
 )
-"""Variables that no resource may set: the plan or the supervisor sets them, or they would break the group."""
+"""Variables that no resource may set, because the plan or the supervisor sets them, or because another value
+would break the group."""
 OWNED_ENV_PREFIX: Final = "HETEROINFER_"
 SECRET_ENV: Final = (names.ENV_HUB_TOKEN, "VLLM_API_KEY")
 """Variables that hold a secret, which must not be written into the resource."""
@@ -119,8 +120,8 @@ class EnvVar(Model):
             lambda variable: not _is_reserved(variable.name),
             "must not be a variable that HeteroInfer reserves",
             field="name",
-            fix="Remove it. roles[].device, roles[].layers and network set the device, the layers and the "
-            "network interface",
+            fix="Remove the variable. The fields roles[].device, roles[].layers and network.interface set "
+            "the device, the layers and the network interface",
         ),
         _build_rule(
             f"!(self.name in {_to_cel_list(SECRET_ENV)}) "

@@ -19,7 +19,7 @@ class LabelOperator(StrEnum):
 
 
 def values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
-    """Returns the rules that `values` is set for the operators `with_values`, and unset for the others."""
+    """Returns the rules that `values` is set for the operators `with_values`, and empty for the others."""
     listed = f"[{', '.join(map(cel_text, with_values))}]"
     return (
         ValidationRule(
@@ -47,7 +47,8 @@ class LabelRequirement(Model):
     key: LabelKey
     """Key of the label."""
     operator: LabelOperator
-    """Relation between the label and values: In, NotIn, Exists or DoesNotExist."""
+    """Relation between the label and values. In: the label has one of the values. NotIn: it has none of them.
+    Exists: the object has the label. DoesNotExist: the object lacks it."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
     """Values for operator In or NotIn. Default: none."""
 

@@ -95,7 +95,10 @@ class ModelCache(Model):
     storage_class_name: ClassName | None = None
     """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None
-    """Access mode of the claim that the operator creates. Default: ReadWriteMany."""
+    """Access mode of the claim that the operator creates. ReadWriteMany: pods of several nodes can mount it.
+    ReadWriteOnce: pods of one node can mount it. ReadWriteOncePod: a single pod can mount it. ReadOnlyMany:
+        pods
+    of several nodes can mount it read-only. Default: ReadWriteMany."""
     keep: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Number of the model's newest commits to keep in the cache, in addition to the commits in use. A
     download removes all other commits. 0: downloads remove no commit. Default: 2 in a claim that the operator
@@ -177,8 +180,8 @@ class ModelSpec(Model):
     cache: ModelCache | None = None
     """Volume for the files of an hf:// model; workers mount it read-only. Required for hf:// models."""
     resources: Resources | None = None
-    """Resources of the pod that downloads or inspects the model. Default: the installation's resources, also
-    for each resource that this field does not name."""
+    """Resources of the pod that downloads or inspects the model. Default: for each resource that is not set
+    here, that of the chart's podResources.fetch (hf:// models) or podResources.inspect."""
     ca_bundle: CaBundle | None = None
     """Certificate authorities that the pods trust in addition to the system's, while they download and serve.
     Default: none."""

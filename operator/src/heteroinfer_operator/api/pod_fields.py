@@ -1,8 +1,9 @@
 """Formats of names, label values and map keys in pods, as Kubernetes validates them. Pure.
 
-A value that Kubernetes would refuse in a pod is refused in the resource, before any pod is created. The
-patterns are those of `k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`. They mean the
-same in RE2, Python and Rust.
+The API server checks these formats when a user applies a resource. So a value that Kubernetes would refuse in
+a pod is refused before any pod is created. The patterns are those of
+`k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`. They mean the same in RE2 (CEL),
+Python and Rust (pydantic).
 """
 
 import re
@@ -28,7 +29,7 @@ _MAX_PREFIX_LENGTH: Final = 253
 
 
 def _pattern_settings(pattern: str, *, most: int) -> Any:
-    """Returns the settings of a text field with a pattern. Stored resources are not checked.
+    """Returns the settings of a text field with a pattern, which stored resources need not match.
 
     Args:
         most: most characters of the text.

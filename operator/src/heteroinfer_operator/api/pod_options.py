@@ -21,21 +21,27 @@ class GroupChangePolicy(StrEnum):
 
 
 class TemplateSecurityContext(Model):
-    """User and groups of the pods. Each field overrides the installation's setting."""
+    """User and groups of the pods.
+
+    Each field overrides the same field of the chart's workerPods.podSecurityContext.
+    """
 
     run_as_user: Id | None = None
-    """User id of the processes. Default: the installation's."""
+    """User id of the processes. Default: from the chart's workerPods.podSecurityContext."""
     run_as_group: Id | None = None
-    """Group id of the processes. Default: the installation's."""
+    """Group id of the processes. Default: from the chart's workerPods.podSecurityContext."""
     fs_group: Id | None = None
-    """Group id of the files in volumes, if the volume's driver supports it. Default: the installation's."""
+    """Group id of the files in volumes, if the volume's driver supports it. Default: from the chart's
+    workerPods.podSecurityContext."""
     fs_group_change_policy: GroupChangePolicy | None = None
-    """When the group of the files in a volume is changed: Always or OnRootMismatch. Default: the
-    installation's."""
+    """When the node changes the group of the files in a volume. Always: each time it mounts the volume.
+    OnRootMismatch: only if the volume's root folder has another group. Default: from the chart's
+    workerPods.podSecurityContext."""
     supplemental_groups: Annotated[tuple[Id, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None = (
         None
     )
-    """Further group ids of the processes, such as the group of files on NFS. Default: the installation's."""
+    """Further group ids of the processes, such as the group of files on NFS. Default: from the chart's
+    workerPods.podSecurityContext."""
 
 
 class DnsPolicy(StrEnum):
@@ -59,9 +65,9 @@ class DnsOption(Model):
 
 
 def _is_address(text: str) -> bool:
-    """Reports whether CEL's isIP accepts a text.
+    """Reports whether a text is an IP address by the rules of CEL's isIP.
 
-    It accepts an address without a zone, but not IPv4 inside IPv6.
+    isIP refuses addresses with a zone, such as fe80::1%eth0, and IPv4 addresses inside IPv6.
     """
     try:
         address = ipaddress.ip_address(text)

@@ -150,7 +150,8 @@ class ImageVolume(Model):
     reference: Image
     """Reference of the image, as for a container."""
     pull_policy: PullPolicy | None = None
-    """When the node pulls the image. Default: Always for the tag latest, otherwise IfNotPresent."""
+    """When the node pulls the image. Always: before each mount. IfNotPresent: if the node lacks the image.
+    Never: the node must have it already. Default: Always for the tag latest, otherwise IfNotPresent."""
 
 
 class ClaimVolume(Model):
@@ -179,8 +180,8 @@ class TemplateVolume(Model):
             field="name",
             reason=RuleReason.FORBIDDEN,
             cel=f"!(self.name in [{', '.join(map(cel_text, OWN_VOLUMES))}])",
-            message=f"must not be {', '.join(OWN_VOLUMES[:-1])} or {OWN_VOLUMES[-1]}, names of the "
-            "operator's own volumes",
+            message=f"must not be {', '.join(OWN_VOLUMES[:-1])} or {OWN_VOLUMES[-1]}, which are the names of "
+            "the operator's own volumes",
             fix="Choose another name",
             holds=lambda volume: volume.name not in OWN_VOLUMES,
         ),

@@ -78,12 +78,13 @@ def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) ->
     """Returns the section of one type in Markdown: its description, and a table of its fields.
 
     Args:
-        above: "spec" or "status"; only tables of the spec have a column of defaults.
+        above: heading above the section, "spec" or "status". Only tables of the spec have a column of
+            defaults.
     """
     schema = definitions[name]
     required = set(schema.get("required", ()))
     rules = schema.get(_RULES, ())
-    # A rule about the stored object compares a field with its former value.
+    # Only a rule that makes a field immutable compares the field with its stored value (`oldSelf`).
     immutable = {rule["fieldPath"].removeprefix(".") for rule in rules if "oldSelf" in rule["rule"]}
     lines = [
         f"### {name}\n",

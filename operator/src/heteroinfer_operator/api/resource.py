@@ -28,7 +28,8 @@ from heteroinfer_operator.errors import SpecError
 ModelT = TypeVar("ModelT", bound=Model)
 
 MAX_NAME_LENGTH: Final = 40
-"""The host name of a pod, NAME-GROUP-EPOCH-POD, has at most 63 characters: 40, 3 hyphens and 20 digits."""
+"""Longest name of a resource: a pod's host name, NAME-GROUP-EPOCH-POD, has at most 63 characters. These are
+40 characters of NAME, 3 hyphens and 20 digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -101,8 +102,8 @@ class HeteroInference(Model):
 
 
 MAX_SPEC_LENGTH: Final = 256 * 1024
-"""Longest spec in bytes of JSON: a ConfigMap stores the spec, pods contain parts of the spec, and one
-object contains spec and status."""
+"""Longest spec, in bytes of JSON. The limit leaves room in the objects that contain the spec: the resource,
+a ConfigMap, and pods, which have parts of it."""
 
 
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
@@ -144,17 +145,17 @@ def _check_spec_length(spec: Mapping[str, Any]) -> None:
 
 
 def _json_length(raw: object) -> int:
-    """Returns the bytes of a value as compact JSON, which escapes all but ASCII."""
+    """Returns the bytes of a value as compact JSON, in which every character beyond ASCII is escaped."""
     return len(json.dumps(raw, default=dict, separators=(",", ":")))
 
 
 def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
-    """Returns a spec that any version accepted.
+    """Returns a stored spec, which an older or newer version may have accepted.
 
     Skips rules and drops unknown fields.
 
     Raises:
-        SpecError: the spec still cannot be read.
+        SpecError: a known field has a value that this version cannot read.
     """
     try:
         return _read_as_stored(HeteroInferenceSpec, raw)
@@ -171,14 +172,15 @@ def parse_lifecycle(raw: Mapping[str, Any]) -> LifecycleSpec:
     A field that cannot be read gets its default.
     """
     life = _parse_stored(LifecycleSpec, raw)
+    # None stays if replicas is set but unreadable: then the number of groups is unknown, not 1.
     return life if raw.get("replicas") is not None else life.changed(replicas=1)
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     """Returns the status from a resource's `status`; an empty status if there is none.
 
-    A value may be unreadable because another version wrote it or it was damaged. Then only this value is
-    dropped: the field, or the list entry if a required field is affected.
+    A value that another version wrote, or that is damaged, may be unreadable. Then only this value is
+    dropped: the field, or the whole list entry if it is a required field of the entry.
     """
     return _parse_stored(HeteroInferenceStatus, raw or {})
 
@@ -201,7 +203,11 @@ def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]
 
 
 def _parse_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
-    """Returns the model of stored values. Values that cannot be read are dropped."""
+    """Returns the model of stored values. Values that cannot be read are dropped.
+
+    Drops the values at which validation fails and validates the rest again, until no problem is left. If the
+    object as a whole is unreadable, the result has only defaults.
+    """
     try:
         return _read_as_stored(cls, {key: raw[key] for key in _models_by_field(cls) if key in raw})
     except ValidationError:  # rare; the code below takes ten times as long
@@ -226,7 +232,8 @@ def _read_as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
 def _path_to_drop(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Returns the path of the value to drop because of a problem.
 
-    If a required field is missing, that is the object that lacks it.
+    If a required field is missing, the object that lacks the field is dropped. pydantic's path can contain
+    parts that the value lacks, such as the name of a type; the result ends before them.
     """
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
     path_in_value: list[str | int] = []
@@ -306,8 +313,8 @@ def _to_json(raw: Mapping[str, Any], cls: type[Model]) -> str:
 def _without_nulls(raw: object, cls: type[Model] | None) -> object:
     """Returns JSON values without nulls in maps and in fields that `cls` knows.
 
-    The API server takes such a null for an absent field, but a null in an unknown field still makes it an
-    unknown field. Mappings that are not dicts (kopf's views) become dicts.
+    The API server treats such a null as an absent field. A null in an unknown field stays, so that the field
+    is refused as unknown. Mappings that are not dicts (kopf's views) become dicts.
     """
     if isinstance(raw, Mapping):
         fields = {} if cls is None else _models_by_field(cls)

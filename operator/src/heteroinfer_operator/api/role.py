@@ -59,8 +59,8 @@ class FeedForwardSpec(Model):
     """CPU ranks in the pods of a GPU role that compute experts and MLPs for the GPU."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_POD)] = 1
-    """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine. With several
-    GPUs it must be a multiple of ranksPerPod, and each GPU has an equal number of these ranks."""
+    """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine. If the pod has
+    several GPUs, it must be a multiple of ranksPerPod: each GPU has an equal number of these ranks."""
     cpu: ResourceQuantity
     """CPU cores for each feed-forward rank. The operator adds them to the pod's requests, and to its CPU
     limit if it has one."""
@@ -69,8 +69,7 @@ class FeedForwardSpec(Model):
     if it has one."""
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of layers whose experts or MLPs these ranks compute. Default: the smallest number with which the
-    rest of the model fits into the GPU's memory, or one more if the plan needs the memory to compute long
-    prompts."""
+    rest of the model fits into the GPU's memory, or one more if the GPU then computes long prompts faster."""
 
 
 class RoleSpec(Model):
@@ -105,8 +104,8 @@ class RoleSpec(Model):
         ValidationRule(
             field="ranksPerPod",
             cel=f"!has(self.feedForward) || self.ranksPerPod + self.feedForward.ranks <= {MAX_RANKS_PER_POD}",
-            message=f"must be at most {MAX_RANKS_PER_POD} together with feedForward.ranks",
-            fix="Use fewer ranks",
+            message=f"the sum of ranksPerPod and feedForward.ranks must be at most {MAX_RANKS_PER_POD}",
+            fix="Lower ranksPerPod or feedForward.ranks",
             holds=lambda role: role.pod_ranks <= MAX_RANKS_PER_POD,
             got="%d in role %s",
             got_cel=("self.ranksPerPod + self.feedForward.ranks", "self.name"),
@@ -117,11 +116,12 @@ class RoleSpec(Model):
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=20)]
     """Name of the role, a DNS label that no other role has."""
     device: Device
-    """Device on which the ranks of this role compute: GPU or CPU."""
+    """Device on which the ranks of this role compute. GPU: each rank gets one GPU. CPU: the ranks of a pod
+    share its CPUs."""
     pods: Annotated[int, Field(ge=1, le=MAX_PODS_PER_ROLE)] = 1
     """Number of pods of this role in each group."""
     ranks_per_pod: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_POD)] = 1
-    """Number of ranks in each pod. With device GPU each rank gets one GPU."""
+    """Number of ranks in each pod, without feed-forward ranks."""
     layers: (
         Annotated[
             tuple[Annotated[int, Field(ge=1, le=4096)], ...], Field(min_length=1, max_length=MAX_WORLD_SIZE)
@@ -131,10 +131,10 @@ class RoleSpec(Model):
     """Number of layers of each stage of this role, in order. Set it in all roles or in none. Default: chosen
     by the plan."""
     cpu_binding: CpuBinding = CpuBinding.AUTO
-    """Whether the threads of CPU ranks are bound to cores; those of a rank are bound to one NUMA node if
-    possible. Auto: bound if the pod's CPUs are exclusive (static CPU manager or a cpuset). Always: bound, for
-    nodes on which nothing else computes; a CPU limit below the node's CPUs still prevents the binding. Never:
-    not bound."""
+    """Whether the threads of CPU ranks are bound to cores; the threads of a rank to those of one NUMA node,
+    if possible. Auto: bound if the pod's CPUs are exclusive (static CPU manager or cpuset). Always: bound,
+    for nodes on which nothing else computes. A CPU limit below the node's CPUs still prevents the binding.
+    Never: not bound."""
     device_resource_name: (
         Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", max_length=317)] | None
     ) = None
@@ -142,9 +142,9 @@ class RoleSpec(Model):
     device_memory: ByteSize | None = None
     """Memory of one GPU, for the plan. Only for device GPU. Default: the memory that node labels report."""
     feed_forward: FeedForwardSpec | None = None
-    """CPU ranks in the same pods that compute experts and MLPs. Only for parallelism.mode FeedForward, or
-    Auto, with which the plan decides whether to use them. In FeedForward the ranks of other CPU roles compute
-    experts and MLPs too. Default: none."""
+    """Feed-forward ranks: CPU ranks in the pods of this role that compute experts and MLPs for the GPU. Only
+    for parallelism.mode FeedForward, or Auto, with which the plan decides whether to use them. In mode
+    FeedForward, the ranks of other CPU roles also compute experts and MLPs. Default: none."""
     resources: Resources | None = None
     """CPU and memory of each pod. The operator adds the GPUs and the resources of feedForward. Default:
     none."""

@@ -73,11 +73,12 @@ class ParallelismSpec(Model):
         BeforeValidator(_auto_to_none),
         WithJsonSchema({"type": "string", "enum": [AUTO_MODE, *(mode.value for mode in Mode)]}),
     ] = None
-    """How the model is divided. Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each
-    layer. FeedForward: the GPU computes attention, and CPU ranks compute experts and MLPs, either in the pod
-    of the GPU (roles[].feedForward) or in the pods of CPU roles. Auto: the plan chooses the fastest of these
-    modes that fits, once for each revision of the spec. It may then leave CPU roles unused, or use their CPUs
-    and memory only for experts and MLPs. Default: Auto."""
+    """How the model is divided. Pipeline: each stage holds whole layers. Tensor: the ranks split each layer.
+    FeedForward: the GPU computes attention, and CPU ranks compute experts and MLPs. These CPU ranks are in
+        the
+    pod of the GPU (roles[].feedForward) or in the pods of CPU roles. Auto: the plan chooses the fastest of
+    these modes that fits, once for each revision of the spec. The chosen mode may leave CPU roles unused, or
+    move their CPUs and memory into the pod of the GPU. Default: Auto."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -86,7 +87,7 @@ class ParallelismSpec(Model):
     """Order of the stages. Auto: CPU stages first and GPU stages last, so that a GPU computes the output
     head. AsListed: in the order of roles."""
     batches_in_flight: Annotated[int, Field(ge=1, le=8)] = 1
-    """Number of decode batches in the pipeline at the same time. Each batch reads all weights, so 1 is best
+    """Number of decode batches in the pipeline at the same time. Every batch reads all weights, so 1 is best
     if reading weights limits the speed."""
 
 
@@ -103,9 +104,10 @@ class ShortageSpec(Model):
     rules: ClassVar[tuple[ValidationRule, ...]] = (duration_rule("after", "after", least="0s", most="168h"),)
 
     action: ShortageAction = ShortageAction.WAIT
-    """Reaction to missing GPUs. Wait: wait until the GPUs exist. CPUOnly: run the GPU roles on CPUs."""
+    """Reaction to missing GPUs. Wait: the group waits until enough GPUs are free. CPUOnly: the ranks of GPU
+    roles compute on CPUs."""
     after: Duration = "10m"
-    """Time without enough GPUs before CPUOnly takes effect; ignored with action Wait. If no node can be
+    """Time without enough GPUs before CPUOnly takes effect. Has no effect with action Wait. If no node can be
     added, CPUOnly takes effect immediately."""
 
 
@@ -152,8 +154,8 @@ class NetworkSpec(Model):
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
     """TCP port of torch.distributed's store in the leader's pod."""
     heartbeat_timeout: Duration | None = None
-    """Time without a heartbeat after which a pod counts as lost. On busy machines the pods extend it
-    themselves. Raise it if the network pauses for longer; a lost pod is then detected that much later.
+    """Time without a heartbeat after which a pod counts as lost. On busy machines the pods extend this time
+    themselves. Raise it if the network pauses for longer; the operator then also detects a lost pod later.
     Default: 1500ms."""
 
 
@@ -165,8 +167,8 @@ class StartupSpec(Model):
     )
 
     timeout: Duration = "30m"
-    """Longest time without progress after all pods run. Loading counts as progress while bytes are read.
-    Waiting for a node, an image or the model has no limit."""
+    """Longest time without progress after all pods run; after this time, the group restarts. Loading counts
+    as progress while bytes are read. Waiting for a node, an image or the model has no limit."""
 
 
 class RestartSpec(Model):
@@ -179,7 +181,8 @@ class RestartSpec(Model):
     )
 
     max_restarts: Annotated[int, Field(ge=0, le=MAX_RESTARTS)] = 5
-    """Number of restarts within the window after which the group has failed and stays stopped."""
+    """Number of restarts within window that a group may have. The failure after the last of these restarts is
+    final: the group stays stopped, with phase Failed."""
     window: Duration = "1h"
     """Period in which restarts count towards maxRestarts. Older restarts count only if the group has not
     served since."""
@@ -193,16 +196,17 @@ class RolloutSpec(Model):
     """How groups are replaced after a change of the spec."""
 
     max_unavailable: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = 1
-    """Number of groups that may be replaced at the same time."""
+    """Number of groups that may be stopped at the same time, to be replaced."""
 
 
 class SchedulingSpec(Model):
     """How the pods of a group are placed on nodes."""
 
     gang: When = When.AUTO
-    """Whether the pods of a group are placed all together or not at all. Auto: by the cluster's gang
-    scheduler; without one, the operator creates no pod until all of them fit. Always: only by a gang
-    scheduler. Never: the operator creates all pods at the same time, and each pod is placed on its own."""
+    """Whether the pods of a group are placed all together or not at all. Auto: the cluster's gang scheduler
+    places them together; without a gang scheduler, the operator creates no pod until all of them fit. Always:
+    only a gang scheduler may place them. Never: the operator creates all pods at the same time, and the
+    scheduler places each pod on its own."""
     queue_name: QueueName = ""
     """Name of the Kueue or Volcano queue. Default: none."""
     scheduler_name: Annotated[str, Field(max_length=253)] = ""
@@ -218,7 +222,8 @@ class SchedulingSpec(Model):
 _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUTO_MODE}')"
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
 _HAS_ATTENTION_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
-"""CEL expression: whether a role has the rank with attention in mode FeedForward."""
+"""CEL expression: whether the ranks of a role compute attention in mode FeedForward. These are the ranks that
+ask feed-forward ranks."""
 _ASKING_CEL: Final = f"self.roles.filter(r, {_HAS_ATTENTION_CEL})"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
@@ -231,7 +236,10 @@ _PORT_LIST: Final = f"{', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_POR
 
 
 def _tensor_divides_ranks_per_pod(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether a pod holds whole stages. In mode Tensor, which Auto may choose, stages span pods."""
+    """Reports whether each pod holds whole stages. True for modes Tensor and Auto.
+
+    In mode Tensor, which Auto may choose, a stage may have ranks in several pods.
+    """
     tensor = spec.parallelism.tensor
     return (
         tensor is None
@@ -249,26 +257,28 @@ def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
 
 
 def _has_one_asking_pod(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether a spec with mode FeedForward has one pod with attention, whose ranks are one stage.
-
-    True for other modes.
-    """
-    sizes = spec.parallelism
-    if sizes.mode is not Mode.FEED_FORWARD:
+    """Reports whether a spec with mode FeedForward has one pod with attention. True for other modes."""
+    if spec.parallelism.mode is not Mode.FEED_FORWARD:
         return True
-    if len(spec.stage_roles) != 1:
-        return False
-    (asking_role,) = spec.stage_roles
-    return (
-        asking_role.pods == 1
-        and all(role.layers is None for role in spec.roles)
-        and sizes.tensor in (None, asking_role.ranks_per_pod)
-        and sizes.pipeline in (None, 1)
-    )
+    return len(spec.stage_roles) == 1 and spec.stage_roles[0].pods == 1
 
 
-def _asking_ranks_have_servers(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether several ranks with attention have equally many feed-forward ranks, in their pod."""
+def _tensor_is_asking_pod(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether parallelism.tensor allows that all ranks with attention are one stage.
+
+    True for modes other than FeedForward.
+    """
+    tensor = spec.parallelism.tensor
+    if spec.parallelism.mode is not Mode.FEED_FORWARD or tensor is None:
+        return True
+    return all(tensor == role.ranks_per_pod for role in spec.stage_roles)
+
+
+def _asking_ranks_have_equal_helpers(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether each of several ranks with attention has as many feed-forward ranks, in the same pod.
+
+    True for one rank with attention, and for modes other than FeedForward.
+    """
     if spec.parallelism.mode is not Mode.FEED_FORWARD:
         return True
     return all(
@@ -312,15 +322,45 @@ class HeteroInferenceSpec(Model):
         ValidationRule(
             field="parallelism.mode",
             cel=f"{_MODE_CEL} != 'FeedForward' || ({_ASKING_CEL}.size() == 1 "
-            f"&& {_ASKING_CEL}.all(r, r.pods == 1 "
-            "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == r.ranksPerPod)) "
-            "&& !self.roles.exists(r, has(r.layers)) "
-            "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
-            message="in mode FeedForward all GPUs must be in one pod: exactly one role must have device GPU "
-            "or feedForward, with pods: 1. No role may set layers, parallelism.tensor must be unset or that "
-            "role's ranksPerPod, and parallelism.pipeline must be 1 or unset",
-            fix="Set feedForward.layers instead of layers, or use mode Pipeline for GPUs in several pods",
+            f"&& {_ASKING_CEL}.all(r, r.pods == 1))",
+            message="mode FeedForward must have all GPUs in one pod: exactly one role must have device GPU "
+            "or feedForward, with pods: 1",
+            fix="Use one such role with pods: 1, or mode Pipeline for GPUs in several pods",
             holds=_has_one_asking_pod,
+        ),
+        ValidationRule(
+            field="roles",
+            cel=f"{_MODE_CEL} != 'FeedForward' || !self.roles.exists(r, has(r.layers))",
+            message="must not set layers in mode FeedForward",
+            fix="Set feedForward.layers, the number of layers whose experts or MLPs CPU ranks compute",
+            holds=lambda spec: (
+                spec.parallelism.mode is not Mode.FEED_FORWARD
+                or all(role.layers is None for role in spec.roles)
+            ),
+        ),
+        ValidationRule(
+            field="parallelism.tensor",
+            cel=f"{_MODE_CEL} != 'FeedForward' || !has(self.parallelism.tensor) "
+            f"|| {_ASKING_CEL}.all(r, self.parallelism.tensor == r.ranksPerPod)",
+            message="in mode FeedForward, must be unset or equal to ranksPerPod of the role with the GPUs",
+            fix="Remove parallelism.tensor",
+            holds=_tensor_is_asking_pod,
+            got="%d",
+            got_cel=("self.parallelism.tensor",),
+            got_values=lambda spec: (spec.parallelism.tensor,),
+        ),
+        ValidationRule(
+            field="parallelism.pipeline",
+            cel=f"{_MODE_CEL} != 'FeedForward' || !has(self.parallelism.pipeline) "
+            "|| self.parallelism.pipeline == 1",
+            message="must be 1 or unset in mode FeedForward, because the GPUs are one stage",
+            fix="Remove parallelism.pipeline",
+            holds=lambda spec: (
+                spec.parallelism.mode is not Mode.FEED_FORWARD or spec.parallelism.pipeline in (None, 1)
+            ),
+            got="%d",
+            got_cel=("self.parallelism.pipeline",),
+            got_values=lambda spec: (spec.parallelism.pipeline,),
         ),
         ValidationRule(
             field="parallelism.mode",
@@ -331,7 +371,7 @@ class HeteroInferenceSpec(Model):
             "feedForward.ranks must be a multiple of ranksPerPod",
             fix="Set feedForward.ranks to a multiple of ranksPerPod, and move the resources of CPU roles "
             "into feedForward",
-            holds=_asking_ranks_have_servers,
+            holds=_asking_ranks_have_equal_helpers,
         ),
         ValidationRule(
             field="roles",
@@ -417,7 +457,7 @@ class HeteroInferenceSpec(Model):
             reason=RuleReason.FORBIDDEN,
             cel="has(self.operatorClass) == has(oldSelf.operatorClass) "
             "&& (!has(self.operatorClass) || self.operatorClass == oldSelf.operatorClass)",
-            message="must not change, because two operators would act on one resource",
+            message="must not change, because two operators would then act on one resource",
             fix="Delete the resource and create it with the other class",
             holds=lambda spec: True,  # compares two versions of the resource, which only the API server has
         ),
@@ -493,7 +533,7 @@ class HeteroInferenceSpec(Model):
     """Time that running requests get to finish when a group stops. A change applies to pods created later."""
     step_timeout: Duration | None = None
     """Longest time for one step of a rank, and for an answer of vLLM's API server or engine while no rank
-    computes. After this time, the operator restarts the group. Default: 5m."""
+    computes. After this time, the group restarts. Default: 5m."""
 
     @property
     def world_size(self) -> int:

@@ -31,9 +31,10 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def _at_most(most: int) -> AfterValidator:
-    """Returns a validator that refuses numbers above `most`.
+    """Returns a validator that refuses a stored number above `most`, when the operator reads the status.
 
-    The operator never writes such a number, so another client has written it. The schema still accepts it.
+    Only another client can have written such a number. `Field(le=most)` would lower the `maximum` in the CRD,
+    and the API server could then refuse updates of a status that already contains such a number.
     """
 
     def check(value: int) -> int:
@@ -67,7 +68,7 @@ def next_count(count: int) -> int:
 
 
 class ModelPhase(StrEnum):
-    """Progress of reading or downloading the model."""
+    """Progress of reading or downloading the model; `ModelStatus.phase` explains the values."""
 
     PENDING = "Pending"
     INSPECTING = "Inspecting"
@@ -77,44 +78,43 @@ class ModelPhase(StrEnum):
 
 
 class GroupPhase(StrEnum):
-    """Phase of a group when the status was written; the operator checks it against the pods."""
+    """Phase of a group when the status was written; `GroupStatus.phase` explains the values.
+
+    Each reconcile finds the phase again from the group's pods.
+    """
 
     PENDING = "Pending"
     STARTING = "Starting"
     READY = "Ready"
     SLEEPING = "Sleeping"
-    """The group sleeps at a client's request, and serves again when a client wakes it."""
     STOPPING = "Stopping"
     WAITING = "Waiting"
-    """The group waits for the end of its back-off."""
     FAILED = "Failed"
 
 
 class StartupPhase(StrEnum):
-    """Phases of a group's start, in order."""
+    """Phases of a group's start, in order; `StartupStatus.phase` explains them."""
 
     MODEL = "Model"
-    """Waiting for the model's files and sizes."""
     SCHEDULING = "Scheduling"
-    """Waiting for a node for each pod. The wait has no time limit, because only free capacity helps."""
+    """The wait has no time limit, because only free capacity ends it."""
     IMAGE = "Image"
-    """Waiting for images and volumes on the nodes. The wait has no time limit, because a new pod would wait
-    again."""
+    """The wait has no time limit, because a new pod would have to wait again."""
     CONNECTING = "Connecting"
-    """All pods run; the ranks connect."""
     LOADING = "Loading"
-    """At least one rank reads weights."""
     WARMING_UP = "WarmingUp"
-    """All weights are read; ranks measure memory and compile, and the API starts."""
 
 
 class ModelStatus(StatusModel):
     """State of the model's files."""
 
     phase: ModelPhase = ModelPhase.PENDING
-    """Progress of reading or downloading the model: Pending, Inspecting, Downloading, Ready or Failed."""
+    """Progress of reading or downloading the model. Pending: no pod reads the model yet. Inspecting: a pod
+    reads the sizes of a model in a volume, an image or a folder. Downloading: a pod downloads an hf:// model
+    and reads its sizes. Ready: the sizes are known. Failed: the last attempt failed; the operator tries
+    again."""
     key: Hash | None = None
-    """Hash of the URI and revision to which the profile belongs."""
+    """Hash of the model's URI and revision to which profile belongs."""
     commit: Hash | None = None
     """Commit of an hf:// model that was downloaded. It stays the same until model.uri or
     model.revision changes."""
@@ -125,7 +125,7 @@ class ModelStatus(StatusModel):
     failures: Count | None = None
     """Number of consecutive failed attempts. The wait for the next attempt grows with it."""
     reason: StoredReason | None = None
-    """Reason of the last failed attempt, in CamelCase; unset when an attempt makes progress."""
+    """Reason of the last failed attempt, in CamelCase. Absent once an attempt makes progress."""
     message: Text | None = None
     """Details of the last failed attempt."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
@@ -146,7 +146,8 @@ class RankPlan(StatusModel):
     role: RoleName
     """Name of the rank's role."""
     device: Device
-    """Device on which the rank computes; CPU in a GPU role if planning.onGPUShortage chose it."""
+    """Device on which the rank computes: GPU or CPU. It is CPU in a GPU role if GPUs are missing and
+    planning.onGPUShortage.action is CPUOnly."""
     layers: Count
     """Number of transformer layers that the rank holds."""
     memory: Annotated[str, Field(max_length=24)]
@@ -174,13 +175,13 @@ class PlanStatus(StatusModel):
     world_size: Count
     """Number of ranks in a group."""
     eager_reason: Text | None = None
-    """Reason why GPU ranks run without CUDA graphs, if the plan's layout forbids them."""
+    """Reason why GPU ranks run without CUDA graphs. Absent unless the plan forbids CUDA graphs."""
     max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest sequence that the group serves, prompt and output together, in tokens."""
     images: Text | None = None
     """Worker images of the groups with this plan, separated by commas."""
     roles: Annotated[tuple[PlanRole, ...], Field(max_length=MAX_ROLES, json_schema_extra=ATOMIC)] = ()
-    """Values that the operator found for the GPU roles."""
+    """GPU memory with which the plan was made, for each GPU role."""
     predicted_step_microseconds: Microseconds | None = None
     """Predicted decode step for one request, in microseconds."""
     predicted_step_ms: Milliseconds | None = None
@@ -188,8 +189,8 @@ class PlanStatus(StatusModel):
     calibration: Text | None = None
     """Rates behind the predictions, for each role: the calibration of its nodes, or default rates."""
     long_prompts: Text | None = None
-    """In mode FeedForward, the part of the experts that the GPU computes in long prompts; unset if it has no
-    memory for them."""
+    """In mode FeedForward, the part of the experts that the GPU computes in long prompts, by prediction.
+    Absent if the plan gives the GPU no memory for such experts."""
     notes: Text | None = None
     """Advice and warnings about the plan."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
@@ -208,7 +209,7 @@ class FailureStatus(StatusModel):
     message: Text
     """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
-    """Global rank that caused the end of the epoch; unset if no rank did."""
+    """Global rank that caused the end of the epoch. Absent if no rank caused it."""
     exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
     """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
@@ -244,8 +245,8 @@ class RankEntry(StatusModel):
     locked_memory_limit_bytes: Count | None = None
     """Most memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
     transports: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=8)] | None = None
-    """How tensors of the rank travel between stages and between the ranks of a stage, such as
-    ranks:nccl_p2p or stages:gloo."""
+    """How tensors of the rank travel, as PEERS:PATH, such as ranks:nccl_p2p (between the ranks of a stage) or
+    stages:gloo (between stages)."""
 
 
 class KvLimit(StrEnum):
@@ -273,27 +274,28 @@ class KvStatus(StatusModel):
     limited_by: KvLimit
     """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the limiting rank holds less."""
     room_blocks: Count
-    """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit on that rank."""
+    """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit into its memory."""
 
 
 class KvCacheStatus(StatusModel):
     """KV cache of a group, with the same number of blocks on every rank."""
 
     blocks: Count
-    """Number of blocks on each rank: the number that fits on the rank with the least free memory."""
+    """Number of blocks on each rank: the number in the plan, or fewer if the memory of the limiting rank
+    holds fewer."""
     block_tokens: Count | None = None
     """Number of tokens whose keys and values fit into a block. Absent if no layer has such a cache, as in a
     model with only Mamba layers."""
     tokens: Count
     """Number of tokens that the cache holds if all requests have the maximum length."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
-    """Global rank with memory for the fewest blocks. The rank measures its free memory after a run of the
+    """Global rank whose memory holds the fewest blocks. Each rank measures its free memory after a run of the
     largest batch."""
     limiting_role: RoleName
-    """Role of the limiting rank. Raise its memory for a larger KV cache."""
+    """Role of the limiting rank. Raise the memory of this role for a larger KV cache."""
     limited_by: KvLimit
-    """Cause of the limit of the KV cache. Plan: the size in the plan, for which every rank has memory.
-    Memory: the limiting rank has memory for less than the plan's size."""
+    """Reason why the KV cache is not larger. Plan: it has the size in the plan, and every rank has memory for
+    it. Memory: the limiting rank has memory for less than the plan's size."""
     limiting_rank_blocks: Count
     """Number of blocks that fit into the memory of the limiting rank."""
 
@@ -315,7 +317,11 @@ class StartupStatus(StatusModel):
     """Progress of a group's start."""
 
     phase: StartupPhase
-    """Phase of the start: Model, Scheduling, Image, Connecting, Loading or WarmingUp."""
+    """Phase of the start. Model: waits for the model's files and sizes. Scheduling: waits for a node for each
+    pod. Image: waits for images and volumes on the nodes. Connecting: all pods run, and their ranks connect.
+    Loading: at least one rank reads weights. WarmingUp: all weights are read; ranks measure memory and
+        compile,
+    and the API server starts."""
     since: Time
     """Time when this phase began."""
     bytes_done: Count | None = None
@@ -338,15 +344,19 @@ class GroupStatus(StatusModel):
     epoch: Epoch = 0
     """Number of the current epoch. It grows with each start, by 1 or more; 0 before the first start."""
     phase: GroupPhase = GroupPhase.PENDING
-    """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
+    """Phase of the group. Pending: cannot start yet, for example without a plan, a model or nodes. Starting:
+    the pods of an epoch are created and load the model. Ready: serves requests. Sleeping: sleeps at a
+    client's request, and serves again when a client wakes it. Stopping: its pods finish running requests and
+    are deleted. Waiting: waits before the next restart (restart.backoffMax). Failed: has used up
+    restart.maxRestarts, and stays stopped."""
     message: Text | None = None
     """Reason why the group waits or has failed."""
     epoch_start_time: Time | None = None
-    """Time at which the operator began to create pods of this epoch. The pods may have run since then."""
+    """Time at which the operator began to create the pods of this epoch."""
     startup: StartupStatus | None = None
     """Progress of the start, while the group starts."""
     next_epoch_time: Time | None = None
-    """Time of the next start."""
+    """Earliest time of the next start, while the group waits for it."""
     restarts: Count = 0
     """Number of restarts after failures that count towards restart.maxRestarts."""
     after_failure: bool = False
@@ -357,8 +367,8 @@ class GroupStatus(StatusModel):
     spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Indexes of pods of this epoch that ended before they ran; their names may be reused."""
     rejections: Count = 0
-    """Number of pods of this epoch that nodes rejected before they ran. The wait for the next pod grows with
-    it."""
+    """Number of pods of this epoch that nodes rejected before they ran. The wait before the next pod grows
+    with this number."""
     rejected_pods: Annotated[
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
@@ -378,8 +388,8 @@ class GroupStatus(StatusModel):
     kv: KvStatus | None = None
     """Deprecated: use kvCache."""
     long_prompts: Text | None = None
-    """In mode FeedForward, the part of the experts that the GPU computes in long prompts, as this epoch
-    measured it; unset before the measurement, or if the GPU has no memory for experts."""
+    """In mode FeedForward, the part of the experts that the GPU computes in long prompts, measured in this
+    epoch. Absent before the measurement, or if the GPU has no memory for experts."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Ranks of the group, with their pods and times."""
 
@@ -450,8 +460,8 @@ class HeteroInferenceStatus(StatusModel):
     update_revision: Hash | None = None
     """Revision of the current spec."""
     records_signed_by: Hash | None = None
-    """Fingerprint of the key that signs all stored revisions; the operator ignores revisions without this
-    signature."""
+    """Fingerprint of the operator's key with which all stored revisions are signed. If set, the operator
+    ignores stored revisions without such a signature."""
     summary: Summary | None = None
     """Values for the columns of `kubectl get`."""
     conditions: Annotated[
@@ -461,7 +471,8 @@ class HeteroInferenceStatus(StatusModel):
     Ready, Stalled, Progressing, Planned, ModelReady, CapacityAvailable, Degraded and Failed. Alert on
     Stalled: nothing changes without a person."""
     gpus_missing_since: Time | None = None
-    """Time since when GPUs are missing; planning.onGPUShortage.after counts from it."""
+    """Time at which the operator first missed GPUs; planning.onGPUShortage.after counts from this time.
+    Absent if no GPUs are missing."""
     model: ModelStatus | None = None
     """State of the model's files."""
     plans: Annotated[tuple[PlanStatus, ...], Field(max_length=MAX_PLANS, json_schema_extra=ATOMIC)] = ()

@@ -102,11 +102,14 @@ class Toleration(Model):
     key: LabelKeyOrNone | None = None
     """Key of the taints. Default: every key, with operator Exists."""
     operator: TolerationOperator | None = None
-    """Relation between the taint and value: Exists or Equal. Default: Equal."""
+    """How the toleration matches the value of a taint. Equal: the taint must have this value. Exists: the
+    taint may have any value. Default: Equal."""
     value: LabelValue | None = None
     """Value of the taints, for operator Equal. Default: empty."""
     effect: TaintEffect | None = None
-    """Effect of the taints. Default: every effect."""
+    """Effect of the taints. NoSchedule: the scheduler places no pods on the node that do not tolerate the
+    taint. PreferNoSchedule: it avoids the node. NoExecute: such pods are also evicted. Default: every
+    effect."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31)] | None = None
     """Seconds that a pod stays on a node with such a taint, for effect NoExecute. Default: no limit."""
 
@@ -131,7 +134,10 @@ class NodeRequirement(Model):
     key: LabelKey
     """Key of the node's label; in matchFields, name of the node's field."""
     operator: NodeOperator
-    """Relation between the label and values: In, NotIn, Exists, DoesNotExist, Gt or Lt."""
+    """Relation between the label and values. In: the label has one of the values. NotIn: it has none of them.
+    Exists: the node has the label. DoesNotExist: the node lacks it. Gt or Lt: the label is a whole number
+        greater
+    or less than the value."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
     """Values for operator In or NotIn; one whole number for Gt or Lt. Default: none."""
 
@@ -293,7 +299,7 @@ class PodTemplate(Model):
             cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
             "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
             message="if it is None, dnsConfig.nameservers must list servers that resolve the cluster's names",
-            fix="Add the name servers",
+            fix="Add the name servers, or use dnsPolicy ClusterFirst",
             holds=lambda template: (
                 template.dns_policy is not DnsPolicy.NONE
                 or bool(template.dns_config is not None and template.dns_config.nameservers)
@@ -304,7 +310,8 @@ class PodTemplate(Model):
     labels: Labels | None = None
     """Labels that are added to the pods. Default: none."""
     annotations: Annotated[dict[str, Text], Field(max_length=32)] | None = None
-    """Annotations that are added to the pods, if the installation allows them. Default: none."""
+    """Annotations that are added to the pods. The chart's allowedAnnotations must allow them. Default:
+    none."""
     node_selector: Labels | None = None
     """Labels that a node must have. The operator adds kubernetes.io/os and kubernetes.io/arch of its images,
     unless you set them. Default: none."""
@@ -319,13 +326,13 @@ class PodTemplate(Model):
     image_pull_secrets: Annotated[
         tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))
     ] = ()
-    """Secrets of the same namespace with which nodes pull the image, in addition to the installation's.
-    Default: none."""
+    """Secrets of the same namespace with which nodes pull the image, in addition to the chart's
+    workerImages.pullSecrets. Default: none."""
     service_account_name: ClassName | None = None
     """Service account of the pods: an entry of the chart's allowedServiceAccounts. The pods never get its
     token. Default: the namespace's default account."""
     security_context: TemplateSecurityContext | None = None
-    """User and groups of the pods. Default: the installation's."""
+    """User and groups of the pods. Default: the chart's workerPods.podSecurityContext."""
     topology_spread_constraints: Annotated[
         tuple[TopologySpread, ...], Field(max_length=4, json_schema_extra=map_list(*SPREAD_KEYS))
     ] = ()

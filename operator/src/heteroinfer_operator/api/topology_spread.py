@@ -47,8 +47,9 @@ class TopologySpread(Model):
     topology_key: LabelKey
     """Key of the node label."""
     when_unsatisfiable: WhenUnsatisfiable
-    """Reaction to a pod that would break the rule. ScheduleAnyway: the rule is a preference. DoNotSchedule:
-    the pod waits; the operator's capacity check ignores the rule."""
+    """Reaction to a pod that would break the rule. ScheduleAnyway: the rule is only a preference.
+    DoNotSchedule: the pod waits. The operator ignores the rule when it checks whether a group fits the
+        nodes."""
     label_selector: LabelSelector | None = None
     """Labels of the pods that are counted for each value of the node label. Default: no pods."""
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -151,8 +151,8 @@ class RingTimes:
             gap_s: seconds in which the GPU does other work of the step, and copies early.
         """
         # With a part p on the GPU, the CPUs take cpu_s - p * computing_s. The GPU takes the longer of copying
-        # and computing (see `seconds`). Each of these two times is equal to the CPUs' time for one value of
-        # p.
+        # and computing (see `seconds`). Copying takes as long as the CPUs for one value of p, and computing
+        # for another.
         computing_s = cpu_s - exchange_s
         return min(
             (cpu_s + min(gap_s, self.early_part * self.copy_s)) / (computing_s + self.copy_s),

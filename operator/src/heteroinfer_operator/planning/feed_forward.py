@@ -599,7 +599,7 @@ def _divide(division: _Division) -> tuple[Fraction, ...]:
 
 
 def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
-    """Returns the sizes of a feed-forward rank that has, in each layer, the largest share of these ranks."""
+    """Returns the sizes of a feed-forward rank with the largest share of each layer among these ranks."""
     whole = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
     for index in remote.layers:
@@ -659,7 +659,7 @@ def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
 
 
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
-    """Returns the most bytes that one of these ranks needs in addition to its packed weights.
+    """Returns the most bytes that a rank among these needs in addition to its packed weights.
 
     While a rank packs an MLP, it holds two copies of the layer; it reads and packs experts one by one. While
     it serves, its kernels hold the inputs and sums of the longest batch: one row for each token, or for each
@@ -708,7 +708,7 @@ def ranks_fit(remote: FeedForwardPart, engine: EngineSettings) -> bool:
 
 
 def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, rank_indices: range) -> int:
-    """Returns the most bytes that one of these ranks needs."""
+    """Returns the bytes of the rank that needs the most bytes."""
     weight_bytes = max(rank_weight_bytes(remote, engine, rank) for rank in rank_indices)
     return weight_bytes + peak_extra_bytes(remote, engine, rank_indices)
 
@@ -793,8 +793,8 @@ def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int
     """Returns how much longer a step waits for its busiest rank than `_rank_sizes` assumes, as a factor.
 
     The factor is 1 if ranks share columns. If ranks have whole experts, a step waits for the rank with the
-    most chosen experts. The factor is the expected number of these experts, divided by the average number on
-    the rank with the largest share. Compared with drawn experts, the result is 13 % too low to 9 % too high
+    most chosen experts. The factor is their expected number, divided by the average number on the rank with
+    the largest share. Compared with drawn experts, the result is 13 % too low to 9 % too high
     (8 to 256 experts on 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
 
     Args:

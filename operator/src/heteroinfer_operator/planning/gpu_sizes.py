@@ -77,12 +77,12 @@ def fits_gpus(
     """Reports whether the GPUs of the chosen nodes have the memory that the plan needs.
 
     A GPU without a memory label counts as large enough if the user sets `deviceMemory` of the role, or if the
-    plan was made for a GPU without such a label.
+    pod's known GPU has no such label, too.
 
     Args:
         gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
         nodes: node by pod index.
-        known_nodes: nodes of the same pods, by pod index, for which the plan was made.
+        known_nodes: other nodes of the same pods, by pod index. The plan fits their GPUs.
     """
     roles = {role.name: role for role in spec.roles}
     views = {free_node.node.name: free_node.node for free_node in free_nodes}

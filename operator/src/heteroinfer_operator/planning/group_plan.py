@@ -181,8 +181,8 @@ def _plan_on_nodes(
             by_role.setdefault(role.name, []).append(node)
         return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
 
-    # The plan is made before the capacity is taken. So an error that more capacity would not solve is
-    # reported before a shortage.
+    # Makes the plan before it takes capacity: errors that more capacity would not solve come before a
+    # shortage.
     planned = plan_on(placement)
     if placement is not None:
         known = placement
@@ -432,8 +432,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Places the pods role by role, in the order of the spec. Their demands contain only GPUs, because missing
-    memory or CPUs are no shortage of GPUs.
+    Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory
+    or CPUs do not count.
     """
     key = spec.scheduling.topology_key
     placed: list[PodDemand] = []

@@ -186,7 +186,7 @@ def _check_model(
         notes = run_all_checks(*checks_on_any_device)
     except PlanError:
         # Raises an error again, with the reasons of the checks on these devices, too. It has no alternatives,
-        # because the model cannot run on any devices.
+        # because no device can run the model.
         return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))

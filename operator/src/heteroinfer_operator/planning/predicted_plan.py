@@ -76,7 +76,7 @@ class PredictedPlan:
     """A plan with new predictions.
 
     Attributes:
-        plan: the plan with the new times. Because of them, its hash differs from that of the running plan.
+        plan: the plan with the new times, and so with another hash than the running plan.
         step: predicted decode step of one request.
         sources: descriptions of the rates, by role.
         long_prompts: description of the GPU's part of the experts in long prompts, or "".
@@ -94,7 +94,7 @@ class PredictedPlan:
 def predict_again(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile, inventory: Inventory
 ) -> PredictedPlan | None:
-    """Predicts the steps of an existing plan. Returns None if the plan does not fit the spec or the model.
+    """Predicts the steps of an existing plan. Returns None if the plan is not of this spec and model.
 
     Args:
         spec: the present spec.
@@ -117,7 +117,7 @@ def predict_again(
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
 ) -> tuple[Sizes, FeedForwardPart | None] | None:
-    """Returns the sizes with which a plan was made, or None if the plan does not fit the spec or the model.
+    """Returns the sizes behind a plan, or None if the plan is not of this spec and model.
 
     Returns:
         The sizes of a rank in a stage, and the part of the model that feed-forward ranks compute.

@@ -162,7 +162,7 @@ def _is_cpu_first(stage: Sequence[Seat]) -> bool:
 def tensor_size(spec: HeteroInferenceSpec) -> int:
     """Returns the number of ranks in a stage.
 
-    The first of these that is set decides: parallelism.tensor, parallelism.pipeline, roles[].layers, the
+    The first field that is set decides: parallelism.tensor, parallelism.pipeline, roles[].layers, or the
     mode.
 
     Raises:
