@@ -180,7 +180,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
             f"error: namespace {namespace}: has no HeteroInference nothing. List all: kubectl get hinf -A\n",
         )
         code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
-        assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Its groups: 0\n")
+        assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Choose one of its groups: 0\n")
 
         failure = Failure(
             reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9,

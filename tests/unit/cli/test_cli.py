@@ -108,7 +108,7 @@ def test_reports_a_context_that_the_kubeconfig_lacks(
     file.write_text(KUBECONFIG)
     assert main(["top", "--kubeconfig", str(file), "--context", "nowhere"]) == 1
     assert capsys.readouterr().err == (
-        "error: --context: the kubeconfig has no context nowhere. Its contexts: here, there\n"
+        "error: --context: the kubeconfig has no context nowhere. Choose one of its contexts: here, there\n"
     )
     assert main(["top", "--once", "--kubeconfig", str(file), "--context", "there"]) == 1
     assert "/namespaces/models/heteroinferences: no answer" in capsys.readouterr().err

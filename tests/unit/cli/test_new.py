@@ -194,7 +194,9 @@ def test_a_missing_folder_and_an_existing_output_are_refused(
     output = tmp_path / "here.yaml"
     output.write_text("mine")
     new(str(write_model(tmp_path / "model")), *hardware("8Gi"), "-o", str(output), code=1)
-    assert capsys.readouterr().err == f"error: --output: {output} exists. Remove it or choose another file\n"
+    assert capsys.readouterr().err == (
+        f"error: --output: {output} exists already. Remove the file or choose another one\n"
+    )
     assert output.read_text() == "mine"
 
 
@@ -246,7 +248,8 @@ def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.C
     assert manifest["spec"]["model"] == {"uri": "pvc://models/Llama_3.1"}
     new("pvc://models/llama", *hardware(cpu="4Gi"), code=1)
     assert capsys.readouterr().err == (
-        "error: pvc://models/llama is not on this machine. Name a copy of its files with --model-dir DIR\n"
+        "error: model.uri pvc://models/llama is not on this machine. Name a folder with a copy of the "
+        "model's files with --model-dir DIR\n"
     )
 
 

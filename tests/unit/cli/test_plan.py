@@ -156,7 +156,8 @@ def test_a_model_directory_replaces_the_uri(
 ) -> None:
     file = write(tmp_path, model, model={"uri": "pvc://models/m"})
     assert error(capsys, "-f", file) == (
-        "error: pvc://models/m is not on this machine. Name a copy of its files with --model-dir DIR\n"
+        "error: model.uri pvc://models/m is not on this machine. Name a folder with a copy of the model's "
+        "files with --model-dir DIR\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
 

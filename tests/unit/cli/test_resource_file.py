@@ -50,19 +50,22 @@ def test_reports_a_missing_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "got"),
     [
-        ("", "must contain one document of kind HeteroInference (got nothing)"),
-        ("kind: Deployment", "must contain one document of kind HeteroInference (got Deployment)"),
-        (
-            f"{GOOD}---\n{GOOD}",
-            "must contain one document of kind HeteroInference (got HeteroInference, HeteroInference)",
-        ),
-        ("- 1", "a document must have apiVersion and kind (got a list)"),
+        ("", "nothing"),
+        ("kind: Deployment", "Deployment"),
+        (f"{GOOD}---\n{GOOD}", "HeteroInference, HeteroInference"),
     ],
 )
-def test_refuses_files_without_exactly_one_resource(text: str, message: str, tmp_path: Path) -> None:
-    assert refused(tmp_path, text) == message
+def test_refuses_files_without_exactly_one_resource(text: str, got: str, tmp_path: Path) -> None:
+    problem = f"must contain exactly one document of kind HeteroInference (got {got})"
+    assert refused(tmp_path, text) == f"{problem}. Use one file for each resource"
+
+
+def test_refuses_a_document_that_is_not_an_object(tmp_path: Path) -> None:
+    assert refused(tmp_path, "- 1") == (
+        "each document must have apiVersion and kind (got a list). Remove or correct this document"
+    )
 
 
 def test_refuses_files_that_are_not_yaml(tmp_path: Path) -> None:

@@ -101,7 +101,10 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
     ("name", "why"),
     [
         ("Ernie4_5_VLMoeForConditionalGeneration", "its layers have two sets of experts"),
-        ("Gemma3nForCausalLM", "its MLPs choose the active columns among all columns"),
+        (
+            "Gemma3nForCausalLM",
+            "its MLPs choose the active columns among all columns, but each rank has only a part",
+        ),
         ("Zamba2ForCausalLM", "several of its layers share an MLP"),
     ],
 )

@@ -182,7 +182,7 @@ def test_feed_forward_ranks_take_experts_on_any_cpu(name: str) -> None:
     ("name", "why"),
     [
         ("Qwen3-235B-A22B-FP8", "AVX-512 is needed on CPUs for experts in FP8 in blocks"),
-        ("MiniMax-M2", "experts in FP8 in blocks with MiniMax2 routing: the kernel of stages supports"),
+        ("MiniMax-M2", "experts in FP8 in blocks with MiniMax2 routing: vLLM's expert kernel"),
         ("gpt-oss-120b", "AMX is needed on CPUs for experts in MXFP4"),
     ],
 )
@@ -257,7 +257,7 @@ def test_refuses_head_sizes_without_a_cpu_kernel_only_if_they_matter() -> None:
         return replace(llama, head_dim=size, kinds=kinds)
 
     for size in (16, 72, 120, 144, 384):
-        with pytest.raises(PlanError, match=rf"attention heads of {size} elements.* kernels support 32, 48,"):
+        with pytest.raises(PlanError, match=rf"heads of {size} elements.* kernels support only 32, 48,"):
             plan(spec(*MIXED), wide(size))
         plan(spec(gpu()), wide(size))
     for size in (48, 80, 256, 512):
@@ -380,7 +380,7 @@ def test_refuses_a_type_without_a_kernel() -> None:
     role = cpu(memory="4Ti", pods=2)
     said = refusal(blocks, spec(role, parallelism=shared, engine={"dtype": "float16"}))
     assert "FP8 in blocks, with engine.dtype float16" in said
-    assert "the kernel of stages supports bfloat16 only. Set engine.dtype: bfloat16" in said
+    assert "expert kernel for CPU stages supports bfloat16 only. Set engine.dtype: bfloat16" in said
     assert plan(spec(role, parallelism=shared), recorded_profiles()[blocks]).plan.engine.dtype == "bfloat16"
     for dtype in ("float16", "bfloat16"):
         assert plan(spec(*MIXED, engine={"dtype": dtype}), recorded_profiles()[blocks]).plan

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write; default: heteroinfer/calibration.json in your cache folder. plan and up read "
-        "that file",
+        help="file to write; default: heteroinfer/calibration.json in your cache folder, which `heteroinfer "
+        "plan` and `heteroinfer up` read",
     )
     parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=worker_python.HELP)
 

@@ -94,7 +94,7 @@ def _namespace_of_context(kubeconfig: str | None, context: str | None) -> str | 
         if active is None:
             known = ", ".join(str(each["name"]) for each in contexts) or "none"
             raise HeteroInferError(
-                f"--context: the kubeconfig has no context {context}. Its contexts: {known}",
+                f"--context: the kubeconfig has no context {context}. Choose one of its contexts: {known}",
                 reason="NoContext",
             )
     namespace = active["context"].get("namespace")

@@ -66,7 +66,7 @@ def _line_count(text: str) -> int:
 
 
 async def _print_logs(arguments: argparse.Namespace) -> None:
-    """Prints the logs of the chosen groups' pods: of the newest epoch, or with --previous of earlier ones."""
+    """Prints the logs of the chosen groups' pods: of the newest epoch, or of earlier epochs (--previous)."""
     async with open_cluster(arguments) as cluster:
         server, namespace = cluster.server, cluster.namespace
         (resource,) = await read_resources(server, namespace, arguments.name)
@@ -91,7 +91,9 @@ def _choose_groups(groups: Sequence[GroupStatus], index: int | None, key: Resour
         return chosen
     if groups:
         indexes = ", ".join(str(group.index) for group in groups)
-        raise HeteroInferError(f"{key} has no group {index}. Its groups: {indexes}", reason="NoGroup")
+        raise HeteroInferError(
+            f"{key} has no group {index}. Choose one of its groups: {indexes}", reason="NoGroup"
+        )
     raise HeteroInferError(
         f"{key} has no groups yet. Run `heteroinfer status {key.name} -n {key.namespace}` to see why",
         reason="NoGroup",
@@ -122,7 +124,7 @@ async def _print_current(
     if not epochs_with_pods:
         _print_line(
             "the group has no pods now"
-            + (". The line above is about its last pods" if group.failures else "")
+            + (". The line above reports why its last pods ended" if group.failures else "")
         )
         return
     for story in build_stories(group, pods, epochs_with_pods[-1]):
@@ -141,8 +143,8 @@ async def _print_previous(
     earlier_epochs = [epoch for epoch in epochs(pods) if epoch < group.epoch]
     if group.failures and not earlier_epochs:
         _print_line(
-            "the pods and logs of these epochs are gone, because the operator deletes the pods of an epoch "
-            "before the next epoch starts. The lines above come from status.groups[].failures"
+            "the pods and logs of these epochs no longer exist, because the operator deletes the pods of an "
+            "epoch before the next epoch starts. The lines above come from status.groups[].failures"
         )
     for epoch in reversed(earlier_epochs):
         for story in build_stories(group, pods, epoch):
@@ -166,5 +168,5 @@ async def _print_pod_log(server: ApiServer, namespace: str, story: PodStory, tai
 
 
 def _print_line(line: str) -> None:
-    """Prints one line. Pods, leaders and the status can contain any text, even terminal sequences."""
+    """Prints one line without terminal sequences, which text of pods and the status can contain."""
     sys.stdout.write(f"{printable(line, keep=_TAB)}\n")

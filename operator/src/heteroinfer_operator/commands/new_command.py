@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     output: Path | None = arguments.output
     if output is not None and output.exists():
-        raise HeteroInferError(f"--output: {output} exists. Remove it or choose another file", reason="Usage")
+        raise HeteroInferError(
+            f"--output: {output} exists already. Remove the file or choose another one", reason="Usage"
+        )
     hardware = _read_hardware(arguments)
     model = _model_spec(arguments)
     name = _default_name(arguments.model) if arguments.name is None else arguments.name
@@ -122,7 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         output.write_text(text)
     except OSError as error:
-        raise HeteroInferError(f"--output: {output}: {error.strerror}", reason="Usage") from error
+        raise HeteroInferError(
+            f"--output: cannot write {output} ({error.strerror}). Choose another file", reason="Usage"
+        ) from error
     sys.stdout.write(f"{printable(summary[0])}\n{printable(str(output))} created\n")
     return PlanExit.FITS
 
@@ -177,7 +181,7 @@ def _default_name(model: str) -> str:
 
 def _check_name_and_model(name: str, model: dict[str, Any]) -> HeteroInference:
     """Parses a resource with this name and model, to check both; raises SpecError."""
-    # A resource needs a role. The layout is not chosen yet, so any valid role will do.
+    # A resource must have a role. The layout is not chosen yet, so this uses any valid role.
     spec = {"model": model, "roles": [{"name": "cpu", "device": "CPU"}]}
     return parse_resource({"metadata": {"name": name}, "spec": spec})
 

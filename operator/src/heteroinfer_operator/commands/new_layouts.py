@@ -71,7 +71,8 @@ class GroupLayout:
         """Cores of a GPU's pod, without those of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return _GPU_POD_CPUS
-        # The user's cores are for this pod, with its feed-forward rank. All other processes get a quarter.
+        # In mode FeedForward, all CPUs of the user are for this pod. Its feed-forward rank gets at least
+        # three quarters, and the other processes the rest.
         quarter = self.hardware.cpus // 4
         return max(min(_GPU_POD_CPUS, quarter), 1)
 
@@ -190,8 +191,8 @@ def _rounded_size(size: int) -> str:
 def layouts(hardware: GivenHardware, mode: Mode | None, *, has_experts: bool) -> Iterator[GroupLayout]:
     """Yields the layouts to try, the fastest first.
 
-    Layouts without CPUs come first, because CPU ranks add memory, but no speed. FeedForward is tried without
-    the user's choice only for a mixture of experts: in each step, CPUs then read only few of the experts.
+    Layouts without CPUs come first, because CPU ranks add memory, but no speed. If the user chose no mode,
+    FeedForward is tried only for a mixture of experts: CPUs then read only few of the experts in each step.
 
     Args:
         mode: the mode that the user chose, or None.
@@ -254,9 +255,9 @@ class FittingChange:
 def find_fitting_changes(
     draft: Draft, hardware: GivenHardware, mode: Mode | None
 ) -> tuple[FittingChange, ...]:
-    """Returns, for each option, the smallest change that makes the model fit without another change.
+    """Returns, for each option, the smallest change of only this option with which the model fits.
 
-    For --max-model-len, it tries a half, a quarter and so on of the present length.
+    For --max-model-len, tries a half, a quarter and so on of the present length.
     """
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:

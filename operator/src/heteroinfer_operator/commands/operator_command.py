@@ -157,7 +157,10 @@ def _check_installation(settings: InstallationSettings) -> int:
 async def _store_calibration(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
     """Stores the calibration of a node kind in the ConfigMap of the settings, and prints it."""
     if not settings.calibration_config_map:
-        raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap")
+        raise CalibrationError(
+            "HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap (got an empty name). Set "
+            "this variable"
+        )
     try:
         selector = json.loads(arguments.node_selector)
     except ValueError:

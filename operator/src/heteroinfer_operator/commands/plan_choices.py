@@ -27,7 +27,8 @@ class _Difference:
 
     Attributes:
         text: the changes of step and concurrency.
-        costs_nothing: whether, in printed figures, a step takes no longer and no fewer requests run together.
+        costs_nothing: whether, by the printed figures, steps take no longer and no fewer requests run at the
+            same time.
     """
 
     text: str
@@ -66,7 +67,7 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
     at_once, at_once_now = sequences_at_once(other), sequences_at_once(planned)
-    # Compare printed figures: a difference that the user cannot see is none.
+    # Compare printed figures, so that a difference that the user cannot see does not count.
     same_time, same_concurrency = step == step_now, f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
     time = f"as long as now ({step})" if same_time else f"{step} instead of {step_now}"
@@ -143,8 +144,8 @@ def _plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
 def _describe_spare_memory(planned: Planned) -> Iterator[str]:
     """Yields a line for each role whose ranks all have more memory than one full-length request needs.
 
-    The rank of the role with the least spare memory counts. There is no line if that memory is a small part
-    (less than _MIN_GAIN) of the memory that this rank uses.
+    The rank of the role with the least spare memory decides. There is no line if its spare memory is less
+    than _MIN_GAIN of the memory that the rank uses.
     """
     kv = planned.sizes.kv
     spare_and_used: dict[str, tuple[int, int]] = {}
@@ -163,8 +164,8 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
 def _describe_moved_layers(planned: Planned) -> Iterator[str]:
     """Yields a line with the time that each layer saves if the user moves it from a CPU role to a GPU.
 
-    The line is about the role of the first CPU rank. There is no line if that rank takes only a small part of
-    the step (less than _MIN_GAIN), or if all ranks have the same kind of device.
+    The line is about the role of the first CPU rank. There is no line if that rank takes less than _MIN_GAIN
+    of the step, or if all ranks have the same kind of device.
     """
     plan = planned.plan
     on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]

@@ -71,7 +71,7 @@ class PlanAnswer:
         planned: the plan, or None.
         calibrations: measurements of the machines that are planned for.
         errors: errors that prevent a plan.
-        refused: arguments, annotations, images and paths that every plan or the installation refuses.
+        refused: settings that every plan or the installation refuses, such as arguments and images.
     """
 
     name: str = ""
@@ -90,7 +90,7 @@ class PlanAnswer:
 
     @property
     def refused_by_policy(self) -> tuple[HeteroInferError, ...]:
-        """The settings that the installation refuses and that do not prevent a plan."""
+        """The settings that the installation refuses although they do not prevent a plan."""
         return tuple(error for error in self.refused if error not in self.errors)
 
 
@@ -185,7 +185,11 @@ def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
 
 
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
-    """Plans the resource for the nodes that the options describe; raises HeteroInferError."""
+    """Plans the resource for the nodes that the options describe; raises HeteroInferError.
+
+    If the file of nodes has no PriorityClasses, the message of a Shortage adds this: with them, the pods
+    might preempt others and fit.
+    """
     spec = resource.spec
     profile, notes = read_model(spec.model, spec.engine.args, arguments.model_dir)
     request = GroupRequest(
@@ -218,7 +222,7 @@ def _given_nodes(arguments: argparse.Namespace) -> GivenNodes | None:
         return None
     if arguments.gpus is not None or arguments.gpu_memory is not None:
         raise HeteroInferError(
-            "--nodes cannot be combined with --gpus or --gpu-memory. Remove --nodes or the other two",
+            "--nodes cannot be combined with --gpus or --gpu-memory. Remove --nodes, or the other two",
             reason="Usage",
         )
     return load_nodes(arguments.nodes)

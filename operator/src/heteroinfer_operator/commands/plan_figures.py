@@ -90,7 +90,8 @@ def longest_request(planned: Planned) -> int | None:
     if len(known_blocks) < len(stages):
         return None
     usable_blocks = min(known_blocks) - 1  # vLLM keeps one block for itself
-    # A request of more tokens never needs fewer blocks, so the number of lengths that fit is the longest one.
+    # A longer request never needs fewer blocks. So the lengths 1, 2, ... fit up to the longest one, and their
+    # number is this length.
     lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
     return bisect_right(lengths, usable_blocks, key=lambda tokens: sequence_blocks(planned, tokens))
 

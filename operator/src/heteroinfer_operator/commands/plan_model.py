@@ -46,7 +46,10 @@ def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
     if uri.startswith(HUB_SCHEME):
         return None
     if not uri.startswith(_FILE_SCHEME):
-        raise ModelError(f"{uri} is not on this machine. Name a copy of its files with --model-dir DIR")
+        raise ModelError(
+            f"model.uri {uri} is not on this machine. Name a folder with a copy of the model's files with "
+            "--model-dir DIR"
+        )
     return Path(uri.removeprefix(_FILE_SCHEME))
 
 

@@ -59,7 +59,9 @@ def load_nodes(file: str) -> GivenNodes:
         pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
         classes = [PriorityClassView.of(item) for item in items if item.get("kind") == "PriorityClass"]
     except OSError as error:
-        raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
+        raise HeteroInferError(
+            f"--nodes: cannot read {file} ({error.strerror}). {HOW_TO_CREATE}", reason="NodesNotReadable"
+        ) from error
     except _NOT_OBJECTS as error:
         raise HeteroInferError(
             f"--nodes: {file} is not a list of Kubernetes objects{_error_position(error)}. {HOW_TO_CREATE}",

@@ -11,7 +11,7 @@ from heteroinfer_operator.quantity import parse_bytes
 
 _NO_CALIBRATION: Final = "none"
 _MIN_MEMORY_BYTES: Final = 2**20
-"""Smallest memory. If a user gives less, the unit of the number is probably missing."""
+"""Smallest memory that an option accepts. A smaller value probably lacks its unit."""
 
 
 def add_model_dir(parser: argparse.ArgumentParser, instead_of: str) -> None:
@@ -39,7 +39,8 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
 
     Args:
         given: value of --calibration.
-        other_machines: whether the plan is for other machines, so that this machine's measurements are wrong.
+        other_machines: whether the plan is for other machines, to which this machine's measurements do not
+            apply.
 
     Raises:
         HeteroInferError: the file cannot be read.
@@ -50,7 +51,8 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
         return Calibrations(this_machine=calibration_file.read_calibration_file(Path(given)))
     if other_machines:
         return Calibrations(
-            missing="run `heteroinfer calibrate -o FILE` on such a node, and add --calibration FILE"
+            missing="the nodes were not measured. Run `heteroinfer calibrate -o FILE` on a node of the kind "
+            "that the pods will use, and add --calibration FILE"
         )
     of_this_machine, missing = calibration_file.read_own_calibration(calibration_file.cache_folder())
     return Calibrations(this_machine=of_this_machine, missing=missing)
@@ -64,7 +66,7 @@ def gpu_count(text: str) -> int:
 
 
 def memory_size(text: str) -> int:
-    """Returns the bytes of a size such as 80Gi; raises ArgumentTypeError."""
+    """Returns the bytes of a size such as 80Gi; raises ArgumentTypeError, with a correction if possible."""
     try:
         size = parse_bytes(text)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import yaml
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -11,6 +12,8 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import HeteroInferError, PlanError
 from heteroinfer_operator.manifests.addressing import build_host_path_error
 from heteroinfer_operator.reconcile import Allowed
+
+_HOW_TO_CREATE: Final = "Create the file with `helm get values RELEASE --all -o yaml`"
 
 
 class ChartValues(BaseModel):
@@ -43,11 +46,13 @@ def read_chart_values(file: str | None) -> ChartValues:
         stored = yaml.safe_load(Path(file).read_text())
         return ChartValues.model_validate({} if stored is None else stored)
     except OSError as error:
-        raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
+        raise HeteroInferError(
+            f"--chart-values: cannot read {file} ({error.strerror}). {_HOW_TO_CREATE}", reason="Usage"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise HeteroInferError(
             f"--chart-values: {file} does not contain values of the chart ({_describe_error(error)}). "
-            "Create the file with `helm get values RELEASE --all -o yaml`",
+            f"{_HOW_TO_CREATE}",
             reason="Usage",
         ) from error
 

@@ -162,7 +162,7 @@ def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> l
 
 
 def _describe_time_between_tokens(planned: Planned) -> list[tuple[str, str]]:
-    """Returns the time between tokens beside prompts, if the resource limits it."""
+    """Returns the time between tokens beside prompts, if engine.maxTimeBetweenTokens limits this time."""
     limit = planned.request.spec.engine.max_time_between_tokens
     if limit is None:
         return []
@@ -205,8 +205,8 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     taken = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
-        # Feed-forward ranks in the GPU's pod have their own memory in the plan. Those in other pods have the
-        # memory of their pod.
+        # feedForward.memory sets the memory of feed-forward ranks in the GPU's pod. The resources of a CPU
+        # role set that of the ranks in its pods.
         written = _quote_memory(role, rank.device)
         if role.feed_forward is not None and rank.pod == planned.plan.ranks[0].pod:
             written = f" ({role.feed_forward.memory})"

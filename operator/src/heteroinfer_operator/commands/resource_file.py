@@ -63,7 +63,8 @@ def load_document(file: str) -> dict[str, Any]:
     resources = [document for document in documents if document.get("kind") == names.KIND]
     if len(resources) != 1:
         kinds = ", ".join(str(document.get("kind", "no kind")) for document in documents) or "nothing"
-        raise SpecError([f"{file}: must contain one document of kind {names.KIND} (got {kinds})"])
+        problem = f"{file}: must contain exactly one document of kind {names.KIND} (got {kinds})"
+        raise SpecError([f"{problem}. Use one file for each resource"])
     try:
         json.dumps(resources[0])
     except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, an alias of itself
@@ -83,10 +84,12 @@ def _read_documents(file: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise SpecError([f"{file}: {error.strerror}. Name a file with a {names.KIND}"]) from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise SpecError([f"{file}: must be YAML ({' '.join(str(error).split())})"]) from error
+        problem = " ".join(str(error).split())
+        raise SpecError([f"{file}: must be YAML ({problem}). Correct the file at this place"]) from error
     wrong = next((document for document in documents if not isinstance(document, dict)), None)
     if wrong is not None:
-        raise SpecError([f"{file}: a document must have apiVersion and kind (got a {type(wrong).__name__})"])
+        problem = f"each document must have apiVersion and kind (got a {type(wrong).__name__})"
+        raise SpecError([f"{file}: {problem}. Remove or correct this document"])
     return documents
 
 

@@ -24,9 +24,10 @@ SHELLS: Final = ("bash", "zsh", "fish")
 NAMES_TIMEOUT_S: Final = 2.0
 """Time limit for reading the names of resources, so that the shell does not seem to hang."""
 _LINE_VARIABLE: Final = "COMP_LINE"
-"""Environment variable with the line that the shell completes. Bash defines the name."""
+"""Environment variable with the line that the shell completes. argcomplete uses Bash's name for all
+shells."""
 _NO_FILES: Final = 4
-"""Number with which kubectl offers no files (ShellCompDirectiveNoFileComp of cobra)."""
+"""Directive after which kubectl does not offer names of files (ShellCompDirectiveNoFileComp of cobra)."""
 
 BuildParser = Callable[[Sequence[str]], argparse.ArgumentParser]
 
@@ -54,7 +55,8 @@ def complete(build_parser: BuildParser) -> None:
 def complete_for_kubectl(build_parser: BuildParser, words: Sequence[str]) -> None:
     """Prints completions for kubectl, one a line, then a directive.
 
-    kubectl runs `kubectl_complete-heteroinfer` from the PATH.
+    To complete `kubectl heteroinfer`, kubectl runs the program `kubectl_complete-heteroinfer`, which calls
+    this function. The function sets the variables that a shell would set for argcomplete.
 
     Args:
         words: words after `kubectl heteroinfer`. The last word is incomplete.

@@ -138,7 +138,10 @@ def _read_calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
 
 @contextmanager
 def _pod_folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yields the pods' scratch folder and the folder of logs. Removes temporary ones after a success."""
+    """Yields the pods' scratch folder and the folder of logs.
+
+    Removes the scratch folder at the end. A temporary folder of logs stays after a failure, if it has files.
+    """
     with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,8 @@ class _Installation:
 async def _print_versions(arguments: argparse.Namespace) -> None:
     """Prints the versions of client, operators and CRD, and a warning for each difference.
 
-    If a part of the installation cannot be read, the only warning is about that part.
+    If a part of the installation cannot be read, the warnings are about the unreadable parts, and the
+    versions are not compared.
     """
     client = own_version()
     as_text = arguments.output == "text"

@@ -73,6 +73,10 @@ async def _wake_groups(arguments: argparse.Namespace) -> None:
                     POD.path(cluster.namespace, leader, f"proxy{PATH_WAKE}"), timeout_s=WAKE_TIMEOUT_S
                 )
             except ApiError as error:
-                right = ". You need the right to create pods/proxy" if error.status == FORBIDDEN else ""
-                raise HeteroInferError(f"group {group.index}: {error.message}{right}") from error
+                fix = (
+                    "Ask an administrator for the right to create pods/proxy"
+                    if error.status == FORBIDDEN
+                    else f"Read the logs of pod {group.members[0].pod}, and try again"
+                )
+                raise HeteroInferError(f"group {group.index}: {error.message}. {fix}") from error
             sys.stdout.write(printable(f"{name} group {group.index} woken") + "\n")

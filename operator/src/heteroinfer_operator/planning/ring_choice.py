@@ -235,7 +235,7 @@ class RingChooser:
     def _choices(
         self, remote: FeedForwardPart, kept_bytes: int
     ) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
-        """Yields parts with a ring that fit the memory and make steps faster, with the settings."""
+        """Yields parts with a ring that fit the memory and save time, with the settings."""
         longest_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
         for tokens in BATCH_TOKENS if self.tokens is None else (self.tokens,):
             is_large = self.tokens is None and tokens > _LARGE_STEP_TOKENS

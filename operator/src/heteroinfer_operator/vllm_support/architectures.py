@@ -44,7 +44,7 @@ EXPERT_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
         for name in names.split()
     }
 )
-"""Architecture -> vLLM's name of its experts' activation (vllm/.../fused_moe/activation.py
+"""Architecture -> vLLM's name of its experts' activation function (vllm/.../fused_moe/activation.py
 ::MoEActivation@v0.32.0). Other architectures have `silu`. Activations that end in `_no_mul` have no gate."""
 STEP_LIMITS: Final = frozenset({"Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"})
 """Models whose experts limit their values after SiLU (vLLM's swiglustep; vllm/.../models/step3p5.py@v0.32.0).
@@ -67,11 +67,12 @@ BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
 stages (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue
 50961)."""
 _TWO_SETS: Final = "its layers have two sets of experts"
-_ALL_COLUMNS: Final = "its MLPs choose the active columns among all columns"
+_ALL_COLUMNS: Final = "its MLPs choose the active columns among all columns, but each rank has only a part"
 NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "ApertusForCausalLM": "its activation has parameters that its MLPs read when they are created",
-        "DbrxForCausalLM": "vLLM uses a separate class for its experts",
+        "ApertusForCausalLM": "the activation of its MLPs (xIELU) has trained parameters, and feed-forward "
+        "ranks support only activations without parameters",
+        "DbrxForCausalLM": "vLLM uses a separate class for its experts instead of RoutedExperts",
         "Ernie4_5_VLMoeForConditionalGeneration": _TWO_SETS,
         "Gemma3nForCausalLM": _ALL_COLUMNS,
         "Gemma3nForConditionalGeneration": _ALL_COLUMNS,

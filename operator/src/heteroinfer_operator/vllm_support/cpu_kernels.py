@@ -34,7 +34,7 @@ _FOUR_BITS_ONLY: Final = frozenset({4})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsKernel:
-    """vLLM's kernel for the routed experts of a CPU stage, in one format.
+    """vLLM's kernel for routed experts in one format, on CPU ranks that share the layers of their stage.
 
     Attributes:
         routing: supported routers; None if all are.
@@ -65,7 +65,7 @@ CODED_BITS: Final[Mapping[SchemeName, frozenset[int]]] = MappingProxyType(
         SchemeName.NVFP4: _FOUR_BITS_ONLY,
     }
 )
-"""Formats that our own kernels compute on any CPU with AVX2, and the supported bits of each. The kernels
+"""Formats that our own kernels compute on any CPU with AVX2, and the supported bits of each. These kernels
 compute linear layers of stages (patches/cpu_coded.py), experts of stages whose ranks hold whole layers
 (patches/cpu_coded_experts.py), and MLPs and experts of feed-forward ranks (feed_forward/expert_formats.py).
 Experts in int4 must have 4 bits."""
@@ -107,7 +107,7 @@ def build_cpu_error(subject: str, why: str, remedy: str = "Use GPU roles only") 
 
 
 def describe_format(profile: ModelProfile) -> str:
-    """Describes the format of the weights; if the format is unknown, by the name of its method."""
+    """Describes the format of the weights; names the quantization method if the format is unknown."""
     unnamed = profile.scheme.name is SchemeName.OTHER and profile.quantization
     return profile.quantization if unnamed else str(profile.scheme)
 
@@ -118,7 +118,7 @@ def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
     if backend != "auto" and profile.experts:
         raise build_cpu_error(
             f"engine.args --moe-backend {backend} with experts",
-            "these kernels are for GPUs, and vLLM would use them on CPUs too",
+            "the option selects kernels for GPUs, and vLLM would use them on CPUs too",
             "Remove the option, so that vLLM chooses kernels for each device",
         )
 
@@ -166,6 +166,7 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
         scheme.name is SchemeName.INT4 and scheme.bits != 4
     ):
         raise build_cpu_error(f"experts in {describe_format(profile)}", NO_KERNEL, remedy)
+    # 0 if a group is a whole column of weights. Then only the kernel's block counts.
     unit_columns = scheme.group if scheme.name in _FORMATS_WITH_SHARED_SCALES else KERNEL_BLOCK
     if unit_columns % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit_columns != _FP8_BLOCK):
         groups = f", groups of {unit_columns} weights" if scheme.name is SchemeName.FP8_BLOCK else ""
@@ -190,58 +191,59 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
         return
     remedy = "use GPU roles only"
     if name_activation(profile) in FEED_FORWARD_ACTIVATIONS:
-        remedy += ", or let only experts run on CPUs (parallelism.mode: FeedForward)"
-    other_remedy = f"{remedy[0].upper()}{remedy[1:]}"
+        remedy += ", or compute only experts on CPUs (parallelism.mode: FeedForward)"
+    remedy_alone = f"{remedy[0].upper()}{remedy[1:]}"
     if profile.architecture in ZERO_EXPERTS:
         raise build_cpu_error(
             f"{profile.architecture} with zero experts (experts that compute nothing)",
             "vLLM's router for them needs a GPU",
-            other_remedy,
+            remedy_alone,
         )
     quantized = any(kind.experts_quantized for kind in profile.layers)
     scheme = profile.scheme_of_experts
     kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
     bf16_remedy = f"Use the same model {describe_in_bf16(profile)}, {remedy}"
     if quantized and has_whole_layers:
-        _check_activation(profile, _GATED_ACTIVATIONS, other_remedy)
+        _check_activation(profile, _GATED_ACTIVATIONS, remedy_alone)
         _check_coded_experts(profile, bf16_remedy)
         return
     if profile.limited_experts and profile.architecture not in STEP_LIMITS:
         raise build_cpu_error(
             f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
             "vLLM's CPU kernels silently ignore the limit",
-            other_remedy,
+            remedy_alone,
         )
     if kernel is None:
         raise build_cpu_error(
             f"experts in {describe_format(profile)}", "vLLM has no CPU kernel for this format", bf16_remedy
         )
-    _check_activation(profile, kernel.activations, other_remedy)
+    _check_activation(profile, kernel.activations, remedy_alone)
     if kernel.group and scheme.group != kernel.group:
         raise build_cpu_error(
             f"experts in {scheme}",
-            f"the kernel of stages supports groups of {kernel.group} weights only",
+            f"vLLM's expert kernel for CPU stages supports groups of {kernel.group} weights only",
             f"Use the model in groups of {kernel.group} weights or {describe_in_bf16(profile)}, {remedy}",
         )
     if kernel.dtypes and engine.dtype not in kernel.dtypes:
         raise build_cpu_error(
             f"experts in {scheme}, with engine.dtype {engine.dtype}",
-            f"the kernel of stages supports {' and '.join(sorted(kernel.dtypes))} only",
+            f"vLLM's expert kernel for CPU stages supports {' and '.join(sorted(kernel.dtypes))} only",
             "Set engine.dtype: bfloat16",
         )
     if kernel.routing is not None and profile.routing not in kernel.routing:
         raise build_cpu_error(
             f"experts in {scheme} with {profile.routing} routing",
-            f"the kernel of stages supports {', '.join(sorted(kernel.routing))} only",
+            f"vLLM's expert kernel for CPU stages supports {', '.join(sorted(kernel.routing))} routing only",
             bf16_remedy,
         )
 
 
 def stage_needs(profile: ModelProfile, *, has_whole_layers: bool) -> str:
-    """Returns AMX or AVX512 if the kernel for a model's experts in stages needs it, or "".
+    """Returns the instructions (AMX or AVX512) that the experts of CPU stages need; "" if they need none.
 
     Args:
-        has_whole_layers: whether each rank holds whole layers.
+        has_whole_layers: whether each rank holds whole layers, so that our kernels compute quantized experts.
+            Our kernels need AVX2 only.
     """
     kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
     quantized = any(kind.experts_quantized for kind in profile.layers)

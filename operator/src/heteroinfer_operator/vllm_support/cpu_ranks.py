@@ -44,7 +44,7 @@ from heteroinfer_operator.vllm_support.served_architectures import class_names
 _PROCESSORS: Final = MappingProxyType(
     {
         AMX: "Intel Xeon processors of the 4th generation or later",
-        AVX512: "Intel Xeon Scalable processors and AMD EPYC processors of the 4th generation or later",
+        AVX512: "AMD EPYC processors of the 4th generation or later and all Intel Xeon Scalable processors",
     }
 )
 _SUCCESSORS_OF_V3: Final = frozenset({"DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"})
@@ -119,7 +119,7 @@ def check_load_format(engine: EngineSettings) -> None:
 
     In some formats, all ranks of a group divide the files among themselves
     (vllm/.../weight_utils.py::fastsafetensors_weights_iterator, ::instanttensor_weights_iterator@v0.32.0).
-    CPU ranks would read the files in another way, and GPU ranks would wait for them forever.
+    CPU ranks would not take part in this division, and GPU ranks would wait for them forever.
 
     Raises:
         PlanError: the format is for GPUs only.
@@ -129,7 +129,7 @@ def check_load_format(engine: EngineSettings) -> None:
         raise build_cpu_error(
             f"engine.args --load-format {load_format}",
             "vLLM supports this format in groups of GPUs only",
-            f"Remove it, or set {SAFETENSORS}",
+            f"Remove the option, or set {SAFETENSORS}",
         )
 
 
@@ -199,12 +199,13 @@ def _check_head_sizes(profile: ModelProfile) -> None:
                 "vLLM's CPU kernels require keys and values of the same size",
                 _GPU_ATTENTION_REMEDY,
             )
-    # A profile of version 0.1.0 does not describe its layers. Its groups must be able to start again.
+    # Skips this check for a profile that version 0.1.0 stored. Such a profile does not describe the layers,
+    # and groups that run with it must be able to restart.
     unsupported_sizes = _head_sizes(profile) - CPU_HEAD_SIZES if profile.kinds else frozenset()
     if unsupported_sizes:
         raise build_cpu_error(
             f"{profile.architecture} with attention heads of {min(unsupported_sizes)} elements",
-            f"vLLM's CPU kernels support {', '.join(map(str, sorted(CPU_HEAD_SIZES)))}",
+            f"vLLM's CPU kernels support only {', '.join(map(str, sorted(CPU_HEAD_SIZES)))} elements",
             _GPU_ATTENTION_REMEDY,
         )
 
@@ -212,13 +213,13 @@ def _check_head_sizes(profile: ModelProfile) -> None:
 def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> None:
     """Raises PlanError if CPU kernels do not support the model's multi-head latent attention.
 
-    They support latents whose number of elements is a multiple of CPU_LATENT_SIZE.
+    The kernels support several latents of CPU_LATENT_SIZE elements each in a layer.
     """
     if not profile.is_latent:
         return
     subject = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
-    # A layer may have several latents of CPU_LATENT_SIZE elements.
+    # `kv_width` is the sum of a layer's latents, so a multiple is several latents of the supported size.
     unsupported_sizes = [size for size in latents if size % CPU_LATENT_SIZE]
     if unsupported_sizes:
         raise build_cpu_error(
@@ -337,7 +338,10 @@ def _advise_other_format(profile: ModelProfile) -> str:
 def _find_needed_instructions(
     profile: ModelProfile, engine: EngineSettings, *, has_whole_layers: bool
 ) -> tuple[str, str]:
-    """Returns AMX or AVX512, and the part of the model that needs it on CPUs; ("", "") if no part does."""
+    """Returns the instructions that CPU ranks need (AMX or AVX512) and the part of the model that needs them.
+
+    Both are "" if AVX2 is enough.
+    """
     if profile.is_latent:
         limits = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {limits})"
@@ -351,10 +355,10 @@ def _find_needed_instructions(
 
 
 def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
-    """Raises PlanError if a role's nodes lack instructions; returns a note if that is unknown.
+    """Raises PlanError if a role's nodes lack the needed instructions; returns a note if this is unknown.
 
     Args:
-        needed: AMX or AVX512, and the part of the model that needs it; "" and "" if nothing does.
+        needed: result of `_find_needed_instructions`.
     """
     needs, part = needed
     if not needs:
@@ -373,5 +377,5 @@ def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str
             )
     if None not in cpus.values():
         return ()
-    problem = f"the nodes' labels do not show whether the CPUs have it. {_PROCESSORS[needs]} have it"
-    return (f"{needs} is needed on CPUs for {part}, but {problem}. {fix}",)
+    problem = f"the nodes' labels do not show whether the CPUs have {needs}"
+    return (f"{needs} is needed on CPUs for {part}, but {problem}. {_PROCESSORS[needs]} have it. {fix}",)

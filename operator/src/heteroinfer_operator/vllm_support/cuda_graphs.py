@@ -37,7 +37,10 @@ def most_captured_rows(args: tuple[str, ...], max_num_seqs: int, max_num_batched
 
 
 def _floor_to_captured(rows: int) -> int:
-    """Returns the largest number of rows up to this one that vLLM captures by default."""
+    """Returns the largest number of rows, at most `rows`, that vLLM captures by default.
+
+    These numbers are 1, 2, 4, then multiples of 8 below 256, then multiples of 16.
+    """
     if rows < 8:
         return max((size for size in (1, 2, 4) if size <= rows), default=0)
     return rows // 8 * 8 if rows < 256 else rows // 16 * 16
@@ -65,7 +68,7 @@ def _read_config(args: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _read_json(text: str | None) -> Any:
-    """Returns a JSON value; the text itself if it is no JSON."""
+    """Returns the value of a JSON text; the text itself if it is not JSON."""
     try:
         return json.loads(text or "null")
     except ValueError:

@@ -33,7 +33,7 @@ class EngineOptions:
         moe_backend: kernels of experts; `auto` for vLLM's choice.
         state_dtype: type of recurrent states; None if vLLM chooses it by device.
         convolution_dtype: type of the convolutions' states; `auto` for the model's type.
-        keep_alive: seconds after which a silent stream sends a comment, unparsed; None if not set.
+        keep_alive: seconds without output after which a stream sends a comment, unparsed; None if not set.
         load_format: format in which vLLM reads weights; None if not set.
         model_impl: library whose model classes vLLM uses; None if not set.
         offloaded_gib: GiB that vLLM offloads to the CPU, unparsed; None if not set.
@@ -73,7 +73,7 @@ class EngineOptions:
 
 @lru_cache(maxsize=256)
 def _parse(args: tuple[str, ...]) -> EngineOptions:
-    """Parses arguments. The result is cached, because one plan needs the options many times."""
+    """Parses arguments. Caches the result, because one plan needs the options many times."""
     given = given_options(args)
     return EngineOptions(
         kv_cache_dtype=_value(given, KV_CACHE_DTYPE) or "auto",

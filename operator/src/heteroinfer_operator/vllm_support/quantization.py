@@ -1,4 +1,4 @@
-"""Checks of quantized checkpoints that hold on any device, and vLLM's data for them. Pure.
+"""Checks of quantized checkpoints that apply to every device, and vLLM's data for these checks. Pure.
 
 tests/integration/models compares the table with vLLM.
 """
@@ -86,7 +86,7 @@ def _check_method(source: str, method: str, engine: EngineSettings) -> None:
     """Raises PlanError if vLLM would refuse a method of quantization.
 
     Args:
-        source: the place that names the method: the checkpoint, or an argument of the engine.
+        source: setting that names the method, in the checkpoint or in the engine's arguments.
     """
     dtypes = METHOD_DTYPES.get(method)
     if dtypes is None:

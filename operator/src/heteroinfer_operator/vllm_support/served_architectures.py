@@ -85,14 +85,14 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
             "model"
         )
     note = (
-        f"model: neither vLLM nor transformers has the class {name}. The model starts only with a plugin in "
-        "the image, or with code of its own"
+        f"model: neither vLLM nor transformers has the class {name}. The model starts only if a plugin in "
+        "the image or the model's own code (--trust-remote-code) contains this class"
     )
     return (note,)
 
 
 def uses_transformers_class(architecture: str) -> bool:
-    """Reports whether vLLM serves a model with a class of transformers, because it has no own class."""
+    """Reports whether vLLM serves a model with its Transformers modeling backend, not its own class."""
     return architecture in BY_TRANSFORMERS
 
 
