@@ -35,7 +35,7 @@ ONE, TWO = (1,), (1, 1)
 BY_EXPERTS = (3, 1)
 """In the matrix: ranks that have whole experts."""
 MIXTURES = tuple(name for name in ALL if tiny_models.has_experts(name))
-_NO_PART = "must have routed experts of vLLM's RoutedExperts, or an MLP of vLLM's linear layers (layers"
+_NO_PART = "because vLLM builds them neither with its class RoutedExperts nor as an MLP of its linear layers"
 REFUSED = {
     # vLLM 0.32.0 has no class of its own for it: its layers are transformers', without vLLM's MLPs.
     ("olmo2", ONE): _NO_PART,

@@ -37,9 +37,12 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("twice", "the model must run with [5] tokens, as announced (got [5, 5])"),
-        ("short", "the model must run with [5] tokens, as announced (got [4])"),
-        ("more", "this rank must follow all 3 announcements of the leader (got 2)"),
+        (
+            "twice",
+            "the model must run passes of [5] tokens, as the stage's first rank announced (ran [5, 5])",
+        ),
+        ("short", "the model must run passes of [5] tokens, as the stage's first rank announced (ran [4])"),
+        ("more", "this rank must run all 3 passes that the stage's first rank announced (ran 2)"),
     ],
 )
 def test_names_a_call_that_was_not_announced(mistake: str, said: str, ran: Any) -> None:

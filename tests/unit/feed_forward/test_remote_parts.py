@@ -15,5 +15,5 @@ def test_layers_are_read_from_names() -> None:
 
 def test_reports_layers_without_experts_or_mlp() -> None:
     check_found({1, 2}, [1, 2], "m")
-    with pytest.raises(ContractError, match=r"\(layers \[0\] have neither\)"):
+    with pytest.raises(ContractError, match=r"cannot compute layers \[0\]"):
         check_found({1, 2}, [0, 1], "m")

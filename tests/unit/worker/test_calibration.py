@@ -95,7 +95,7 @@ def test_a_calibration_accepts_more_results_than_it_stores() -> None:
 def test_without_a_reading_calibration_fails_with_the_reason() -> None:
     found = MeasuredResults()
     found.skip("memory, all NUMA nodes", "ended with exit code 1: No module named 'torch'")
-    with pytest.raises(ContractError, match=r"No module named 'torch'\. Run `heteroinfer-worker calibrate`"):
+    with pytest.raises(ContractError, match=r"No module named 'torch'\. Remove the cause"):
         build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
 
 
@@ -154,7 +154,7 @@ def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() ->
 def test_no_measurement_begins_when_the_time_is_over() -> None:
     found = measure(plan_measurements((Cpu(id=0, core=0),), Path("/run")), 0.0)
     assert {each["why"] for each in found.lists["skipped"]} == {
-        "not begun within 0 s (give heteroinfer-worker calibrate a longer --limit)"
+        "not begun within 0 s. Raise calibration.limitSeconds (chart) or --limit (command)"
     }
 
 
@@ -167,7 +167,12 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
             "if what == 'b': time.sleep(60)",
             5,
             ["a"],
-            [("b", "not done within 5 s (give heteroinfer-worker calibrate a longer --limit)")],
+            [
+                (
+                    "b",
+                    "not done within 5 s. Raise calibration.limitSeconds (chart) or --limit (command)",
+                )
+            ],
         ),
         (
             "os.abort()",

@@ -31,6 +31,7 @@ from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
 """Time for all measurements. The calibration lists unfinished measurements as skipped."""
+_RAISE_LIMIT: Final = "Raise calibration.limitSeconds (chart) or --limit (command)"
 _MODULE: Final = __name__.rpartition(".")[0]
 _MAX_NODES: Final = 8
 """At most this many NUMA nodes, the first ones, are also measured separately."""
@@ -190,7 +191,7 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
         if left_s < _SHORTEST_S:
             results.skip(
                 measurement.what,
-                f"not begun within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)",
+                f"not begun within {limit_s:.0f} s. {_RAISE_LIMIT}",
             )
         must_run = True
         while must_run and left_s >= _SHORTEST_S:
@@ -224,7 +225,7 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
     exit_codes = [process.returncode for process in processes]
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if is_late:
-        return what, f"not done within {limit_s:.0f} s (give heteroinfer-worker calibrate a longer --limit)"
+        return what, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}"
     failed_codes = [code for code in exit_codes if code]
     if failed_codes:
         last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
@@ -280,6 +281,7 @@ def _start_process(measurement: Measurement, command: Sequence[str]) -> "subproc
     """Starts a measuring process, which dies with this process, on the CPUs of the measurement."""
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
+    # Sets the CPUs before the module is imported, because its libraries start threads then.
     code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
     code += f"die_with_parent({os.getpid()}); "
     if measurement.cpus:
@@ -317,8 +319,8 @@ def build_calibration(
     if not results.lists["readings"]:
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"the memory speed was not measured: {why}. Run `heteroinfer-worker calibrate` with a Python "
-            "that has torch, on an idle machine"
+            f"the memory speed was not measured: {why}. Remove the cause, and run `heteroinfer-worker "
+            "calibrate` again. It needs torch and an idle machine"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
     machine = hardware.observe_hardware(

@@ -12,7 +12,9 @@ from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.slab import Offer, connect
 
 SPIN_NS = 50_000_000
+"""Time that this process spins before it sleeps: longer than the GPU's time between two requests."""
 LIMIT_NS = 1_000_000_000
+"""Longest single wait for a request. Then the process waits again."""
 
 
 def main(argv: list[str]) -> None:

@@ -55,7 +55,7 @@ def _best_seconds(call: Callable[[], object], repeats: int = 1) -> float:
         repeats: calls in a round.
     """
     best = float("inf")
-    for _ in range(ROUNDS + 1):
+    for _ in range(ROUNDS + 1):  # one more, because the first round also warms up
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
@@ -111,7 +111,7 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
     try:
         for _ in range(ROUNDS):
             with torch.cuda.stream(other_stream):
-                for _ in range(3):
+                for _ in range(3):  # so that they last longer than the measured copy
                     other()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(stream):
@@ -140,7 +140,7 @@ def _measure_exchange(device: torch.device) -> None:
         first = exchange.ask(layer=0, x=x, ids=None, weights=None, padding=None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):
-            raise RuntimeError("the exchange did not return its input")
+            raise RuntimeError("the exchange with a test process must return its input (got other numbers)")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
@@ -162,7 +162,7 @@ def _echo_process(offer: str) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"the process that answers requests ended with exit code {process.wait()}")
+            raise RuntimeError(f"the test process that answers requests ended with code {process.wait()}")
         yield
     finally:
         process.kill()

@@ -46,7 +46,7 @@ def _within_quota(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
 
 def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
     """Returns the first CPU of each physical core. Compute threads are bound to these CPUs."""
-    first_cpus = {cpu.core: cpu for cpu in reversed(cpus)}
+    first_cpus = {cpu.core: cpu for cpu in reversed(cpus)}  # the last assignment remains: the first CPU
     return tuple(sorted(first_cpus.values(), key=lambda cpu: cpu.id))
 
 

@@ -67,7 +67,7 @@ Call = Callable[[], Any]
 
 
 class Input:
-    """Input of a linear kernel's calls, replaced for each number of rows."""
+    """Holds the input of a linear kernel's calls. It is replaced for each number of rows."""
 
     x: torch.Tensor
 
@@ -153,7 +153,7 @@ def _kernels_in_order() -> list[tuple[KernelPart, SchemeName]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempts:
-    """Decides which measurements run.
+    """Runs measurements, unless the time is over or an earlier process began them.
 
     Attributes:
         deadline: time (time.monotonic()) after which no measurement begins.
@@ -227,6 +227,7 @@ def _measure_rates(
         if rows > _MAX_ROWS[part] or call_s * rows / rows_before > _LONGEST_CALL_S:
             break
         prepare(rows)
+        # With few rows, all calls must run: together their weights exceed the caches.
         measured_calls = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
         if rows == 1:
             round_s, read_bytes = median_s(measured_calls), num_bytes

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any, Final
 
 BEGUN: Final = "begun"
+"""Kind of a line that reports the start of a measurement."""
 MAX_LINE_BYTES: Final = 2**16
 """Longer lines are cut."""
 _CHUNK_BYTES: Final = 2**16

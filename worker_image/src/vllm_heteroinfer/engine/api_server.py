@@ -40,7 +40,7 @@ _WATCH_INTERVAL_S = 0.1
 """Time between two checks of the engine and of the supervisor's request to drain."""
 _CALL_INTERVAL_S = 0.2
 """Time between an answer of the engine and the next call. A call without an answer for 1.5 s makes the group
-unready, so that happens within 2 s of the last answer."""
+unready. So a silent engine makes it unready within 2 s of the engine's last answer."""
 _EXIT_CODE_WAIT_S = 0.5
 """Longest wait for the exit of an engine that has reported its end."""
 _EXIT_CODE_POLL_S = 0.01
@@ -80,7 +80,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
-    """Returns the arguments of rank 0 with the middleware for a drain: server and engine share settings."""
+    """Returns rank 0's arguments, which server and engine share, and adds the middleware for a drain."""
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])
@@ -103,6 +103,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     def interrupt(*_: object) -> None:
+        """Ends the server like SIGINT."""
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

@@ -124,7 +124,7 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
     if args.model_tag is not None:
         raise ContractError(
             f"engine.args: each value must belong to an option (got {args.model_tag!r} without an option). "
-            "Set the model in spec.model.uri"
+            "Remove the value. The model is in spec.model.uri"
         )
     choose_load_format(plan, rank, args)
     # `parse_args` accepts only a name, but vLLM's check of pipeline parallelism needs a class.

@@ -81,12 +81,13 @@ class Drain:
         while self._bodies:
             self._bodies.pop().reschedule(asyncio.get_running_loop().time())
 
-    async def receive_body(self, receive: AsgiReceive) -> MutableMapping[str, Any]:
-        """Returns the next part of a request.
+    async def receive_body_part(self, receive: AsgiReceive) -> MutableMapping[str, Any]:
+        """Waits for the next part of a request's body, and returns it.
 
         Raises:
-            TimeoutError: the body did not arrive in time (`refuse_late_bodies`).
+            TimeoutError: the server drains, and the body did not arrive in time.
         """
+        # There is no limit until a drain. Then `refuse_late_bodies` moves the limit to the present.
         async with asyncio.timeout(None) as limit:
             self._bodies.add(limit)
             try:
@@ -96,18 +97,18 @@ class Drain:
 
 
 class _RunningRequest:
-    """A running request. It can be refused for its missing body until its answer has begun."""
+    """A running request. A drain can refuse it for a late body until its answer has begun."""
 
     def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:
         self._drain, self._receive, self._send = drain, receive, send
         self._is_complete = self._has_begun = self._is_refused = False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Returns the server's next message; a disconnect once the request is refused."""
+        """Returns the next message for the app; a disconnect if the request was refused for its late body."""
         if self._is_complete:
             return await self._receive()
         try:
-            message = await self._drain.receive_body(self._receive)
+            message = await self._drain.receive_body_part(self._receive)
         except TimeoutError:
             self._is_complete = True
             if self._has_begun:  # the first part of the answer was sent, so the rest must follow

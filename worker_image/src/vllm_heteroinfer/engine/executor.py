@@ -69,7 +69,7 @@ class GroupExecutor(MultiprocExecutor):
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
-        """Connects to every rank. Returns once all ranks have loaded their weights.
+        """Waits until every rank has loaded its weights, and connects to all of them.
 
         Raises:
             TimeoutError: a rank did not connect before the start-up deadline.
@@ -90,7 +90,7 @@ class GroupExecutor(MultiprocExecutor):
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
         for rank in range(self.world_size):
-            what = f"message of rank {rank} that its weights are loaded"
+            what = f'"weights loaded" message from rank {rank}'
             self._store.get(f"loaded/{rank}", deadline, what=what)
         # Create the queues last. Their shared memory has names until all ranks are connected; the names
         # would remain if the group ended before that.
@@ -239,9 +239,9 @@ class GroupExecutor(MultiprocExecutor):
         super().sleep(level)
 
     def compile_or_warm_up_model(self) -> None:
-        """Warms up every rank. Later calls have their own deadlines."""
+        """Warms up every rank, which ends the start."""
         super().compile_or_warm_up_model()
-        self._startup_deadline = None
+        self._startup_deadline = None  # later calls without a timeout have CONTROL_TIMEOUT_S
 
     def check_health(self) -> None:
         """Raises an error if a rank does not answer. The supervisors watch the ranks' processes."""
@@ -258,7 +258,7 @@ class GroupExecutor(MultiprocExecutor):
 
 
 def has_work(scheduler_output: Any) -> bool:
-    """Checks whether ranks need a step. They do if it has tokens, requests to forget, or blocks to clear."""
+    """Returns whether ranks need a step: it has tokens, requests to forget, or blocks to clear."""
     return any(bool(getattr(scheduler_output, field)) for field in _WORK_FIELDS)
 
 

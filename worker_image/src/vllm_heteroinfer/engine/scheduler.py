@@ -37,7 +37,8 @@ class PipelineScheduler(Scheduler):
         if len(self._decodes_in_flight) >= self._limit:
             for request in self.running:
                 if request.num_output_tokens > 0:
-                    # schedule() increments current_step first, and skips requests while current < eligible.
+                    # schedule() first increments current_step, and skips requests while it is below the
+                    # eligible step. So this value skips the request in this call only.
                     request.next_decode_eligible_step = self.current_step + 2
         output = super().schedule(throttle_prefills)
         _, decode_tokens = count_tokens(output)

@@ -14,7 +14,7 @@ rank adds the answers. The code of the two kinds of ranks is in `rank/worker/ask
 | `kernels.cu`, `cuda_exchange` | ask from a CUDA graph |
 | `exchange`, `remote` | ask from a CPU rank; replacements of a layer's experts or MLP |
 | `offered_weights` | where a rank has its weights, for a GPU of its pod that copies them |
-| `shared_exchange` | lets the GPU compute some experts of long batches; lists its own modules |
+| `shared_exchange` | lets the GPU compute some experts of long batches. Its docstring lists its modules |
 | `lane_judge` | finds the rank that blocks the asking rank |
 | `read_rate` | measures how fast each rank reads memory, to set the ranks' parts |
 | `held`, `held_experts`, `compute` | the parts that a feed-forward rank has, and how it computes them |

@@ -1,4 +1,4 @@
-"""Computes a layer's part on a CPU; input and output are in the slab. Imports torch, not vLLM."""
+"""Computes this rank's part of a layer on a CPU, from the slab into the slab. Imports torch, not vLLM."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -58,6 +58,7 @@ class OwnExpertAsks:
         Ids of other ranks' experts are below 0.
         """
         x, ids, weights, y = self._asks.first_rows(rows)
+        # Ids of earlier ranks' experts become negative here. Those of later ranks are masked below.
         local = torch.sub(ids, self._own.first, out=self.ids[:rows])
         return x, local.masked_fill_(local >= self._own.count, -1), weights, y
 

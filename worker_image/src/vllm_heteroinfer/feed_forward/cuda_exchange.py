@@ -27,7 +27,9 @@ PART_BYTES: Final = 16
 MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
-"""An ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks while experts are copied over the link."""
+"""While experts are copied over the link, an ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks.
+
+The copies compete with the ask for the link. More blocks have more of the ask's bytes in flight."""
 STATE_WORDS: Final = 4
 """Size of `State` in kernels.cu, in words of 64 bits."""
 HOST_REGISTER_MAPPED: Final = 2
@@ -62,7 +64,7 @@ class Params(ctypes.Structure):
 
 
 class CudaError(RuntimeError):
-    """A CUDA call failed; the message names the call and its status."""
+    """A CUDA call failed. The message has the call and its status."""
 
 
 class Kernels:
@@ -113,7 +115,9 @@ class Kernels:
     def _raise_if_failed(status: int, call: str) -> None:
         """Raises CudaError for a status other than 0. `call` is the name of the CUDA function."""
         if status:
-            raise CudaError(f"{call} failed with CUDA error {status}")
+            raise CudaError(
+                f"{call} failed with CUDA error {status}. Check the GPU and its driver with nvidia-smi"
+            )
 
 
 def register_memory(memory: torch.Tensor) -> None:
@@ -121,7 +125,8 @@ def register_memory(memory: torch.Tensor) -> None:
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_MAPPED)
     if int(status) != 0:
         raise CudaError(
-            f"cudaHostRegister failed with CUDA error {status} ({format_bytes(memory.nbytes)} of host memory)"
+            f"cudaHostRegister failed with CUDA error {status}: the GPU cannot access "
+            f"{format_bytes(memory.nbytes)} of host memory. Check the limits of memory and locked memory"
         )
 
 
@@ -134,12 +139,13 @@ class CudaExchange:
     """Sends asks from the current stream, so that CUDA graphs can capture them."""
 
     def __init__(self, slab: Slab, device: torch.device, *, limit_s: float) -> None:
-        """Lets the device map the slab.
+        """Compiles the kernels, maps the slab for the device, and prepares the kernels' parameters.
 
         Args:
-            limit_s: seconds after which a kernel gives up waiting; the watch reacts earlier. The device's
-                clock keeps running while the pod is frozen, so the watch must also have made as many checks
-                as fit into this time.
+            limit_s: seconds after which a waiting kernel gives up. Usually the host's `Watch` (exchange.py)
+                finds a late rank earlier. In a frozen pod the GPU's clock continues, but the watch makes no
+                checks. So a kernel gives up only after the watch has also made limit_s / WATCH_INTERVAL_S
+                checks.
 
         Raises:
             CudaError: the device cannot map the slab, or NVRTC cannot compile the kernels.
@@ -181,7 +187,7 @@ class CudaExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sends an ask and returns the answer, which is valid once the stream has reached it."""
+        """Sends an ask and returns the answer, which is valid once the stream has done the work so far."""
         return self.send(layer, x, ids, weights, padding)()
 
     def send(
@@ -196,10 +202,11 @@ class CudaExchange:
     ) -> Callable[[], torch.Tensor]:
         """Sends an ask. Returns a function that puts the wait for the answer into the stream.
 
-        That function returns the answer, which is valid once the stream has reached it.
+        That function returns the answer, which is valid once the stream has done this wait.
 
         Args:
-            beside_copies: whether experts are copied over the link to the GPU at the same time.
+            beside_copies: whether experts are copied over the link to the GPU at the same time. Then a long
+                ask gets more blocks.
         """
         check_ask(self.slab.shape, x, ids)
         out = torch.empty_like(x)
@@ -249,7 +256,10 @@ def compile_source(source: Path, architecture: str) -> bytes:
     options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:
-        raise CudaError(f"NVRTC failed with {status} on {source.name}: {_compile_log(nvrtc, program)}")
+        raise CudaError(
+            f"{source.name}: NVRTC cannot compile it for {architecture} (error {status}: "
+            f"{_compile_log(nvrtc, program)}). Report this, and name the GPU"
+        )
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)

@@ -1,6 +1,6 @@
-"""The asking side on a CPU: exchanges through the slab by host calls. Imports torch.
+"""Sends asks of a CPU rank through the slab, and watches the lanes of any asking rank. Imports torch.
 
-`cuda_exchange` has the GPU's side. Both start in the same way and use the same watch over lanes.
+`cuda_exchange` sends the asks of a GPU. A GPU rank also uses this module's start and its `Watch`.
 """
 
 import ctypes
@@ -77,11 +77,12 @@ def open_slab(
     """Creates a slab, and waits until every lane can answer and every lane of this pod has mapped it.
 
     Args:
-        asking: the rank that creates it; the first of its lanes, if it is a feed-forward rank itself.
+        asking: the rank that creates the slab. A feed-forward rank that creates a slab for its own pod is
+            also the first of the lanes.
         lanes: rank of each lane; for another pod, its first rank.
 
     Returns:
-        The slab, and the reports of all lanes except its own.
+        The slab, and the reports of all lanes except the asking rank's own.
 
     Raises:
         ContractError: a lane mapped other memory.
@@ -99,8 +100,8 @@ def open_slab(
         ready.append(report)
         if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != report.nonce:
             raise ContractError(
-                f"feed-forward rank {rank.rank}: must share memory with the rank that it serves (rank "
-                f"{asking.rank} cannot read its data). Run both in one PID namespace"
+                f"feed-forward rank {rank.rank}: must share memory with rank {asking.rank}, which it serves "
+                "(a test number that it wrote did not arrive). Run both in one PID namespace"
             )
     return slab, tuple(ready)
 
@@ -119,7 +120,7 @@ def no_description(lane: int) -> str:
 
 
 class HostExchange:
-    """Sends asks from the host; only one thread at a time may use it."""
+    """Sends asks from the host. Only one thread at a time may use this object."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class HostExchange:
         out = torch.empty_like(x)
         unpadded_rows = rows if padding is None else int(rows - padding.sum())
         if unpadded_rows < rows:
-            out[unpadded_rows:] = 0
+            out[unpadded_rows:] = 0  # padding rows come last, and no rank computes them
         check_ask(self.slab.shape, x, ids)
         limit_ns = int(stall_limit_s(self._ready, unpadded_rows) * 1e9)
         result = self._exchange(
@@ -176,12 +177,12 @@ class HostExchange:
         The result is 1 + the index of a lane that is late, or -1 - the index of a lane that failed.
         """
         if result == slab_library.WAS_STOPPED:
-            raise RuntimeError("the group is ending, so feed-forward ranks answer no more")
+            raise RuntimeError("feed-forward ask: not answered, because the group is ending")
         lane = abs(result) - 1
         rank = self._lanes[lane].rank
         if result > 0:
             raise build_late_error(rank, layer, rows, limit_s, self._describe_ask(lane))
-        time.sleep(OWN_REPORT_S)
+        time.sleep(OWN_REPORT_S)  # the supervisor prefers the failed rank's own report, which has the cause
         raise build_failed_error(rank, layer, rows)
 
 
@@ -213,9 +214,9 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
     topk, dtype = 0 if ids is None else ids.shape[1], str(x.dtype).removeprefix("torch.")
     if rows > shape.max_rows or (hidden, topk, dtype) != (shape.hidden, shape.topk, shape.dtype):
         raise ValueError(
-            f"feed-forward ask: must have at most {shape.max_rows} rows of {shape.hidden} {shape.dtype} with "
-            f"{shape.topk} experts (got {rows} rows of {hidden} {dtype} with {topk}). Report this defect of "
-            "HeteroInfer with this model"
+            f"feed-forward ask: must have at most {shape.max_rows} rows, hidden size {shape.hidden}, dtype "
+            f"{shape.dtype} and {shape.topk} experts per row (got {rows} rows, {hidden}, {dtype}, {topk}). "
+            "This is a defect of HeteroInfer. Report it, and name the model"
         )
 
 
@@ -226,7 +227,7 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
         RuntimeError: the sum of the answers is wrong.
     """
     rows = min(shape.max_rows, 64)
-    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # sums of up to MAX_LANES are exact in bfloat16
+    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # small, so that MAX_LANES add up exactly in bfloat16
     x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
     ids = weights = None
     if shape.topk:
@@ -235,7 +236,7 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
     answer = asks.ask(PROBE_LAYER, x, ids, weights, None)
     if not torch.equal(answer, x * ranks):
         raise RuntimeError(
-            f"the test of the exchange failed: the answers of {ranks} feed-forward ranks do not add up "
+            f"feed-forward ask: the answers of {ranks} feed-forward ranks to a test pattern have a wrong sum "
             "(perhaps this device does not see writes of other processes to shared memory). Restart the "
             "group. If the error comes again, report it"
         )
@@ -271,7 +272,8 @@ class Watch:
         if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)
             raise RuntimeError(
-                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid"
+                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid. See "
+                "the logs of the feed-forward ranks"
             )
 
     def close(self) -> None:
@@ -314,5 +316,5 @@ class Watch:
         accused = self._lanes[verdict.lane].rank
         if not verdict.failed:
             return build_late_error(accused, layer, rows, verdict.waited_s, self._describe_ask(verdict.lane))
-        self._ended.wait(OWN_REPORT_S)
+        self._ended.wait(OWN_REPORT_S)  # the supervisor prefers the failed rank's own report
         return build_failed_error(accused, layer, rows)

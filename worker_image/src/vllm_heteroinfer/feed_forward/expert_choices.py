@@ -10,8 +10,8 @@ from vllm_heteroinfer.feed_forward.expert_reader import Range
 class ExpertChoices:
     """Selects the experts of a layer that the GPU computes, for each number of experts.
 
-    The GPU takes the first experts of each span, in proportion to the span's length. A larger number only
-    adds experts. The tables are on the device, so that a call copies nothing to it.
+    The GPU takes the first experts of each span, in proportion to the span's length. A larger number of
+    experts includes those of each smaller number. The tables are on the device, so calls copy nothing to it.
     """
 
     def __init__(self, spans: Sequence[Range], slot_experts: int, device: torch.device) -> None:
@@ -22,14 +22,15 @@ class ExpertChoices:
             slot_experts: the most experts in a slot.
         """
         self._spans, self._total = spans, sum(end - first for first, end in spans)
+        # By relative place in the span: so the first n experts of this list are n / total of each span.
         places_in_spans = sorted(
             ((expert - first + 0.5) / (end - first), expert)
             for first, end in spans
             for expert in range(first, end)
         )
-        # The GPU has an expert if it has at least this number of experts.
+        # The GPU computes an expert if it computes at least this number of experts.
         self._least_number = {expert: number for number, (_, expert) in enumerate(places_in_spans, 1)}
-        # The tensor begins with the id of padding, -1. Its least number is 0, so it is always masked.
+        # The first entry is for the id of padding, -1. Its least number is 0, so padding is always masked.
         by_id = [0, *(self._least_number[expert] for expert in range(self._total))]
         self._least_number_by_id = torch.tensor(by_id, dtype=torch.int32).to(device)
         # Row n has the indices 0 to n - 1 between numbers of -1. A part of the row is an expert map.
@@ -39,7 +40,7 @@ class ExpertChoices:
         self._maps = torch.cat((outside, torch.where(slots < counts, slots, -1), outside), 1).to(device)
 
     def gpu_ranges(self, gpu_experts: int) -> list[Range]:
-        """Returns the range of each span that the GPU computes if it has `gpu_experts` experts."""
+        """Returns the range of each span that the GPU computes if it computes `gpu_experts` experts."""
         return [
             (first, first + sum(self._least_number[expert] <= gpu_experts for expert in range(first, end)))
             for first, end in self._spans

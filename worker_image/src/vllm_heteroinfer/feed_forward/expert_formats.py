@@ -104,15 +104,15 @@ class ExpertWeights:
         if not shape.gated:
             return read(own.first, own.end)
         if shape.alternate:
-            alternating = read(2 * own.first, 2 * own.end)
             if per > 1:
                 raise ContractError(
                     f"{name}: gate and up columns alternate, so each column must have an element of its own "
                     f"(got {per} columns per element). Use another checkpoint of the model, or GPU roles only"
                 )
+            alternating = read(2 * own.first, 2 * own.end)
             index = torch.arange(alternating.shape[dim])
             return alternating.index_select(dim, torch.cat((index[0::2], index[1::2])))
-        first_up = -(-shape.padded // per) * per
+        first_up = -(-shape.padded // per) * per  # the ups begin with an element of their own
         gates, ups = read(own.first, own.end), read(first_up + own.first, first_up + own.end)
         return torch.cat((gates, ups), dim)
 
@@ -250,7 +250,9 @@ class ExpertWeights:
         """
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._columns_and_inputs(w13)
-        if w13 and self._shape.gated:  # gates and ups are each cut to this rank's columns
+        # This rank's columns may end inside of a block, so some of the repeated scales are not of its
+        # columns. If w13 has gates and ups, each half of the scales is cut.
+        if w13 and self._shape.gated:
             first_up, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
             scales = torch.cat((scales[:blocks], scales[first_up : first_up + blocks]))
         else:
@@ -311,6 +313,7 @@ class ExpertWeights:
     def _recognize_fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes MXFP4 and NVFP4 by the type and the number of their scales."""
         scale = self._find_dtype("w13_weight_scale")
+        # A method may pad the inputs, so there may be more groups than the hidden size needs.
         groups = self._reader.shape("w13_weight_scale")[-1] if scale else 0
         if scale == torch.uint8 and groups * 32 >= self._shape.hidden:
             return self._read_mxfp4, "MXFP4"
@@ -363,6 +366,7 @@ class ExpertWeights:
     def _recognize_packed(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes compressed-tensors' format: int32 words with codes of one column."""
         packed = self._reader.shape("w13_weight_packed")
+        # With g_idx, the checkpoint orders its inputs by their activations, which no kernel supports.
         if packed[1] * _NIBBLES != self._shape.hidden or self._reader.has("w13_weight_g_idx"):
             raise self._build_refusal()
         return self._read_int4_packed, "int4"

@@ -117,7 +117,7 @@ class LayerReader:
             return _random_weights(size, dtype)
         intersections = [_intersection(piece, expert, wanted) for piece in self._pieces[name][expert]]
         regions = [region for region in intersections if region is not None]
-        if len(regions) == 1 and regions[0].size == size:
+        if len(regions) == 1 and regions[0].size == size:  # one piece has all elements: no copy
             piece_values = self._view(regions[0])
             self.read_bytes += piece_values.nbytes
             return piece_values if piece_values.dtype == dtype else piece_values.to(dtype)
@@ -175,7 +175,10 @@ def _select_values(piece: Piece, expert: int) -> Piece:
 
 
 def _random_weights(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns small random numbers that repeat, because drawing 30 GB takes minutes; zeros for integers."""
+    """Returns small random numbers; zeros for integers.
+
+    The numbers repeat after DUMMY_BLOCK elements, because it takes minutes to draw 30 GB.
+    """
     if not dtype.is_floating_point:
         return torch.zeros(tuple(size), dtype=dtype)
     total = math.prod(size)

@@ -70,7 +70,10 @@ class MappedFile:
                 self._identity = _identity_of(os.fstat(file.fileno()))
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
-            raise ContractError(f"{path}: {_describe_open_error(error)}. Download the model again") from error
+            raise ContractError(
+                f"{path}: cannot be mapped ({_describe_open_error(error)}). Check that this user may read "
+                "the file, or download the model again"
+            ) from error
         self.num_bytes = len(self._memory)
         length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
         self._data_start = _HEADER_LENGTH + length
@@ -86,7 +89,7 @@ class MappedFile:
                 if name != "__metadata__"
             ]
             self._entries = sorted(entries, key=lambda entry: entry.start)
-        except ContractError:  # a ValueError, too
+        except ContractError:  # the next branch would catch it, because it is a ValueError
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
@@ -151,7 +154,7 @@ class MappedFile:
 
 
 class MappedFiles:
-    """Mapped files. Finds the file to whose memory a tensor belongs."""
+    """The mapped files. `find` returns the file whose memory a tensor shares."""
 
     def __init__(self) -> None:
         self.files: list[MappedFile] = []
@@ -172,9 +175,10 @@ class MappedFiles:
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        # The number after all files' numbers, so that a file that begins at this very address counts.
-        after_all_files = len(self.files)
-        index = bisect.bisect(self._addresses, (address, after_all_files)) - 1
+        # `bisect` compares (address, file number). A number above all file numbers makes it find a file that
+        # begins exactly at this address.
+        above_all_numbers = len(self.files)
+        index = bisect.bisect(self._addresses, (address, above_all_numbers)) - 1
         if index < 0:
             return None
         start, number = self._addresses[index]

@@ -25,7 +25,7 @@ class RankExperts:
     """The experts of a layer that a rank has, with all columns or some.
 
     Attributes:
-        memory: the rank's mapped memory.
+        memory: the rank's memory, mapped by this process.
     """
 
     offered: OfferedLayer
@@ -159,6 +159,7 @@ def find_gpu_layers(
             rank: rank_layers[number] for rank, rank_layers in layers_by_rank.items() if number in rank_layers
         }
         obstacle = find_obstacle(layer)
+        # A rank does not offer a layer whose experts have biases or no gate (held_experts.py).
         if obstacle is None and len(offered) < len(offers):
             obstacle = "the experts have biases or no gate"
         if obstacle is None and _has_other_type(offered.values(), dtype_of(recipe.dtype)):

@@ -48,13 +48,13 @@ class LoadedParts:
 
 
 def load_parts(
-    recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[int], lane: int
+    recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[int], index: int
 ) -> LoadedParts:
     """Reads and packs this rank's part of the recipe's layers.
 
     Args:
         shares: agreed shares of the feed-forward ranks that read this recipe.
-        lane: index of this rank among them.
+        index: index of this rank among them.
 
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.
@@ -74,9 +74,9 @@ def load_parts(
             columns = Span(total=layer.inner, first=0, end=layer.inner)
             experts = Span(total=layer.experts, first=0, end=layer.experts)
             if by_experts:
-                experts = own_experts = share_experts(layer.experts, shares)[lane]
+                experts = own_experts = share_experts(layer.experts, shares)[index]
             else:
-                columns = share_columns(layer.inner, shares, recipe.unit)[lane]
+                columns = share_columns(layer.inner, shares, recipe.unit)[index]
             own_parts[number] = OwnPart(columns=columns, experts=experts)
             parts[number] = load_experts(reader.layer(layer), own_parts[number], getattr(torch, recipe.dtype))
     reader.check_unchanged()

@@ -28,7 +28,7 @@ from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_e
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
 
 _OAI_ALPHA, _OAI_LIMIT, _OAI_BETA = 1.702, 7.0, 1.0
-"""gpt-oss' activation (vllm/model_executor/layers/activation.py::SwigluOAIAndMul@v0.32.0)."""
+"""Constants of gpt-oss' activation (vllm/model_executor/layers/activation.py::SwigluOAIAndMul@v0.32.0)."""
 _KINDS: Final = {
     "silu": ActivationKind.SWISH,
     "gelu": ActivationKind.GELU,
@@ -36,6 +36,7 @@ _KINDS: Final = {
     "relu2": ActivationKind.RELU2,
 }
 _UNGATED: Final = "_no_mul"
+"""End of the name of an activation without a gate, in vLLM's MoEActivation."""
 ALTERNATING: Final = "swigluoai"
 """The activation whose gates and ups alternate in the parameters."""
 
@@ -150,6 +151,7 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     library = _find_kernels()
     has_supported_sizes = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
     has_biases = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
+    # No kernel supports this layer here. torch can compute it only if its weights are not quantized.
     if (
         library is None
         or dtype not in ELEMENTS
@@ -157,13 +159,20 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
         or weights.unquantized_dtype == torch.float32
     ):
         if weights.unquantized_dtype is None:
+            if library is None:
+                reason = "there are no kernels for this CPU"
+            else:
+                reason = (
+                    f"hidden size and columns must be multiples of {SHARED_COLUMNS}: got {recipe.hidden} and "
+                    f"{part.columns.count}, {dtype}"
+                )
             raise ContractError(
-                f"experts: HeteroInfer's CPU kernels do not support {weights.name} with these sizes on this "
-                f"CPU (hidden {recipe.hidden}, {part.columns.count} columns, {dtype}; "
-                f"{'no kernels for this CPU' if library is None else 'sizes must be multiples of 32'}). Use "
-                "the bf16 version of the model, or lower feedForward.layers"
+                f"experts: HeteroInfer's CPU kernels do not support {weights.name} here ({reason}). Use the "
+                "bf16 version of the model, or lower feedForward.layers"
             )
         return _TorchExperts(weights, part, activation, biased=has_biases)
+    # These kernels need AVX-512 (`library.paths` is empty without it). They are faster than those of any
+    # format.
     fits_swish_kernel = (
         library.paths and activation == Activation() and not has_biases and dtype == torch.bfloat16
     )
@@ -173,7 +182,7 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
 
 
 def _describe_part(part: PackedPart) -> PackedMatrix:
-    """Returns the description of a part that `kernels.coded_experts` packed."""
+    """Returns a matrix that `kernels.coded_experts` packed, with what another process needs to unpack it."""
     return PackedMatrix(
         packed=part.packed, columns=part.columns, inputs=part.inputs, format=part.format, has_headers=True
     )
@@ -312,7 +321,9 @@ class _TorchExperts:
             first = weights.read_floats(part.experts.first, w13=w13)
             together = weight_memory.empty((self.count, *first.shape), first.dtype)
             for local, expert in enumerate(range(part.experts.first, part.experts.end)):
-                together[local].copy_(weights.read_floats(expert, w13=w13))  # it may be a view of a file
+                together[local].copy_(
+                    weights.read_floats(expert, w13=w13)
+                )  # a copy: it may be a view of a file
             self._weights.append(together)
             biases.append(
                 [

@@ -11,7 +11,7 @@ struct alignas(8) State {  // device memory
   u64 number;              // number of the last ask
   u64 arrived;             // last number that all lanes have answered: all blocks of `ff_get` but the first wait for it
   u32 done;                // blocks of `ff_ask` that have written their rows
-  u32 live;                // rows of the last ask without padding
+  u32 live;                // number of rows of the last ask that are not padding
   u32 bad;                 // 1 if the last ask failed
 };
 
@@ -100,7 +100,7 @@ __device__ uint4 sum_parts(const char* y, u64 stride, u32 lanes, u64 i, u32 dtyp
 // Writes the rows of an ask into the slab, without padding rows. The last block that has written its rows raises the
 // ask's number.
 extern "C" __global__ void ff_ask(const Params p) {
-  __shared__ u32 live;
+  __shared__ u32 live;  // number of rows that are not padding
   if (threadIdx.x == 0) live = p.padding ? 0 : p.rows;
   __syncthreads();
   if (p.padding) {
@@ -141,7 +141,7 @@ __device__ bool watch_made_checks(const Params& p, u32 turns_before) {
   return !turns || turns - turns_before >= p.limit_turns;
 }
 
-// Waits for all lanes. Returns 0 if all have answered, otherwise 1 + the index of a lane that has not.
+// Waits for all lanes. Returns 0 if all have answered, otherwise 1 + the index of a lane that is late or failed.
 __device__ u32 wait_for_lanes(const Params& p, u64 number) {
   const u64 start = clock_ns();
   u32 polls = 0, turns = 0;
@@ -153,7 +153,7 @@ __device__ u32 wait_for_lanes(const Params& p, u64 number) {
       if (load_word(p.slab + kStop)) return 1 + lane;
       if (clock_ns() - start > p.limit_ns && watch_made_checks(p, turns)) return 1 + lane;
     }
-    if (load_word(at + 8)) return 1 + lane;
+    if (load_word(at + 8)) return 1 + lane;  // the lane's status: its computation failed
   }
   return 0;
 }

@@ -6,7 +6,7 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""Extra time for a lane if this check came late, because the machine is busy and delays the lane, too."""
+"""Extra time for a lane if this check came late: a machine that delays this thread delays the lane, too."""
 
 
 class LaneError(RuntimeError):
@@ -21,7 +21,7 @@ class LaneError(RuntimeError):
 
 
 class LaneFailedError(LaneError):
-    """A feed-forward rank answered that its computation failed; its own report has the reason."""
+    """A feed-forward rank answered that its computation failed. The rank's own report has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,8 @@ class LaneJudge:
         if not state.gave_up and waited_s <= state.limit_s + grace_s:
             self._last_late_lane = late_lane
             return None
-        # Trusts the device first: it keeps asking after it gave up, so any lane may be computing now.
+        # Trusts the device first, because it knows for which lane it waited. The device sends further asks
+        # after it gave up, so another lane may be late now.
         suspects = (state.given_up_lane, late_lane, self._last_late_lane)
         known_suspects = [suspect for suspect in suspects if suspect is not None]
         lane = known_suspects[0] if known_suspects else None

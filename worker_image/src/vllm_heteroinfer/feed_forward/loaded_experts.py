@@ -1,7 +1,7 @@
 """A layer's routed experts that vLLM's own loader has loaded, packed for our kernels. Imports vLLM.
 
-A CPU stage takes its experts as a feed-forward rank does, but from the parameters of vLLM's method instead of
-from the checkpoint's files.
+A CPU stage packs its experts like a feed-forward rank. But it reads them from the parameters of vLLM's method
+instead of the checkpoint's files.
 """
 
 from typing import Any
@@ -29,10 +29,9 @@ class LoadedReader(LayerReader):
         self.read_bytes, self._module = 0, module
 
     def has(self, name: str) -> bool:
-        """Returns whether the layer has a parameter.
+        """Returns whether the layer has a parameter that its format uses.
 
-        vLLM creates an order of inputs (`_g_idx`) for each checkpoint, so it counts only if the format uses
-        one.
+        vLLM creates an order of inputs (`_g_idx`) also for checkpoints whose format has none.
         """
         if name.endswith("_g_idx"):
             return _orders_inputs(self._module.quant_method)

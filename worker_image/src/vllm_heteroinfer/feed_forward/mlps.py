@@ -23,7 +23,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter
 
 _ROWS: Final = 16
 _LARGE: Final = 30.0
-"""The second half of the test rows is multiplied by it, so that an activation with limits differs there."""
+"""Factor of the second half of the test rows: an activation with limits differs for large numbers."""
 _MAX_DISTANCE: Final = 1e-3
 """Largest allowed difference from an activation's values, relative to the largest value."""
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -53,7 +53,7 @@ class RemoteMlp(torch.nn.Module):
         self._layer, self._reduces = layer, reduces
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the MLP of hidden states, [rows, hidden]."""
+        """Returns the MLP's output for hidden states, [rows, hidden]. Feed-forward ranks compute it."""
         answer = torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
         return tensor_model_parallel_all_reduce(answer) if self._reduces else answer
 
@@ -137,7 +137,8 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     It may if it has linear layers of a decoder, no experts, and one input.
     """
     linears = [each for each in module.modules() if isinstance(each, LinearBase)]
-    # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
+    # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0). This rank
+    # must not replace an MLP there instead of that of the decoder's layer.
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
         return False
     required_parameters = [
@@ -153,8 +154,8 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
     """Returns an MLP's activation, its gate and up layers (or one layer with both), and its down layer.
 
-    Replaces the outputs of the linear layers by random numbers, and compares what the MLP computes between
-    them with each known activation.
+    Runs the MLP with random numbers as the outputs of its linear layers. The numbers that it computes between
+    them must be those of a known activation.
 
     Raises:
         _NoMlpError: the module computes something else.
@@ -169,11 +170,12 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
         raise _NoMlpError(
             f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
         )
-    *ups, (down, down_input, down_output) = calls
+    *ups, (down, down_input, down_output) = calls  # in the order of the calls, so down is last
     if not all(linear_input is input_ for _, linear_input, _ in ups) or output is not down_output:
         raise _NoMlpError("must change its input and output only by linear layers")
     if any(linear.skip_bias_add and linear.has_bias for linear in linears):
         raise _NoMlpError("must not add a bias after a linear layer")
+    # With a gate, gate and up together have two columns for each input of down.
     gated = sum(up_output.shape[1] for _, _, up_output in ups) == 2 * down_input.shape[1]
     activation, gate_and_up = _find_activation(down_input, ups, gated=gated)
     names = {name for linear in gate_and_up for name, _ in linear.named_parameters()}
@@ -218,7 +220,7 @@ def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
         return rows.to(device)
 
     def answer(linear: Any, x: torch.Tensor) -> Any:
-        """Notes a call of a linear layer, and answers with random numbers."""
+        """Stands in for a linear layer: notes the call, and returns random numbers."""
         output = draw_rows(linear.output_size)
         calls.append((linear, x, output))
         return (output, None) if linear.return_bias else output

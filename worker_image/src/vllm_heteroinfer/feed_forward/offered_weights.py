@@ -83,7 +83,7 @@ class OfferedMatrix:
 
     def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
         """Returns the error in this offer for a memory of `num_bytes`, or ""; `gated` is true for w13."""
-        halves = 2 if gated else 1
+        halves = 2 if gated else 1  # in w13, the blocks of scales begin anew with the ups
         expected_shape = (halves * -(-self.columns // halves // SCALED), -(-self.inputs // SCALED))
         if (self.scale_shape is None) != (self.block_scales is None):
             return "block scales must have a place and a shape, or neither"
@@ -197,7 +197,8 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(fd, offer.num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ContractError(
-            f"feed-forward rank {rank}: {offer.num_bytes} bytes of its weights cannot be mapped ({error})"
+            f"feed-forward rank {rank}: {offer.num_bytes} bytes of its weights cannot be mapped ({error}). "
+            "Report this with the pod's log"
         ) from error
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""A connection between an asking rank and a feed-forward rank of another pod: proof, measurement, state.
+"""Connects an asking rank with a feed-forward rank of another pod, and measures the connection.
 
 The feed-forward rank listens at a free port and publishes it in the group's store. Both ends prove that they
 have the key of the epoch, as supervisors do (launch/handshake.py). Afterwards each message carries a token
@@ -157,7 +157,8 @@ class Connection:
         large_s = min(self._trial(num_rows * ask_bytes, num_rows * answer_bytes) for _ in range(LARGE_TRIALS))
         _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))
         num_bytes = num_rows * (ask_bytes + answer_bytes)
-        # The small trials may take nearly as long by chance, so the difference has a lower limit.
+        # By chance, a small trial may take nearly as long as a large one. At least a tenth of the large one's
+        # time counts as transfer, so that the rate stays plausible.
         transfer_s = max(large_s - small_s, large_s / 10)
         return LinkCost(round_trip_s=small_s, bytes_per_s=num_bytes / transfer_s)
 
@@ -191,7 +192,7 @@ class Listener:
         self._socket = socket.socket(addresses.family_of(address), socket.SOCK_STREAM)
         self._socket.bind((address, 0))
         self._socket.listen()
-        self._socket.settimeout(_NAP_S)
+        self._socket.settimeout(_NAP_S)  # `accept` also looks for proven connections this often
 
     @property
     def port(self) -> int:
@@ -202,7 +203,7 @@ class Listener:
         """Waits until the asking rank has connected and proven itself, and closes the listener.
 
         Raises:
-            TimeoutError: it did not connect by the deadline.
+            TimeoutError: the asking rank did not connect by the deadline.
         """
         results: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
         proving = threading.Semaphore(_MAX_PROOFS)
@@ -300,7 +301,7 @@ def _derive_token(key: EpochKey | None, *parts: str) -> int:
 
 
 def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
-    """Makes a socket send immediately, and end if the other machine is silent for the heartbeat timeout."""
+    """Makes a socket send at once, and fail if the other machine is silent for the heartbeat timeout."""
     timeout_ms = int(launch.heartbeat_timeout_s * 1000)
     tcp = socket.IPPROTO_TCP
     connected.setsockopt(tcp, socket.TCP_NODELAY, 1)
@@ -346,7 +347,7 @@ def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
 def describe(link: Link) -> str:
     """Describes how far the request to a rank got, for the message about a missing answer."""
     if not link.is_open:
-        return "it has answered"
+        return "its answer has arrived by now"
     try:
         duplicate = socket.socket(fileno=os.dup(link.socket))
     except OSError as error:

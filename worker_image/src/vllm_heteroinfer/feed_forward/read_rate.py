@@ -33,8 +33,8 @@ READING_S: Final = 1.0
 def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
     """Measures this rank's read rate together with the stage's other feed-forward ranks, and publishes it.
 
-    Every feed-forward rank must call it. It does nothing if the plan sets their shares, or if each rank with
-    attention has one feed-forward rank.
+    Every feed-forward rank must call this function. It does nothing if the plan sets their shares, or if each
+    rank with attention has one feed-forward rank.
 
     Raises:
         ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
@@ -51,7 +51,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
         store.get(
             _store_key("reads", other),
             deadline,
-            what=f"message from rank {other.rank} that it measures",
+            what=f'"ready to measure" message from rank {other.rank}',
             rank=other.rank,
         )
     with torch.inference_mode():
@@ -62,28 +62,29 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of the feed-forward ranks that serve the same rank, by the plan or by read rates.
+    """Returns the shares of `rank` and of the other feed-forward ranks of its asking rank, in their order.
 
-    All these ranks get the same result.
+    If the plan sets shares, the result is these. Otherwise the shares follow the published read rates. All of
+    these ranks get the same result.
 
     Raises:
         TimeoutError: another rank did not `publish_read_rate` by the deadline.
     """
-    lanes = plan.feed_forward_ranks_of(plan.asking_rank(rank))
-    if not _shares_follow_rates(lanes):
-        return tuple(lane.feed_forward.share or 1 for lane in lanes if lane.feed_forward is not None)
+    ranks = plan.feed_forward_ranks_of(plan.asking_rank(rank))
+    if not _shares_follow_rates(ranks):
+        return tuple(each.feed_forward.share or 1 for each in ranks if each.feed_forward is not None)
     rates = [
         int(
             store.get(
-                _store_key("rate", lane), deadline, what=f"read rate of rank {lane.rank}", rank=lane.rank
+                _store_key("rate", each), deadline, what=f"read rate of rank {each.rank}", rank=each.rank
             )
         )
-        for lane in lanes
+        for each in ranks
     ]
     shares = shares_by_rate(rates)
-    if rank == lanes[0]:
+    if rank == ranks[0]:  # the log needs the rates once
         rates_text = ", ".join(
-            f"rank {lane.rank} {rate / 1e9:.1f}" for lane, rate in zip(lanes, rates, strict=True)
+            f"rank {each.rank} {rate / 1e9:.1f}" for each, rate in zip(ranks, rates, strict=True)
         )
         _logger.info(
             "read rates of feed-forward ranks, measured at the same time, in GB/s: %s. Shares of layers: %s",
@@ -93,9 +94,9 @@ def agreed_shares(
     return shares
 
 
-def _shares_follow_rates(lanes: Sequence[RankAssignment]) -> bool:
+def _shares_follow_rates(ranks: Sequence[RankAssignment]) -> bool:
     """Returns whether the ranks' shares follow their read rates, because the plan sets none."""
-    shares = [lane.feed_forward.share for lane in lanes if lane.feed_forward is not None]
+    shares = [each.feed_forward.share for each in ranks if each.feed_forward is not None]
     return len(shares) > 1 and not any(shares)
 
 

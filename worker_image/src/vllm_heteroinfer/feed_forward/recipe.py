@@ -169,7 +169,7 @@ def _describe_topk(topk: int) -> str:
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
-    """Returns a layer's recipe as JSON. Parameters and pieces are lists, because they are many."""
+    """Returns a layer's recipe as JSON. To save space, each parameter and piece is a list."""
     plain = {name: getattr(layer, name) for name in LayerRecipe.__slots__ if name != "parameters"}
     parameters = {
         name: [each.shape, each.dtype, [_piece_to_json(piece) for piece in each.pieces]]
@@ -231,8 +231,9 @@ def locate_view(
         start.append(remaining // step)
         remaining %= step
     region, from_source = [1] * len(shape), [0] * len(shape)
+    # Finds for each dimension of the view the dimension of the tensor with the same stride.
     for count, stride, source_stride in zip(size, strides, source, strict=True):
-        if count == 1:
+        if count == 1:  # its stride means nothing
             continue
         dims = [
             dim
@@ -242,7 +243,7 @@ def locate_view(
         if not dims:
             raise ContractError(
                 f"a view of a parameter must be a rectangular region (got a view {tuple(size)} with strides "
-                f"{tuple(strides)} of a parameter {tuple(shape)})"
+                f"{tuple(strides)} of a parameter {tuple(shape)}). Use spec.parallelism.mode: Pipeline"
             )
         region[dims[0]], from_source[dims[0]] = count, source_stride
     return tuple(start), tuple(region), tuple(from_source)
@@ -253,7 +254,8 @@ def find_missing_values(layer: LayerRecipe) -> list[str]:
 
     vLLM's method may pad a parameter. So an expert lacks values if another expert has more, or if the
     checkpoint has at most half of the parameter. The biases of all experts may be missing, because vLLM
-    creates them for some checkpoints that have none. The kernels do not read scales of inputs.
+    creates them for some checkpoints that have none. The kernels do not need scales, orders (`g_idx`) and
+    shapes of inputs.
     """
     missing = []
     for name, parameter in layer.parameters.items():

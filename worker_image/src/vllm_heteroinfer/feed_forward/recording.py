@@ -35,7 +35,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter, Remote
 _logger = logging.getLogger(__name__)
 
 _MAX_RECORDED_VALUES: Final = 4096
-"""A tensor that the loader computed may have this many elements; larger tensors must be regions of a file."""
+"""Most elements of a tensor that the loader computed. Larger tensors must be regions of a file."""
 _SHOWN: Final = 3
 """Number of unused tensors that a warning names."""
 _SMALL: Final = 4
@@ -80,7 +80,7 @@ class RemoteExperts:
             self.targets[name] = RecordedParameter(parts=(parameter,), shape=parameter.shape)
 
     def begin(self) -> None:
-        """Gives the module the method that created the parameters; loaders read the format from it."""
+        """Gives the module the method that created the parameters. Loaders read the format from it."""
         self._remote_method = self.module.quant_method
         _set_method(self.module, self.method)
 
@@ -94,7 +94,8 @@ class RemoteExperts:
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
         """Returns the layer's recipe with these parameters.
 
-        The first rank of a stage adds the biases of w2; loaders write zeros over them on the other ranks.
+        Only the first rank of a stage adds the biases of w2. On the other ranks, loaders write zeros over
+        them, so the recipe leaves them out.
         """
         module, config = self.module, self.module.moe_config
         if config.tp_rank:
@@ -304,7 +305,7 @@ def _may_be_remote(name: str, layers: Collection[int]) -> bool:
 
 
 class Copies(TorchDispatchMode):
-    """Records copies from files to parameters of remote parts, and leaves out all other copies from files.
+    """Records copies to parameters of remote parts, and skips all other copies.
 
     Attributes:
         pieces: the pieces that fill each parameter, by layer and parameter.
@@ -343,7 +344,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Records a copy from a file to a remote part, or notes which tensor this rank itself uses."""
+        """Records a copy to a remote part. For another target, only notes the tensor of the file, if any."""
         recorded = self._targets.get(target.untyped_storage()._cdata)
         place_in_file = self._files.find(source)
         if recorded is None:
@@ -370,7 +371,7 @@ class Copies(TorchDispatchMode):
                 f"layer {layer}: the model's loader computes {name}, so feed-forward ranks cannot read it "
                 "from the checkpoint"
             )
-        if target.device.type != "meta":
+        if target.device.type != "meta":  # small parameters have memory, because loaders compare their values
             target.copy_(source)
         return target
 

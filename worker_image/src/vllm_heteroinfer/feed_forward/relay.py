@@ -1,7 +1,8 @@
-"""Relays asks to feed-forward ranks in other pods: a thread of the asking rank, in native code.
+"""Relays asks to feed-forward ranks in other pods, in a thread of the asking rank that runs native code.
 
-For the asking rank (a GPU's kernel or a host call) the relay is the lane of each other pod in the slab. It
-calls neither CUDA nor Python while it runs. Imports torch.
+The slab has a lane for each other pod. The relay answers in these lanes, so the asking rank (a GPU's kernel
+or a host call) need not know of the network. The thread calls neither CUDA nor Python while it runs. Imports
+torch.
 """
 
 import ctypes
@@ -142,15 +143,15 @@ class Relay:
             len(self._relayed),
             self._spin_ns,
         )
-        if result > 0:
+        if result > 0:  # 1 + the index of a connection that ended; 0 if the slab was stopped
             raise self._build_error(result - 1)
 
-    def _build_error(self, number: int) -> LaneError:
+    def _build_error(self, index: int) -> LaneError:
         """Returns the error that accuses a pod's first rank of the end of its connection.
 
         If the pod may still report the cause, waits so that this report comes first.
         """
-        rank, error = self._relayed[number].rank, self._links[number].error
+        rank, error = self._relayed[index].rank, self._links[index].error
         if error == pod_link.MALFORMED:
             problem = "sent a message that answers no request. Start all pods from one image"
         elif error in _SILENT_MACHINE_ERRORS:

@@ -1,8 +1,9 @@
 """Replaces experts and MLPs that feed-forward ranks compute. Imports vLLM.
 
 Routed experts keep vLLM's class, but with a method that has no weights and asks feed-forward ranks. The
-method is called inside vLLM's opaque op (`torch.ops.vllm.moe_forward`), so routing, shared experts and
-compilation stay unchanged. An MLP is replaced by a module whose forward pass is HeteroInfer's opaque op.
+method is called inside vLLM's op `torch.ops.vllm.moe_forward`, which torch.compile does not look into (an
+opaque op). So routing, shared experts and compilation stay unchanged. An MLP is replaced by a module whose
+forward pass is HeteroInfer's opaque op.
 
 Source: vllm/model_executor/layers/fused_moe/routed_experts.py::RoutedExperts._get_quant_method,
 vllm/model_executor/models/utils.py::make_layers@v0.32.0.
@@ -47,12 +48,12 @@ class Asks(Protocol):
 
 
 _asks_of_process: Asks | None = None
-"""The exchange of this process. It is global, because an opaque op cannot refer to an object."""
+"""Sends the asks of this process. It is global, because an opaque op cannot refer to an object."""
 
 
 def connect(asks: Asks) -> None:
     """Connects all replaced parts of this process's model to `asks`."""
-    global _asks_of_process  # noqa: PLW0603 - torch's table of ops is as global
+    global _asks_of_process  # noqa: PLW0603 - an opaque op cannot refer to an object
     _asks_of_process = asks
 
 
@@ -144,15 +145,17 @@ def replace_remote_parts(
 
     original = RoutedExperts._get_quant_method
 
-    def ask_others(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
-        """Replaces vLLM's choice of a method for a layer's experts, in a remote layer."""
+    def choose_method(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        """Returns a `RemoteMethod` for the experts of a remote layer, and vLLM's method for other experts."""
         method = original(module, prefix, quant_config, moe_config)
         layer = layer_of(prefix)
         if layer not in layers or layer is None:
             return method
-        if layer in remote_parts:  # lanes could not distinguish the asks of the two
+        if (
+            layer in remote_parts
+        ):  # an ask has the layer's number only, so lanes could not distinguish two sets
             raise ContractError(
-                f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (it has "
+                f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got "
                 "two). Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"
             )
         experts = remote_parts[layer] = RemoteExperts(module, method)
@@ -161,18 +164,18 @@ def replace_remote_parts(
     def replace_mlp(index_in_stage: int, layer: torch.nn.Module) -> None:
         """Replaces the MLP of a remote layer that has no experts."""
         index = first_layer + index_in_stage
-        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays. An encoder has layers, too.
+        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays.
         if index not in layers or index in remote_parts:
             return
         mlp = RecordedMlp.find(index, layer)
-        if mlp is None:
+        if mlp is None:  # for example a layer of an encoder, which has the number of a decoder's layer
             return
         remote_parts[index] = mlp
         if not records:
             mlp.end()
 
     set_offloader(VisitingOffloader(replace_mlp))
-    RoutedExperts._get_quant_method = ask_others
+    RoutedExperts._get_quant_method = choose_method
     try:
         yield remote_parts
     finally:

@@ -54,14 +54,14 @@ def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], mode
     missing = sorted(set(planned_layers) - set(found_layers))
     if missing:
         raise ContractError(
-            f"{model}: layers of feed-forward ranks must have routed experts of vLLM's RoutedExperts, or "
-            f"an MLP of vLLM's linear layers (layers {missing} have neither). Lower feedForward.layers, or "
-            "use spec.parallelism.mode: Pipeline"
+            f"{model}: feed-forward ranks cannot compute layers {missing}, because vLLM builds them neither "
+            "with its class RoutedExperts nor as an MLP of its linear layers. Lower feedForward.layers "
+            "until the plan leaves these layers on the GPU, or use spec.parallelism.mode: Pipeline"
         )
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ContractError for a plan of this mode that is not built yet."""
+    """Raises ContractError for a plan of mode FeedForward whose ranks with attention are in several pods."""
     if plan.mode is Mode.FEED_FORWARD and len({rank.pod for rank in plan.stage_ranks}) != 1:
         raise ContractError(
             f"Plan.ranks: mode {Mode.FEED_FORWARD} must have all ranks with attention in one pod (got "

@@ -86,12 +86,12 @@ class SlotOrder:
 
     def take(self, content: SlotContent) -> tuple[int, bool]:
         """Returns the slot for this content, and whether the content was copied into it early."""
-        for slot, held in self._early.items():
-            if held.includes(content):
+        for slot, reserved in self._early.items():
+            if reserved.includes(content):
                 del self._early[slot]
                 return slot, True
         slot = self._advance()
-        self._early.pop(slot, None)
+        self._early.pop(slot, None)  # this copy overwrites the slot
         return slot, False
 
     def take_early(self, content: SlotContent) -> int | None:
@@ -99,7 +99,7 @@ class SlotOrder:
 
         No copy is needed if a slot has the content, and none is possible if all slots wait for their use.
         """
-        if len(self._early) == SLOTS or any(held.includes(content) for held in self._early.values()):
+        if len(self._early) == SLOTS or any(each.includes(content) for each in self._early.values()):
             return None
         slot = self._advance()
         self._early[slot] = content

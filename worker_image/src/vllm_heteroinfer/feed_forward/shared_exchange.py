@@ -173,10 +173,11 @@ class SharedExchange:
     ) -> torch.Tensor:
         """Computes a layer's experts like `remote.Asks`.
 
-        The result is valid once the stream has reached it.
+        The result is valid once the stream has done the work so far.
         """
         gpu_layer, rows = self._layers.get(layer), x.shape[0]
-        # A graph's warm-up passes run outside of the capture, with the same numbers of rows.
+        # Decides by the rows, not by whether a capture runs: the warm-up passes of a graph run outside of its
+        # capture, but must take the same path.
         if gpu_layer is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
         is_users_step = self._meter.is_users_step

@@ -313,7 +313,7 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
-    """Raises ContractError if a slab has another shape than `reader` expects; its topk may be larger."""
+    """Raises ContractError if a slab has another shape than `reader` expects. Its topk may be larger."""
     differing = [
         name
         for name in ("epoch", "hidden", "topk", "max_rows", "dtype", "lanes")

@@ -17,7 +17,7 @@ from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
 from vllm_heteroinfer.feed_forward.stream_balance import first_of_each_kind
 
 ROW_UNIT: Final = 16
-"""Numbers of rows are rounded up to a multiple of it: for others Triton compiles the kernel again."""
+"""Rows are padded to a multiple of this number. For other numbers, Triton compiles the kernel again."""
 
 
 def pad_rows(

@@ -6,5 +6,5 @@ from heteroinfer_contract import names
 
 
 def spin_time_ns(env: Mapping[str, str]) -> int:
-    """Time that a process spins before it sleeps, in ns. The supervisor sets it; 0 if unset."""
+    """Returns the time that a process spins before it sleeps, in ns; 0 if the supervisor did not set it."""
     return int(float(env.get(names.ENV_FEED_FORWARD_SPIN, "0")) * 1e9)

@@ -61,7 +61,9 @@ class Measured:
     def gpu_experts(self, gap_s: float, ahead: int) -> int:
         """Returns the number of experts on the GPU with which a step takes the least time.
 
-        GPU and CPUs finish together at the best division, so a binary search finds it.
+        GPU and CPUs finish together at the best division, so a binary search finds it. All experts on the GPU
+        are simpler than a division, and none are the simplest. A simpler choice is taken unless the other one
+        gains enough (LEAST_GAIN).
 
         Args:
             gap_s: time between a layer's answer and the next ask.
@@ -74,34 +76,34 @@ class Measured:
                 high = middle
             else:
                 low = middle + 1
-        number = min((max(low - 1, 0), low), key=lambda each: self.period_s(each, gap_s, ahead))
-        both_s = self.period_s(number, gap_s, ahead)
-        alone_s = self.period_s(self.experts, gap_s, ahead)
-        if number < self.experts and both_s > LEAST_GAIN * alone_s:
-            number, both_s = self.experts, alone_s
-        return 0 if both_s > LEAST_GAIN * self.period_s(0, gap_s, ahead) else number
+        best = min((max(low - 1, 0), low), key=lambda each: self.period_s(each, gap_s, ahead))
+        best_s = self.period_s(best, gap_s, ahead)
+        gpu_alone_s = self.period_s(self.experts, gap_s, ahead)
+        if best < self.experts and best_s > LEAST_GAIN * gpu_alone_s:
+            best, best_s = self.experts, gpu_alone_s
+        return 0 if best_s > LEAST_GAIN * self.period_s(0, gap_s, ahead) else best
 
-    def period_s(self, number: int, gap_s: float, ahead: int) -> float:
-        """Returns the time from one layer's answer to the next layer's, with `number` experts on the GPU."""
-        if not number:
+    def period_s(self, gpu_experts: int, gap_s: float, ahead: int) -> float:
+        """Returns the time from one layer's answer to the next, with this number of experts on the GPU."""
+        if not gpu_experts:
             return gap_s + self.cpus_alone_s
-        if number == self.experts:
-            return self._gpu_period_s(number, gap_s, ahead, self.gpu_alone_s)
-        gpu_s = self._gpu_period_s(number, gap_s, ahead, self.copy_s)
-        return max(gpu_s, self._cpu_period_s(number, gap_s))
+        if gpu_experts == self.experts:
+            return self._gpu_period_s(gpu_experts, gap_s, ahead, self.gpu_alone_s)
+        gpu_s = self._gpu_period_s(gpu_experts, gap_s, ahead, self.copy_s)
+        return max(gpu_s, self._cpu_period_s(gpu_experts, gap_s))
 
-    def _cpu_period_s(self, number: int, gap_s: float) -> float:
-        """Returns the time that a layer takes on the CPUs, if the GPU computes `number` experts."""
-        return gap_s + self.exchange_s + (1 - number / self.experts) * self.cpu_s
+    def _cpu_period_s(self, gpu_experts: int, gap_s: float) -> float:
+        """Returns the time that a layer takes on the CPUs, which compute the other experts."""
+        return gap_s + self.exchange_s + (1 - gpu_experts / self.experts) * self.cpu_s
 
-    def _gpu_period_s(self, number: int, gap_s: float, ahead: int, copy_s: float) -> float:
+    def _gpu_period_s(self, gpu_experts: int, gap_s: float, ahead: int, copy_s: float) -> float:
         """Returns the time that a layer takes on the GPU. `copy_s` is the time to copy all experts.
 
-        Copies run beside the computation and during the gap; only `ahead` experts can be copied in the gap.
+        Copies run beside the computation and during the gap. Only `ahead` experts can be copied in the gap.
         """
-        copied_later_s = max(0, number - ahead) / self.experts * copy_s
-        computed_s = number / self.experts * self.compute_s
-        return max(number / self.experts * copy_s, gap_s + max(computed_s, copied_later_s))
+        part = gpu_experts / self.experts
+        copied_later_s = max(0, gpu_experts - ahead) / self.experts * copy_s
+        return max(part * copy_s, gap_s + max(part * self.compute_s, copied_later_s))
 
     def interpolate(self, other: "Measured", rows: int) -> "Measured":
         """Returns the times for a number of rows between this measurement's and the other's."""
@@ -127,7 +129,10 @@ _SECONDS: Final = ("cpus_alone_s", "exchange_s", "gpu_alone_s", "cpu_s", "copy_s
 
 
 def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts: int) -> list[Measured]:
-    """Measures a layer with each number of rows, until CPUs alone take longer than LONGEST_S.
+    """Measures a layer for each number of rows: with CPUs alone, with the GPU alone, and with both.
+
+    Stops after the first number of rows for which CPUs alone take longer than LONGEST_S. Returns a
+    measurement for each number of rows before the stop.
 
     Args:
         run: computes the layer several times. Takes the number of rows and the number of experts on the GPU.
@@ -135,15 +140,16 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
         experts: number of experts in the layer, at least 2.
     """
     measured: list[Measured] = []
-    number = experts // 2
-    run(sizes[0], number)  # not measured: the first run also makes tables and loads kernels
+    gpu_experts = experts // 2
+    run(sizes[0], gpu_experts)  # not measured: the first run also makes tables and loads kernels
     for rows in sizes:
         cpus_alone = _run_twice(run, rows, 0)
         gpu_alone = _run_twice(run, rows, experts)
         tries = []
         for _ in range(TRIES):
-            both = run(rows, number)
-            experts_per_measured = experts / number  # scales the GPU's times to all experts
+            both = run(rows, gpu_experts)
+            # From the experts of each side to all experts, so that tries with different divisions compare.
+            cpu_factor, gpu_factor = experts / (experts - gpu_experts), experts / gpu_experts
             tries.append(
                 Measured(
                     rows=rows,
@@ -151,24 +157,26 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
                     cpus_alone_s=cpus_alone.period_s,
                     exchange_s=max(0.0, cpus_alone.period_s - cpus_alone.cpu_s),
                     gpu_alone_s=gpu_alone.period_s,
-                    cpu_s=both.cpu_s * experts / (experts - number),
-                    copy_s=both.copy_s * experts_per_measured,
-                    compute_s=both.compute_s * experts_per_measured,
+                    cpu_s=both.cpu_s * cpu_factor,
+                    copy_s=both.copy_s * gpu_factor,
+                    compute_s=both.compute_s * gpu_factor,
                 )
             )
-            number = min(max(tries[-1].gpu_experts(0.0, experts), 1), experts - 1)
+            best = tries[-1].gpu_experts(0.0, experts)
+            gpu_experts = min(max(best, 1), experts - 1)  # each side needs an expert, or it is not measured
+        # The fastest try, because other load on the host only adds time.
         measured.append(min(tries, key=lambda each: each.copy_s + each.cpu_s + each.compute_s))
         if cpus_alone.period_s > LONGEST_S:
             break
     return measured
 
 
-def _run_twice(run: Callable[[int, int], LayerTimes], rows: int, number: int) -> LayerTimes:
+def _run_twice(run: Callable[[int, int], LayerTimes], rows: int, gpu_experts: int) -> LayerTimes:
     """Returns the faster of two runs. A run that takes longer than LONGEST_S is not repeated."""
-    first = run(rows, number)
+    first = run(rows, gpu_experts)
     if first.period_s > LONGEST_S:
         return first
-    return min(first, run(rows, number), key=lambda times: times.period_s)
+    return min(first, run(rows, gpu_experts), key=lambda times: times.period_s)
 
 
 class Balance:
@@ -191,9 +199,9 @@ class Balance:
         return self._times_for(rows).gpu_experts(gap_s, ahead)
 
     def first_rows(self, ahead: int, most: int) -> int:
-        """Returns the fewest rows, up to `most`, of which the GPU computes some experts; 0 if there are none.
+        """Returns the fewest rows, up to `most`, with which the GPU computes some experts; 0 for none.
 
-        Assumes no gap between layers. With gaps, the GPU may take experts of fewer rows.
+        Assumes no gap between layers. With gaps, the GPU may compute experts with fewer rows.
         """
         possible = range(self._rows[0], most + 1)
         return next((rows for rows in possible if self.gpu_experts(rows, 0.0, ahead)), 0)
@@ -228,7 +236,7 @@ class Gaps:
         self._by_size: dict[int, float] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """Takes a measured gap into the moving average, where it counts for a quarter."""
+        """Adds a measured gap to the moving average, with a weight of a quarter."""
         before = self._by_size.get(rows.bit_length(), seconds)
         self._by_size[rows.bit_length()] = before + (seconds - before) / 4
 

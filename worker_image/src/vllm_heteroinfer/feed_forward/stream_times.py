@@ -69,7 +69,7 @@ class GapTimes:
                 self._unread.append((rows, (answer_event, _record_event())))
         while self._unread:
             measured_rows, (begin, end) = self._unread[0]
-            if not end.query():  # the device has not reached it
+            if not end.query():  # the device has not reached the end of this gap yet
                 break
             self._unread.popleft()
             self._gaps.note(measured_rows, begin.elapsed_time(end) / 1e3)

@@ -72,7 +72,7 @@ class WeightRing:
         """Puts the copies of a load into the copy stream."""
         content, memory = load.content, self._slots[slot]
         offsets = iter(load.slot_offsets(self.slot_experts))
-        self._stream.wait_event(self._unpacked[slot])
+        self._stream.wait_event(self._unpacked[slot])  # the slot's former content is still needed until then
         with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
             for rank in load.ranks:
                 skipped = content.first - rank.offered.first_expert

@@ -59,7 +59,13 @@ class Line(Protocol):
         """
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
-        """Answers the last ask; the counted rows, experts and time go into the lane's counters."""
+        """Answers the last ask, and adds its rows, experts and time to the lane's counters.
+
+        Args:
+            status: 0 if the computation succeeded.
+            ids: address of the rows' experts, [rows, topk] int32; None for an MLP.
+            busy_ns: nanoseconds of computing.
+        """
 
 
 def open_line(context: RankContext, expected: Shape) -> Line:
@@ -166,7 +172,7 @@ class PodLine:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
             raise PeerGoneError(
-                self._asking, f"the connection ended while it was measured: {error}"
+                self._asking, f"the connection to rank {self._asking} ended while it was measured: {error}"
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
@@ -217,11 +223,12 @@ class PodLine:
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
-        """Returns the error for the ended connection to the rank that sends requests, with the reason."""
+        """Returns the error for the ended connection to the asking rank, with the reason."""
         error = self._link.error
-        reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
         if error == pod_link.MALFORMED:
             reason = "it sent a message that is not a request for a layer. Start all pods from one image"
+        else:
+            reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
         return PeerGoneError(
             self._asking,
             f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",

@@ -30,7 +30,7 @@ from vllm_heteroinfer.rank.lane_meter import LaneMeter
 _logger = logging.getLogger(__name__)
 
 LIMIT_NS: Final = 1_000_000_000
-"""Longest single wait for an ask, in nanoseconds. After it, the rank waits again."""
+"""Longest single wait for an ask, in nanoseconds. Then the rank counts this idle time, and waits again."""
 FAILED: Final = 1
 """Status of an answer whose computation raised an exception."""
 
@@ -40,8 +40,8 @@ def serve(context: RankContext) -> NoReturn:
 
     Raises:
         ContractError: feed-forward ranks cannot compute this model, or a file is not as the recipe says.
-        TimeoutError: the asking rank did not offer its slab before the start-up deadline.
-        PeerGoneError: the asking rank stopped the slab.
+        TimeoutError: the asking rank did not share its slab (the memory for asks) by the start-up deadline.
+        PeerGoneError: the asking rank has ended.
         RuntimeError: a computation failed.
     """
     plan, rank, reporter = context.plan, context.rank, context.reporter
@@ -56,20 +56,21 @@ def serve(context: RankContext) -> NoReturn:
     load_began = time.perf_counter()
     recipe = Recipe.from_text(text)
     index = plan.feed_forward_ranks_of(asking).index(rank)
-    held = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, index)
-    context.metrics.weight_bytes.set(held.stored_bytes)
-    reporter.set_phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
+    loaded_parts = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, index)
+    context.metrics.weight_bytes.set(loaded_parts.stored_bytes)
+    reporter.set_phase(RankPhase.WARMING_UP, loaded_parts.stored_bytes, loaded_parts.stored_bytes)
     _logger.info(
-        "feed-forward rank %d: loaded %d layers (%s, %s); waited %.1f s for their description, then read "
-        "weights for %.1f s",
+        "feed-forward rank %d: loaded %d layers (%s, %s). It waited %.1f s for the recipe, then read weights "
+        "for %.1f s",
         rank.rank,
-        len(held.parts),
-        held.method,
-        format_bytes(held.stored_bytes),
+        len(loaded_parts.parts),
+        loaded_parts.method,
+        format_bytes(loaded_parts.stored_bytes),
         load_began - wait_began,
         time.perf_counter() - load_began,
     )
-    Lane(context, shape_of(recipe, context.launch.epoch, 1), held).run()
+    # `open_line` sets the number of lanes.
+    Lane(context, shape_of(recipe, context.launch.epoch, lanes=1), loaded_parts).run()
 
 
 class Lane:
@@ -116,7 +117,7 @@ class Lane:
         all_computes = build_compute_functions(self._loaded_parts, self._limit_to_own_experts(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
-                compute(1)
+                compute(1)  # not measured: a layer's first run is slower
             ask_s = max(_measure_s(compute, 1) for compute in all_computes.values())
             row_s = _measure_s(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
@@ -140,7 +141,7 @@ class Lane:
                     continue
                 start = time.perf_counter_ns()
                 try:
-                    if rows.value:
+                    if rows.value:  # 0 if all rows of the batch are padding
                         self._compute_of_layer(layer.value)(rows.value)
                 except BaseException:
                     line.answer(FAILED, 0, None, 0, 0)

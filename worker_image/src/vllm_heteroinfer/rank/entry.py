@@ -125,6 +125,8 @@ def run(
             healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
             failed=fail,
         )
+    # Rank 0 serves the store. It begins before it builds its configuration, because other ranks may be
+    # faster.
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
     config: VllmConfig | None = None
     if rank.feed_forward is None:
@@ -141,7 +143,7 @@ def run(
         from vllm_heteroinfer.feed_forward import read_rate
         from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 
-        prefer_nodes_or_warn(memory_nodes(os.environ))
+        prefer_nodes_or_warn(memory_nodes(os.environ))  # before the measurement takes memory
         read_rate.publish_read_rate(plan, rank, store, startup)
     agree_on_settings(plan, rank, own_settings, store, startup)
     reach.check_pods(plan, launch, rank, store, startup)
@@ -176,7 +178,11 @@ def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def counts_metrics(env: Mapping[str, str]) -> bool:
-    """Whether this rank collects and serves metrics. Raises ContractError if the value is not on or off."""
+    """Returns whether this rank collects and serves metrics.
+
+    Raises:
+        ContractError: the variable is neither `on` nor `off`.
+    """
     word = env.get(names.ENV_METRICS, "on")
     if word not in {"on", "off"}:
         raise ContractError(f"{names.ENV_METRICS}: must be on or off (got {word!r}). Change engine.env")
@@ -221,7 +227,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
             store.get(
                 f"compared/{other.rank}",
                 grace,
-                what=f"message from rank {other.rank} that it has compared the settings",
+                what=f'"settings compared" message from rank {other.rank}',
                 rank=other.rank,
             )
         except TimeoutError as error:
@@ -229,7 +235,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 
 def build_failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
-    """Returns the failure report for an error in a rank, with the rank that caused it.
+    """Returns the failure report for an error in a rank. It names the rank that caused the error.
 
     Args:
         starting: whether the rank was not ready yet, so that a time-out is a failed start.

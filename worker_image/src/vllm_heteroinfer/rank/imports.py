@@ -68,7 +68,7 @@ def register_class(model: str) -> None:
 
 
 def architectures(model: Path) -> list[str]:
-    """Architectures in the model's config.json; empty if the file is unreadable, which vLLM reports."""
+    """Returns the architectures in config.json. Returns none for an unreadable file, which vLLM reports."""
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def architectures(model: Path) -> list[str]:
 def adapt_forked_process(module: str) -> None:
     """Sets a forked process's title and its number of OpenMP threads.
 
-    OpenMP read only the environment of the parent, so torch must set the number.
+    OpenMP read its environment in the parent process, before the fork. So torch must set the number.
     """
     import torch
     from setproctitle import setproctitle

@@ -60,21 +60,23 @@ class LaneMeter:
             self.report_changes()
 
     def report_changes(self) -> None:
-        """Reports what changed since the last call: metrics, step times, and an ask that takes long."""
+        """Reports the changes since the last call: metrics, step times, and an ask that takes long."""
         current, last = self._slab.read_lane(self._lane), self._last
         self._last = current
         steps = (self._slab.steps - self._steps) % 2**32  # the slab's counter has 32 bits
         if steps or self._total_steps:  # before the first step, the asking rank only measures and warms up
             self._count(current, last)
-        stuck = current.seen != current.answered and current.seen == last.seen
+        # An ask that was in progress at the last read, too, takes long enough to be reported.
+        takes_long = current.seen != current.answered and current.seen == last.seen
         self._context.reporter.set_work(
-            f"layer {self._slab.asked_layer} of request {current.seen}" if stuck else None
+            f"layer {self._slab.asked_layer} of request {current.seen}" if takes_long else None
         )
         if not steps:
             return
         self._steps = (self._steps + steps) % 2**32
         self._total_steps += steps
         busy_s = (current.busy_ns - last.busy_ns) / 1e9
+        # A wait adds its whole time when it ends, so the difference may include time before the last read.
         idle_s = min(INTERVAL_S, (current.idle_ns - last.idle_ns) / 1e9)
         self._context.reporter.set_step_times(
             self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0

@@ -36,7 +36,7 @@ def preload(module: str, rank: RankAssignment) -> None:
 
 
 def preload_libraries() -> list[Path]:
-    """The libraries that a CPU rank must preload: torch's own OpenMP and vLLM's allocator.
+    """Returns the libraries that a CPU rank must preload: vLLM's allocator and torch's own OpenMP.
 
     vLLM sets LD_PRELOAD for processes that it starts, but the supervisor starts our ranks.
     Source: vllm/platforms/cpu.py::CpuPlatform.check_and_update_config@v0.32.0.

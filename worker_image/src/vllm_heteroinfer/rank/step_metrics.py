@@ -175,7 +175,8 @@ class RankMetrics(Meter):
     def report_locked_memory(self) -> None:
         """Reports the memory that this rank has locked, for the status of its group.
 
-        A limit above the largest number of a report is no limit for any machine.
+        A limit above codec.MAX_INT does not fit into a report, and no machine reaches it. It is reported as
+        no limit.
         """
         limit_bytes = locked_memory_limit_bytes()
         self._reporter.set_locked_memory(
@@ -183,7 +184,10 @@ class RankMetrics(Meter):
         )
 
     def set_device_timer(self, seconds: Callable[[], float]) -> None:
-        """Sets the function that returns the device time of this step's forward pass after the step."""
+        """Sets the function that returns the seconds of this step's forward pass on the device.
+
+        The function is called after the step.
+        """
         self._step.device_s = seconds
 
     def begin_call(self) -> None:
@@ -207,13 +211,15 @@ class RankMetrics(Meter):
                 self._reporter.set_work(None)
 
     def continue_on_device(self) -> Callable[[float], None]:
-        """Marks this step as running on the device after the worker's calls.
+        """Marks this step as running on the device after the worker's call returns.
 
-        Call it between `begin_call` and `end_call`.
+        Call this method between `begin_call` and `end_call`. The call returns before the device has finished.
+        So `end_call` adds no time for this call. The returned function adds the time since `begin_call`
+        instead.
 
         Returns:
-            A function to call once, from any thread, when the device is done, with the seconds that the last
-            copy to the host took.
+            A function to call once, from any thread, when the device is done. Its argument is the seconds of
+            the last copy to the host, which count as sending.
         """
         step, entered = self._step, self._call_began
         self._mark_on_device(step)
@@ -232,8 +238,8 @@ class RankMetrics(Meter):
     def continue_into_next_step(self) -> Callable[[], None]:
         """Marks this step as running on the device even when the next step's call begins.
 
-        Such steps overlap. A step's time begins at its first call or at the end of the step before it,
-        whichever is later.
+        Such steps overlap. So that no time counts twice, a step's time begins at its first call or at the end
+        of the step before it, whichever is later.
 
         Returns:
             A function to call once, from any thread, when the step's answer is available.
@@ -276,7 +282,8 @@ class RankMetrics(Meter):
 
         Args:
             prefill_tokens: prompt tokens of the step; a step with prompt tokens counts as prefill.
-            for_client: whether the step serves a client. Steps of the group's own request are not recorded.
+            for_client: whether the step serves a client. Steps of the group's own first request, which tests
+                the group, are not recorded.
         """
         step, self._step, self._step_name = self._step, Step(), None
         self._all_steps += 1
@@ -334,9 +341,9 @@ class RankMetrics(Meter):
 
 
 def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
-    """Memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes.
+    """Returns the bytes of a process that are locked (mlock) or pinned for a device (RDMA).
 
-    0 if the kernel does not count it (gVisor).
+    Returns 0 if the kernel does not count them (gVisor).
     """
     status = (process / "status").read_text()
     try:
@@ -346,7 +353,7 @@ def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
 
 
 def locked_memory_limit_bytes() -> float:
-    """Limit of the memory that this process may lock, in bytes; infinite without a limit."""
+    """Returns the bytes that this process may lock; infinite without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
@@ -409,7 +416,7 @@ def serve(
 ) -> bool:
     """Serves /metrics and /healthz of a rank in a thread. Returns whether the port was free.
 
-    If the port is in use, the rank logs an error and runs without metrics.
+    If it is not, the rank logs an error and runs without metrics.
 
     Args:
         rank: its local rank is added to the port.
@@ -446,7 +453,7 @@ def serve(
         server = MetricsServer(launch.address.host, port, Handler)
     except OSError as error:
         _logger.error(
-            "rank %d: metrics port %d: %s. This rank runs without metrics. To get metrics, free the port and "
+            "rank %d: cannot listen at metrics port %d (%s), so it runs without metrics. Free the port, and "
             "restart the group",
             rank.rank,
             port,

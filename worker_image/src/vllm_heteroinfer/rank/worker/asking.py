@@ -1,4 +1,4 @@
-"""The mode of the rank with attention. It asks feed-forward ranks for parts of its model. Imports vLLM."""
+"""The mode of a rank with attention, which asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
 import os
@@ -87,12 +87,11 @@ class Asking(RankMode):
 
     @contextmanager
     def loading(self) -> Iterator[ModelLoad]:
-        """Makes the model that is built inside this context leave out the parts of feed-forward ranks.
+        """Replaces the parts of feed-forward ranks in the model that is built inside this context.
 
         Feed-forward ranks get their recipe before this rank reads its own weights.
 
-        vLLM caches compiled graphs by its configuration, so the configuration must contain the omitted
-        layers.
+        vLLM caches compiled graphs by its configuration, so the configuration must name the replaced layers.
         """
         self._config.additional_config = {
             **self._config.additional_config,
@@ -179,7 +178,10 @@ class Asking(RankMode):
         )
 
     def _wait_for_gpus_of_stage(self) -> None:
-        """Waits until all GPUs of the stage can measure, because their copies share the host's memory.
+        """Waits until all GPUs of the stage are ready to measure how fast they copy experts.
+
+        They measure at the same time, as they later serve at the same time. Their copies share the bandwidth
+        of the host's memory, so a GPU that measures alone would get too high a rate.
 
         Raises:
             TimeoutError: another GPU was not ready before the start-up deadline.
@@ -187,10 +189,8 @@ class Asking(RankMode):
         context = self._context
         context.store.put(f"feed-forward/measures/{context.rank.rank}", "")
         for other in context.plan.stage(context.rank.stage):
-            key, awaited = (
-                f"feed-forward/measures/{other.rank}",
-                f"message from rank {other.rank} that it measures",
-            )
+            key = f"feed-forward/measures/{other.rank}"
+            awaited = f'"ready to measure" message from rank {other.rank}'
             context.store.get(key, context.startup, what=awaited, rank=other.rank)
 
     def _max_captured_rows(self) -> int:
@@ -224,7 +224,10 @@ class Asking(RankMode):
         return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, for_client: bool) -> None:
-        """Wakes the sleeping lanes before a step's asks, except in the group's own first request."""
+        """Wakes the sleeping lanes before a step's asks, which also counts the step for their metrics.
+
+        So the group's own first request does not wake them: its steps must not count.
+        """
         self._stages.begin_step(rows, for_client=for_client)
         self._meter.is_users_step = for_client
         if for_client:

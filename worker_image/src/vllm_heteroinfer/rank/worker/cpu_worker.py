@@ -40,7 +40,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads this stage's weights, for our kernels if the CPU can run them."""
+        """Loads this stage's weights. The patches choose HeteroInfer's kernels if the CPU can run them."""
         cpu_linear.install()
         cpu_coded.install()
         cpu_experts.install()
@@ -93,7 +93,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
                 self.model_runner.profile_run()
 
     def _should_warm_up_model(self) -> bool:
-        """Whether this rank warms up by itself. A follower has already followed its leader's warm-up.
+        """Returns whether this rank warms up by itself. A follower has run its leader's warm-up already.
 
         Source: vllm/v1/worker/cpu_worker.py::CPUWorker._should_warm_up_model@v0.32.0.
         """

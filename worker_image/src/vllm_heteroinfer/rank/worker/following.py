@@ -1,4 +1,4 @@
-"""Warm-up of a tensor-parallel group with CPU ranks. The first rank leads, and the CPU ranks follow.
+"""Warms up a tensor-parallel group with CPU ranks. The first rank leads, and the CPU ranks follow.
 
 A GPU's warm-up runs forward passes that depend on its kernels, caches and settings, so followers cannot
 predict them. The leader announces each pass just before it runs, and each follower runs the same pass, so
@@ -50,7 +50,8 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
 
     Args:
         announce: sends a message to every follower, in order with the group's collectives.
-        model: the model itself, not a wrapper. It has two additional instance attributes in the context.
+        model: the model itself, not a wrapper. Inside the context, its `forward` and `compute_logits`
+        announce.
     """
     count = 0
 
@@ -93,10 +94,10 @@ def follow(
 
     Args:
         listen: returns the next announcement; raises if none arrives in time.
-        model: this rank's model. It has an additional instance attribute during the call.
+        model: this rank's model. During the call, its `forward` reports each pass.
 
     Raises:
-        FollowError: the runs of the model differ from the announced pass, or announcements were lost.
+        FollowError: this rank ran other passes than the announced one, or announcements were lost.
     """
     run_tokens: list[int] = []
     count = 0
@@ -116,14 +117,15 @@ def follow(
                 logits(value)
             if run_tokens != expected:
                 raise FollowError(
-                    f"{phase}: the model must run with {expected} tokens, as announced (got {run_tokens}). "
-                    "Report this defect of HeteroInfer with this model, and use spec.parallelism.mode: "
-                    "Pipeline"
+                    f"{phase}: the model must run passes of {expected} tokens, as the stage's first rank "
+                    f"announced (ran {run_tokens}). This is a defect of HeteroInfer. Report it, name the "
+                    "model, and use spec.parallelism.mode: Pipeline"
                 )
     if count != value:
         raise FollowError(
-            f"{phase}: this rank must follow all {value} announcements of the leader (got {count}). Report "
-            "this defect of HeteroInfer with this model, and use spec.parallelism.mode: Pipeline"
+            f"{phase}: this rank must run all {value} passes that the stage's first rank announced (ran "
+            f"{count}). This is a defect of HeteroInfer. Report it, name the model, and use "
+            "spec.parallelism.mode: Pipeline"
         )
     _logger.info("%s: followed %d forward passes and computations of logits", phase, count)
 
@@ -151,6 +153,6 @@ def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -
 
 
 def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Number of tokens of a vLLM model's call, from its positions ([tokens] or [3, tokens])."""
+    """Returns the number of tokens in a call of a vLLM model: its positions are [tokens] or [3, tokens]."""
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
     return int(positions.shape[-1])

@@ -22,7 +22,7 @@ from vllm_heteroinfer.rank.worker.sleep import SleepMixin
 _ACTIVATIONS_BYTES = 1 << 30
 """Memory for activations, only for the check at start. The profile run measures the real need."""
 _EVENT_PAIRS = 8
-"""Pairs of events, reused in turn. There are more pairs than steps that can run at the same time."""
+"""Pairs of events, reused in turn: more than the steps that can run at the same time."""
 
 
 class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
@@ -76,7 +76,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
 
 
 def memory_share(rank: RankAssignment, total_bytes: int) -> float:
-    """Share of a GPU's memory, at most 1, that must be free before `rank` starts."""
+    """Returns the share of a GPU's memory, at most 1, that must be free before `rank` starts."""
     return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)
 
 

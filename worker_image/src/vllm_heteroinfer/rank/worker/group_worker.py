@@ -96,7 +96,7 @@ class GroupWorkerMixin:
         self.context.reporter.set_phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """The only layout that CPU attention supports. The lists of all ranks must be equal.
+        """Returns the only layout that CPU attention supports, on GPUs too: all ranks' lists must be equal.
 
         Source: vllm/v1/attention/backends/utils.py::resolve_kv_cache_layout@v0.32.0.
         """
@@ -134,7 +134,7 @@ class GroupWorkerMixin:
         raise NotImplementedError
 
     def kv_headroom_bytes(self) -> int:
-        """The measured headroom in bytes. The executor calls this on each rank."""
+        """Returns the measured headroom in bytes. The executor calls this method on each rank."""
         return self._headroom.size_bytes
 
     def warm_up(self) -> None:
@@ -183,7 +183,7 @@ class GroupWorkerMixin:
             if is_last_call:
                 self.mode.end_step()
         self._step_tokens = count_tokens(scheduler_output)
-        if is_last_call or output is not None:
+        if is_last_call or output is not None:  # otherwise vLLM calls `sample_tokens` next
             self._finish_step()
         return output
 

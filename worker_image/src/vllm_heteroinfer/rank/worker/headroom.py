@@ -23,8 +23,8 @@ class KvHeadroom:
     """Memory that a rank has for its KV cache.
 
     Attributes:
-        size_bytes: may be negative.
-        explanation: explanation of the size, for messages.
+        size_bytes: negative if memory is missing.
+        explanation: how the size was computed, for messages.
     """
 
     size_bytes: int
@@ -95,11 +95,11 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
 
 
 def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Fraction:
-    """Share of this machine's memory for a CPU rank, in proportion to its planned KV cache.
+    """Returns a CPU rank's share of this machine's memory, in proportion to its planned KV cache.
 
     CPU ranks of a pod share the pod's memory limit. Pods with the same address (`heteroinfer up`) share the
-    machine. The shares are equal if no rank has a KV cache, for example if its layers read the cache of
-    others.
+    machine. The shares are equal if no rank has a KV cache, for example because its layers read the caches of
+    other layers.
     """
     sharing = ranks_on_machine(plan, launch, Device.CPU)
     caches = sum(each.kv_cache_bytes for each in sharing)
@@ -117,10 +117,10 @@ class PeakOfRun:
             file.write(_RESET_PEAK)
 
     def temporary_bytes(self) -> int:
-        """Peak of the resident set since construction, minus the current resident set, in bytes."""
+        """Returns the peak of the resident set since construction minus its present size, in bytes."""
         status = (self._process / "status").read_text()
         try:
             peak_bytes = kernel_bytes(status, "VmHWM")
-        except KeyError:  # gVisor: the peak of loading counts, as above
+        except KeyError:  # gVisor has no VmHWM. Its other peak cannot be reset, so it includes the loading
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(0, peak_bytes - kernel_bytes(status, "VmRSS"))

@@ -1,4 +1,4 @@
-"""NUMA memory policy of this process: memory on the nodes of its cores. Linux only; stdlib only."""
+"""Sets the NUMA memory policy of this process: memory on the nodes of its cores. Linux only; stdlib only."""
 
 import ctypes
 import errno
@@ -10,7 +10,7 @@ _logger = logging.getLogger(__name__)
 
 MPOL_PREFERRED = 1
 MPOL_INTERLEAVE = 3
-"""linux/mempolicy.h."""
+"""Policies for `set_mempolicy` (linux/mempolicy.h)."""
 _LIBNUMA = "libnuma.so.1"
 _MASK_BITS = 1024
 """Limit of NUMA nodes in a Linux kernel (CONFIG_NODES_SHIFT)."""

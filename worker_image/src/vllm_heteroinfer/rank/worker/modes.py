@@ -25,6 +25,7 @@ def connect(context: RankContext, device: torch.device, config: "VllmConfig") ->
 
         return Asking(context, device, config, stages=stages)
     group = get_tp_group()
+    # A stage without the bridge, such as a stage of GPUs only, needs nothing besides the hops.
     if context.plan.mode is not Mode.TENSOR or not isinstance(group.device_communicator, BridgeCommunicator):
         return stages
     from vllm_heteroinfer.rank.worker.tensor_group import TensorGroup

@@ -54,7 +54,7 @@ class PromptLogprobsInParts:
                 request.num_computed_tokens = first_token + offset
                 part = {request_id: min(self._rows, tokens - offset)}
                 logprobs = self._compute_part(hidden_states[offset:], part)
-                if logprobs:
+                if logprobs:  # the prompt ends in this part
                     break
         finally:
             request.num_computed_tokens = first_token

@@ -46,7 +46,7 @@ class RankMode:
         """
 
     def end_step(self) -> None:
-        """Ends a step of this rank that shared no tokens."""
+        """Ends a step of a stage that does not sample."""
 
     def sampling(self, runner: Any, grammar_output: Any) -> AbstractContextManager[Any]:
         """Surrounds the sampling of the last stage. Yields the grammar mask that this rank must apply."""

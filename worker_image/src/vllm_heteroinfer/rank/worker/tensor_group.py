@@ -110,7 +110,7 @@ class TensorGroup(RankMode):
         leader_order = context.store.get(
             key, context.startup, what="order of requests from the stage's first rank"
         )
-        if own_order is None and leader_order != "None":
+        if own_order is None and leader_order != "None":  # this backend accepts any order
             runner.reorder_batch_threshold = int(leader_order)
         elif str(own_order) != leader_order:
             raise RuntimeError(
@@ -142,7 +142,8 @@ class TensorGroup(RankMode):
     def sampling(self, runner: Any, grammar_output: Any) -> Iterator[Any]:
         """Yields the grammar mask on the leader and None on other ranks, because only the leader samples.
 
-        Logits for prompt logprobs need collectives after sampling, so such a step ends with one more check.
+        Logits for prompt logprobs need collectives after the sampling, which checks the ranks. So a step with
+        such logits ends with one more check.
         """
         has_prompt_logprobs = bool(runner.num_prompt_logprobs)
         yield grammar_output if self._leads else None

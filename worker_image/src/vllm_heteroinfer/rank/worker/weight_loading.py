@@ -19,7 +19,7 @@ COUNTED: Final = "heteroinfer_counted"
 def counting_progress(
     runner: Any, report: Callable[[int, int], None], load: ModelLoad | None = None
 ) -> Iterator[None]:
-    """Reports the progress of a model runner's load while the context is active.
+    """Reports the progress of a model runner's load inside this context.
 
     Tensors of other stages count as loaded, but are not read. Formats with their own loader (tensorizer,
     runai_streamer, sharded_state, ...) report no progress.
@@ -58,7 +58,7 @@ def _build_counting_loader(
         total_bytes = 0
 
         def __init__(self, load_config: Any) -> None:
-            super().__init__(config)
+            super().__init__(config)  # the user's configuration, which does not name COUNTED
 
         def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
             """Adds the sizes of the files to the total."""
