@@ -40,11 +40,11 @@ _TIMEOUT_S: Final = 600.0
 
 
 class BuildError(RuntimeError):
-    """The kernels could not be compiled; the message contains the reason and a fix."""
+    """The kernels could not be compiled. The message has the reason and a fix."""
 
 
 def library_path(folder: Path = BUILT) -> Path:
-    """Path of the library for these sources, whether it exists or not."""
+    """Returns the path of the library for these sources, whether it exists or not."""
     digest = hashlib.sha256(" ".join((*FLAGS, "|", *LINK_FLAGS)).encode())
     for file in _list_sources("*"):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -67,6 +67,7 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
     if library.exists() and stamp.exists() and stamp.read_text() == version:
         return library
     into.mkdir(parents=True, exist_ok=True)
+    # A finished library replaces the old one at once, so no rank ever loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         _compile(compiler, Path(scratch))
         for old in into.glob("libheteroinfer_cpu-*"):
@@ -102,7 +103,8 @@ def _compile(compiler: str, scratch: Path) -> None:
         failures = [done.stdout] if done.returncode else []
     if failures:
         raise BuildError(
-            f"{compiler} failed on {SOURCE}. Use GCC 11 or later, which supports AMX:\n" + "\n".join(failures)
+            f"kernels: {compiler} cannot compile {SOURCE}. The compiler must be GCC 11 or later, which "
+            "supports AMX. Its messages:\n" + "\n".join(failures)
         )
 
 
@@ -115,7 +117,7 @@ def _find_version(compiler: str) -> str:
     """Returns the first line of the compiler's version; raises BuildError if the compiler is missing."""
     program = shutil.which(compiler)
     if program is None:
-        raise BuildError(f"{compiler} not found. Install it (Debian: apt-get install g++)")
+        raise BuildError(f"kernels: {compiler} not found. Install it (Debian: apt-get install g++)")
     done = subprocess.run([program, "--version"], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.splitlines()[0]
 

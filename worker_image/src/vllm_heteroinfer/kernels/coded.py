@@ -1,7 +1,7 @@
 """Linear layers whose weights stay in their checkpoint's format. Imports torch, not vLLM.
 
 A weight is a code of 4, 8 or 16 bits times a scale. `pack` keeps codes, scales and zero points as wide as
-they are; the kernels decode the codes exactly and sum in float32 (source/coded.h).
+they are. The kernels decode the codes exactly and sum in float32 (source/coded.h).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SHARED_COLUMNS: Final = 32
 """Columns of a block in the packed format. A scale of several columns covers a multiple of 32 columns."""
 ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """The library's number for each type of inputs and outputs."""
-_HALF_BYTE: Final = 2
+_CODES_PER_BYTE: Final = 2
 """Codes of 4 bits in a byte."""
 _AXES: Final = 2
 """Axes of the input that the library reads: rows and inputs."""
@@ -123,7 +123,7 @@ class Coded:
         """Raises ValueError if a shape or dtype differs from the format's."""
         form, groups = self.format, self.format.groups(self.inputs)
         column_blocks = -(-self.columns // SHARED_COLUMNS)
-        width = -(-self.inputs // _HALF_BYTE) if form.code >= Code.INT4 else self.inputs
+        width = -(-self.inputs // _CODES_PER_BYTE) if form.code >= Code.INT4 else self.inputs
         scale_rows = column_blocks if form.scale == Scale.BLOCK_F32 else self.columns
         expected = {
             "codes": ((self.columns, width), _CODE_TYPES.get(form.code, torch.uint8)),
@@ -139,8 +139,7 @@ class Coded:
             )
             if shape_and_type != required or not contiguous:
                 raise ValueError(
-                    f"{name} of a weight with codes and scales must be {required} with contiguous rows "
-                    f"(got {shape_and_type})."
+                    f"coded weight: {name} must be {required} with contiguous rows (got {shape_and_type})."
                 )
 
 
@@ -160,7 +159,8 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
         raise ValueError(
-            f"weight with codes: format and size must have a kernel (got {form} of {columns} x {inputs})."
+            f"coded weight: must have a format and sizes with a kernel (got {form}, {columns} columns, "
+            f"{inputs} inputs)."
         )
     return size
 
@@ -169,7 +169,7 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
 class PackedLayout:
     """Sizes and offsets of a packed weight, in bytes.
 
-    Blocks have SHARED_COLUMNS columns, units as many inputs.
+    A block has SHARED_COLUMNS columns. A unit has as many inputs of these columns.
 
     Attributes:
         header: size of a block's header, which is before its units.
@@ -208,7 +208,10 @@ def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None)
     if out is None:
         out = weight_memory.empty((size,), torch.uint8)
     if out.numel() != size or out.dtype != torch.uint8 or not out.is_contiguous():
-        raise ValueError(f"out must be {size} bytes (got {tuple(out.shape)} {out.dtype}).")
+        raise ValueError(
+            f"coded weight: out must be a contiguous uint8 tensor of {size} bytes (got {tuple(out.shape)} "
+            f"{out.dtype}, strides {out.stride()})."
+        )
     native, codes = weight.format.to_native(), weight.codes
     library.calls.heteroinfer_ask_for_huge_pages(out.data_ptr(), out.nbytes)
     library.calls.heteroinfer_coded_pack(
@@ -240,10 +243,11 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
     Raises:
         RuntimeError: a shape or dtype differs.
     """
-    return product(x, weight.packed, bias, weight.format.to_numbers(), weight.columns, weight.inputs)
+    numbers = weight.format.to_numbers()
+    return linear_by_numbers(x, weight.packed, bias, numbers, weight.columns, weight.inputs)
 
 
-def product(
+def linear_by_numbers(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
@@ -251,7 +255,11 @@ def product(
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Computes the same as `linear`, from the numbers of the format, which torch's op can take."""
+    """Computes `linear` for a format that is given as integers (`Format.to_numbers`).
+
+    A torch op accepts integers but no `Format`. While torch.compile traces, the op must be in the graph.
+    Otherwise the direct call is faster, because it bypasses torch's dispatcher.
+    """
     if torch.compiler.is_compiling():
         result: torch.Tensor = torch.ops.heteroinfer.coded_linear(
             x, packed, bias, format_numbers, columns, inputs
@@ -300,9 +308,10 @@ def _call_kernel(
     )
     if x.dtype not in ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not is_valid_bias:
         raise RuntimeError(
-            f"heteroinfer::coded_linear: x must be [..., {inputs}] and bias [{columns}] of one of "
-            f"{', '.join(map(str, ELEMENTS))} (got x {tuple(x.shape)} {x.dtype}, bias "
-            f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
+            f"heteroinfer::coded_linear: x must be a CPU tensor [..., {inputs}] with dtype "
+            f"{' or '.join(map(str, ELEMENTS))}, and bias None or a contiguous [{columns}] with the dtype "
+            f"of x (got x {tuple(x.shape)} {x.dtype} on {x.device}, bias "
+            f"{None if bias is None else (tuple(bias.shape), bias.dtype, bias.stride())})."
         )
     out = x.new_empty((*x.shape[:-1], columns))
     native = NativeFormat(*format_numbers)

@@ -117,8 +117,8 @@ def pack_expert_into(
     """
     if (weight.format, weight.columns, weight.inputs) != (part.format, part.columns, part.inputs):
         raise ValueError(
-            f"expert {expert} must be {part.format} of {part.columns} x {part.inputs} "
-            f"(got {weight.format} of {weight.columns} x {weight.inputs})."
+            f"coded weight of expert {expert}: must be {part.format} of {part.columns} x {part.inputs}, as "
+            f"for the layer's other experts (got {weight.format} of {weight.columns} x {weight.inputs})."
         )
     pack(library, interleave_gates_and_ups(weight) if gated else weight, part.packed[expert])
 
@@ -174,20 +174,20 @@ class CodedExperts:
             ValueError: the parts do not belong together, or a size is not a multiple of 32.
         """
         experts, inner, hidden = len(w13.packed), w2.inputs, w2.columns
-        w13_width = w13.columns // (2 if activation.gated else 1)
-        fits = (
-            len(w2.packed) == experts
-            and w13_width == inner
-            and w13.inputs == hidden
-            and hidden % SHARED_COLUMNS == inner % SHARED_COLUMNS == 0
-            and dtype in ELEMENTS
-        )
-        if not fits:
+        expected_w13 = (len(w2.packed), inner * (2 if activation.gated else 1), hidden)
+        if (experts, w13.columns, w13.inputs) != expected_w13:
             raise ValueError(
-                "the two weights of a layer's experts must fit each other, all sizes must be multiples of "
-                f"{SHARED_COLUMNS}, and the dtype one of {', '.join(map(str, ELEMENTS))} (got w13 with "
-                f"{w13.columns} columns and {w13.inputs} inputs for {experts} experts, w2 with {hidden} "
-                f"columns and {inner} inputs for {len(w2.packed)} experts, {dtype})."
+                "coded experts: experts, columns and inputs of w13 must fit w2: "
+                f"{expected_w13} (got {(experts, w13.columns, w13.inputs)})."
+            )
+        if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
+            raise ValueError(
+                f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
+                f"and {inner})."
+            )
+        if dtype not in ELEMENTS:
+            raise ValueError(
+                f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})."
             )
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
@@ -197,7 +197,7 @@ class CodedExperts:
             ]
             w13_biases = torch.stack(interleaved).float().contiguous()
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
-        self._referenced = (w13, w2, w13_biases, w2_biases)
+        self._referenced = (w13, w2, w13_biases, w2_biases)  # the kernel has only their addresses
         self._layer = _NativeCodedExperts(
             w13.packed.data_ptr(),
             w2.packed.data_ptr(),
@@ -241,9 +241,11 @@ class CodedExperts:
         )
         if not fits:
             raise ValueError(
-                f"x and y must be [{rows}, {self._hidden}] {self._dtype}, weights float32 and ids int32 "
-                f"[{rows}, topk] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
-                f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
+                f"coded experts: x and y must be [{rows}, {self._hidden}] {self._dtype} with contiguous "
+                f"rows, weights float32 and ids int32 must be contiguous [{rows}, at most {MAX_CHOICES}] "
+                f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
+                f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; "
+                f"strides {x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."
             )
         self._call(
             self._layer_address,

@@ -133,7 +133,7 @@ def experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
-    """Writes each row's weighted sum of its experts (SwiGLU with SiLU) into y; sums are float32.
+    """Writes each row's weighted sum of its experts (SwiGLU with SiLU) into y. Sums are in float32.
 
     Args:
         y: [m, hidden], bf16, rows contiguous; must not share memory with x.
@@ -158,9 +158,11 @@ def experts(
     )
     if not is_valid:
         raise ValueError(
-            f"x and y must be [{rows}, {hidden}] bf16, weights float32 and ids int32 [{rows}, at most "
-            f"{MAX_CHOICES}] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
-            f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
+            f"experts: x and y must be [{rows}, {hidden}] bf16 with contiguous rows, weights float32 and ids "
+            f"int32 must be contiguous [{rows}, at most {MAX_CHOICES}] "
+            f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
+            f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; strides "
+            f"{x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(

@@ -19,7 +19,9 @@ def bytes_beyond_caches(
     Args:
         cpus: logical cores that read; the cores of this process if None.
     """
-    largest_by_cores: dict[str, int] = {}
+    largest_by_cores: dict[
+        str, int
+    ] = {}  # by the list of the cores that share the cache, so each counts once
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
         if caches:

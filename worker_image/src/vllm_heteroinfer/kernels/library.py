@@ -17,7 +17,7 @@ PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
 CODED_PATHS: Final = (*PATHS, "avx2")
 """Instruction sets for coded weights (`kernels/coded.py`), which also run on AVX2 with FMA and F16C."""
 _WIDENING: Final = 1 << len(CODED_PATHS)
-"""AVX512-VBMI, without which coded weights are not widened to bf16."""
+"""Bit of AVX512-VBMI in the result of `heteroinfer_init`. Only with it are coded weights widened to bf16."""
 _ALLOWED_BITS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
 """Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows: its own, and those of older instruction sets."""
 
@@ -115,7 +115,9 @@ def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ..
         # first call.
         calls = ctypes.CDLL(str(path))
     except OSError as error:
-        raise KernelsUnavailableError(f"{error}. Import torch before the kernels") from error
+        raise KernelsUnavailableError(
+            f"{path.name} cannot be loaded ({error}). Import torch first, because the kernels use its OpenMP"
+        ) from error
     for name, (result, arguments) in signatures.items():
         function = getattr(calls, name)
         function.restype, function.argtypes = result, arguments

@@ -12,7 +12,7 @@ __all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
 _BLOCK_COLUMNS = 32
 """Columns of a block in the packed layout."""
 _UNIT_PAIRS = 16
-"""Pairs of inputs to whose multiple the inputs are padded in the packed layout."""
+"""Pairs of inputs of a unit. In the packed layout, the inputs are padded to whole units."""
 _schema = torch.library.Library("heteroinfer", "FRAGMENT")
 _prepared: list[KernelLibrary] = []
 

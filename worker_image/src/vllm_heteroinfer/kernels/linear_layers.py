@@ -34,7 +34,7 @@ def is_wanted(env: Mapping[str, str]) -> bool:
 
 
 class LinearLayers:
-    """Gives layers to the kernels. Logs each reason for leaving a layer to vLLM once."""
+    """Makes vLLM's layers use our kernels. Logs each reason for leaving a layer to vLLM once."""
 
     def __init__(self) -> None:
         self._library: KernelLibrary | None = None
@@ -65,7 +65,7 @@ class LinearLayers:
         return True
 
     def _find_problem(self, layer: torch.nn.Module) -> str | None:
-        """Returns why the kernels cannot compute a layer; None if they can, "" for an unlogged reason."""
+        """Returns why the kernels cannot compute a layer: "" for a reason not to log; None if they can."""
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.device.type != "cpu":
             return ""  # a layer of another stage, or not a linear layer

@@ -31,13 +31,13 @@ def memory_stream(*, ours: bool = True, max_bytes: int = MAX_SAMPLE_BYTES) -> li
     count = -(-min(bytes_beyond_caches(), max_bytes) // PRODUCT_BYTES)
     x = torch.randn((1, INPUTS)).to(torch.bfloat16)
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
-    if ours and _can_use_kernels():
+    if ours and _prepare_kernels():
         return [_our_product(x, linear.pack(dense)) for _ in range(count)]
     return [_torch_product(x, dense.clone()) for _ in range(count)]
 
 
-def _can_use_kernels() -> bool:
-    """Returns whether this process can use our kernels."""
+def _prepare_kernels() -> bool:
+    """Prepares our kernels. Returns whether this process can use them."""
     try:
         linear.prepare()
     except KernelsUnavailableError:

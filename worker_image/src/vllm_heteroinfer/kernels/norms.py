@@ -33,7 +33,7 @@ def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon:
     out = x.new_empty(x.shape)
     tokens, *heads, size = x.shape
     strides = x.stride()
-    num_heads, head_stride = (heads[0], strides[1]) if heads else (1, 0)
+    num_heads, head_stride = (heads[0], strides[1]) if heads else (1, 0)  # without an axis of heads: one head
     library.calls.heteroinfer_norm(
         out.data_ptr(),
         x.data_ptr(),

@@ -65,12 +65,19 @@ class ExpertChoice:
         is_valid_bias = bias is None or (
             bias.shape == (self.experts,) and bias.dtype == torch.float32 and bias.is_contiguous()
         )
-        if not (is_valid_bias and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MAX_CHOICES)):
+        max_choices = min(self.experts, MAX_CHOICES)
+        if not 0 < self.topk <= max_choices:
             raise ValueError(
-                f"expert choice: topk must be 1 to min(experts, {MAX_CHOICES}), scoring one of "
-                f"{', '.join(SCORES)}, and bias None or [experts] float32, contiguous (got {self.topk} of "
-                f"{self.experts} experts, {self.scoring}, bias "
-                f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
+                f"expert choice: topk must be 1 to {max_choices} of {self.experts} experts (got {self.topk})."
+            )
+        if self.scoring not in SCORES:
+            raise ValueError(
+                f"expert choice: scoring must be one of {', '.join(SCORES)} (got {self.scoring})."
+            )
+        if bias is not None and not is_valid_bias:
+            raise ValueError(
+                f"expert choice: bias must be None or a contiguous float32 tensor [{self.experts}] (got "
+                f"{tuple(bias.shape)} {bias.dtype}, strides {bias.stride()})."
             )
 
     def _to_native(self) -> _NativeRouting:
@@ -165,7 +172,7 @@ class Mixture:
         self._call, self._layer_address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
 
     def compute(self, x: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-        """Returns each row's weighted sum of its experts; shape and dtype of x, contiguous.
+        """Returns each row's weighted sum of its experts, contiguous, with the shape and dtype of x.
 
         Args:
             x: [rows, hidden], bf16, cpu, rows contiguous.
@@ -177,14 +184,14 @@ class Mixture:
         rows = x.shape[0]
         if x.dtype is not torch.bfloat16 or x.shape[1:] != (self._hidden,) or x.stride(1) != 1:
             raise ValueError(
-                f"x must be [rows, {self._hidden}] bf16, rows contiguous "
+                f"mixture: x must be [rows, {self._hidden}] bf16 with contiguous rows "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
             )
         logits_address, logits_type = None, _LOGITS[torch.bfloat16]
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
                 shape = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"logits must have {rows} rows, as x has (got {shape}).")
+                raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape}).")
             logits_address, logits_type = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(
@@ -215,7 +222,7 @@ def _check_logits(logits: torch.Tensor, experts: int) -> int:
     """Returns the number of rows of the logits; raises ValueError for unsupported logits."""
     if not supports_logits(logits, experts):
         raise ValueError(
-            f"logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "
-            f"(got {tuple(logits.shape)} {logits.dtype})."
+            f"expert choice: logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "
+            f"(got {tuple(logits.shape)} {logits.dtype} on {logits.device}, strides {logits.stride()})."
         )
     return logits.shape[0]

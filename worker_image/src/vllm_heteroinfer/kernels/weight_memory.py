@@ -39,7 +39,7 @@ class WeightMemory:
     """One memfd that grows with each tensor.
 
     Attributes:
-        name: of the memfd; no other has the same.
+        name: name of the memfd, which no other memfd has.
         fd: descriptor of the memfd, closed when this object is freed.
         num_bytes: size of all tensors so far, each rounded up to huge pages.
     """
@@ -48,9 +48,8 @@ class WeightMemory:
         self.name = f"{NAME}-{secrets.token_hex(16)}"
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        self._spans: list[
-            tuple[int, int, int]
-        ] = []  # first address, address after the last, place in the file
+        # Of each tensor: its first address, the address after its last, and its place in the file.
+        self._spans: list[tuple[int, int, int]] = []
         self._end = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -69,6 +68,7 @@ class WeightMemory:
         address = _map_aligned(self.fd, self.num_bytes, length)
         self._spans.append((address, address + length, self.num_bytes))
         self.num_bytes += length
+        # The tensor references `memory`, so the mapping ends only after the tensor is freed.
         memory = (ctypes.c_char * length).from_address(address)
         weakref.finalize(memory, _libc.munmap, address, length)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)

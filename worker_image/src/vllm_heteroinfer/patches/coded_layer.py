@@ -33,7 +33,7 @@ class CodedLayer:
         weight = getattr(layer, self._name) if self._packed is None else self._packed
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        return coded.product(x, weight, bias, self._format_numbers, *self._sizes)
+        return coded.linear_by_numbers(x, weight, bias, self._format_numbers, *self._sizes)
 
 
 def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:
