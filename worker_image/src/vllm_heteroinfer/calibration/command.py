@@ -86,7 +86,7 @@ class MeasuredResults:
                 self.begun.append(what)
         elif kind == "gpu":
             self.values["gpu"] = result
-        else:
+        else:  # the name of the GPU, or the operations per second
             self.values |= {name: result[name] for name in _VALUES if name in result}
 
     def skip(self, what: str, why: str) -> None:
@@ -223,6 +223,7 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
         _end_processes(processes, other_children)
         output.read_rest(_LAST_READ_S)
     exit_codes = [process.returncode for process in processes]
+    # If a command of several measurements fails, the measurement that it began last is the failed one.
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
     if is_late:
         return what, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}"

@@ -110,7 +110,7 @@ class _RunningRequest:
         try:
             message = await self._drain.receive_body_part(self._receive)
         except TimeoutError:
-            self._is_complete = True
+            self._is_complete = True  # from now on, waits have no limit
             if self._has_begun:  # the first part of the answer was sent, so the rest must follow
                 return await self._receive()
             self._is_refused = True

@@ -158,6 +158,7 @@ def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region
             return None
         start.append(low)
         size.append(high - low)
+    # The region's piece must begin at this expert.
     experts_skipped = expert - piece.start[0]
     if not experts_skipped:
         return _Region(piece, start, size)

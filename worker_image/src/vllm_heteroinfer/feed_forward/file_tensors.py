@@ -104,7 +104,9 @@ class MappedFile:
                 "Use spec.parallelism.mode: Pipeline"
             )
         if any(type(number) is not int for number in (*shape, start, end)):
-            raise TypeError(f"tensor {name} has {shape} and bytes {start} to {end}, which must be integers")
+            raise TypeError(
+                f"tensor {name}: shape and bytes must be integers (got {shape}, {start} to {end})"
+            )
         size = math.prod(shape) * dtype.itemsize
         has_negative = any(number < 0 for number in (*shape, start))
         if has_negative or end - start != size or self._data_start + end > self.num_bytes:

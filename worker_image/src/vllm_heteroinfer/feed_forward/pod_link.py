@@ -231,7 +231,9 @@ class Listener:
                         start_thread(partial(prove, connected), name="heteroinfer-proof", failed=results.put)
                     else:
                         connected.close()
-            raise TimeoutError(f"rank {asking} did not connect within {deadline.total_s:.0f} s. See its log")
+            raise TimeoutError(
+                f"rank {asking} did not connect within {deadline.total_s:.0f} s. See the log of rank {asking}"
+            )
 
 
 def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:

@@ -157,7 +157,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     unused = sorted(set(names.values()) - remote_names - own_names)
     if unused:
         _logger.warning(
-            "%s: no layer uses these %d tensors of the checkpoint: %s",
+            "%s: no layer uses %d tensors of the checkpoint, so they are not loaded: %s",
             config.model_config.model,
             len(unused),
             ", ".join(unused[:_SHOWN]),

@@ -57,10 +57,14 @@ class Shape:
     def __post_init__(self) -> None:
         """Raises ContractError for a shape that cannot be laid out."""
         if self.dtype not in DTYPES:
-            raise ContractError(f"feed-forward: dtype must be one of {', '.join(DTYPES)} (got {self.dtype})")
+            raise ContractError(
+                f"feed-forward: dtype must be one of {', '.join(DTYPES)} (got {self.dtype}). Change "
+                "engine.dtype"
+            )
         if not 0 < self.lanes <= MAX_LANES:
             raise ContractError(
-                f"feed-forward: ranks per GPU rank must be 1 to {MAX_LANES} (got {self.lanes})"
+                f"feed-forward: the ranks that serve a GPU rank must be 1 to {MAX_LANES} (got {self.lanes}). "
+                "Change feedForward.ranks"
             )
         if self.row_bytes % 16:
             raise ContractError(

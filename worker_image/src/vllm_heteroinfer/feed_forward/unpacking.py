@@ -112,7 +112,7 @@ class Unpacker:
             places=self._places_of(matrix.format.code).data_ptr(),
             expert_stride=out.stride(0),
             row_stride=out.stride(2),
-            gate_rows=out.stride(1) // out.stride(2) if gated else 0,
+            gate_rows=out.stride(1) // out.stride(2) if gated else 0,  # rows between a gate and its up
             dtype=DTYPES[str(out.dtype).removeprefix("torch.")],
             **self._describe(matrix, gated=gated),
         )

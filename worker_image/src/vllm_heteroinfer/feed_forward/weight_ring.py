@@ -102,7 +102,7 @@ class WeightRing:
         with self._times.span(UNPACK, stream):
             for rank in load.ranks:
                 first = rank.offered.first_column
-                end = first + rank.offered.w2.inputs
+                end = first + rank.offered.w2.inputs  # the inputs of w2 are the rank's intermediate columns
                 codes13, scales13, codes2, scales2 = self._slot_arrays(
                     slot, rank, experts, [next(offsets) for _ in rank.arrays]
                 )

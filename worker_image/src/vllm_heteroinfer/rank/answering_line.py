@@ -229,6 +229,7 @@ class PodLine:
             reason = "it sent a message that is not a request for a layer. Start all pods from one image"
         else:
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+            reason += f". See the log of rank {self._asking}"
         return PeerGoneError(
             self._asking,
             f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",

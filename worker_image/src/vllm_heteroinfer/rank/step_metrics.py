@@ -193,8 +193,9 @@ class RankMetrics(Meter):
     def begin_call(self) -> None:
         """Begins a call of the current step. Ends the idle time since the call before it."""
         with self._lock:
-            self._call_began, self._in_call, self._step.between_calls = time.perf_counter(), True, False
-            self._step.began = self._step.began or self._call_began
+            self._call_began = time.perf_counter()
+            self._in_call, self._step.between_calls = True, False
+            self._step.began = self._step.began or self._call_began  # only the step's first call sets it
             if self._idle_since is not None:
                 self._idle.inc(self._call_began - self._idle_since)
         self._step_name = f"step {self._all_steps + 1}"
@@ -205,7 +206,7 @@ class RankMetrics(Meter):
         with self._lock:
             self._idle_since, self._in_call = time.perf_counter(), False
             self._step.between_calls = True
-            if not self._step.on_device:
+            if not self._step.on_device:  # otherwise the device's end adds the time
                 self._step.step_s += self._idle_since - self._call_began
             if not self._steps_on_device:
                 self._reporter.set_work(None)
