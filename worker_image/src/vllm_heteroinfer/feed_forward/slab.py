@@ -317,7 +317,11 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
-    """Raises ContractError if a slab has another shape than `reader` expects. Its topk may be larger."""
+    """Raises ContractError if a slab has another shape than `reader` expects.
+
+    The slab's topk may be larger than expected, because a rank that computes MLPs reads no choices of
+    experts.
+    """
     differing = [
         name
         for name in ("epoch", "hidden", "topk", "max_rows", "dtype", "lanes")
