@@ -169,7 +169,7 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
 class PackedLayout:
     """Sizes and offsets of a packed weight, in bytes.
 
-    A block has SHARED_COLUMNS columns. A unit has as many inputs of these columns.
+    A block has SHARED_COLUMNS columns. A unit has the same number of inputs for these columns.
 
     Attributes:
         header: size of a block's header, which is before its units.
@@ -255,7 +255,7 @@ def linear_by_numbers(
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Computes `linear` for a format that is given as integers (`Format.to_numbers`).
+    """Computes `linear` with the format as integers (`Format.to_numbers`).
 
     A torch op accepts integers but no `Format`. While torch.compile traces, the op must be in the graph.
     Otherwise the direct call is faster, because it bypasses torch's dispatcher.
