@@ -321,9 +321,8 @@ class _TorchExperts:
             first = weights.read_floats(part.experts.first, w13=w13)
             together = weight_memory.empty((self.count, *first.shape), first.dtype)
             for local, expert in enumerate(range(part.experts.first, part.experts.end)):
-                together[local].copy_(
-                    weights.read_floats(expert, w13=w13)
-                )  # a copy: it may be a view of a file
+                # A copy, because `read_floats` may return a view of a file.
+                together[local].copy_(weights.read_floats(expert, w13=w13))
             self._weights.append(together)
             biases.append(
                 [

@@ -137,8 +137,8 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     It may if it has linear layers of a decoder, no experts, and one input.
     """
     linears = [each for each in module.modules() if isinstance(each, LinearBase)]
-    # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0). This rank
-    # must not replace an MLP there instead of that of the decoder's layer.
+    # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0). So its
+    # MLPs must not be mistaken for those of the decoder.
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
         return False
     required_parameters = [

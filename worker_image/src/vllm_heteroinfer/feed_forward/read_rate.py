@@ -64,8 +64,8 @@ def agreed_shares(
 ) -> tuple[int, ...]:
     """Returns the shares of `rank` and of the other feed-forward ranks of its asking rank, in their order.
 
-    If the plan sets shares, the result is these. Otherwise the shares follow the published read rates. All of
-    these ranks get the same result.
+    The plan may set these shares. Otherwise they follow the published read rates. Each of these ranks gets the
+    same result.
 
     Raises:
         TimeoutError: another rank did not `publish_read_rate` by the deadline.

@@ -151,9 +151,8 @@ def replace_remote_parts(
         layer = layer_of(prefix)
         if layer not in layers or layer is None:
             return method
-        if (
-            layer in remote_parts
-        ):  # an ask has the layer's number only, so lanes could not distinguish two sets
+        # An ask has only the layer's number, so lanes could not distinguish two sets of experts.
+        if layer in remote_parts:
             raise ContractError(
                 f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got "
                 "two). Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"

@@ -19,9 +19,8 @@ def bytes_beyond_caches(
     Args:
         cpus: logical cores that read; the cores of this process if None.
     """
-    largest_by_cores: dict[
-        str, int
-    ] = {}  # by the list of the cores that share the cache, so each counts once
+    # By the list of the cores that share a cache, so that each cache counts once.
+    largest_by_cores: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
         if caches:

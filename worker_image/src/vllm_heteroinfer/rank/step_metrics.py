@@ -417,7 +417,7 @@ def serve(
 ) -> bool:
     """Serves /metrics and /healthz of a rank in a thread. Returns whether the port was free.
 
-    If it is not, the rank logs an error and runs without metrics.
+    If the port is in use, the rank logs an error and runs without metrics.
 
     Args:
         rank: its local rank is added to the port.
