@@ -1,4 +1,4 @@
-"""Measures how fast each feed-forward rank of a stage reads memory while all of them read. Imports torch.
+"""Measures how fast each feed-forward rank of a stage reads memory while all ranks read. Imports torch.
 
 The ranks publish their rates, which determine their shares. Ranks have equal numbers of cores, but a plan
 cannot know the NUMA node of each rank, or other load on it. The ranks measure before all ranks agree on
@@ -64,8 +64,8 @@ def agreed_shares(
 ) -> tuple[int, ...]:
     """Returns the shares of `rank` and of the other feed-forward ranks of its asking rank, in their order.
 
-    The plan may set these shares. Otherwise they follow the published read rates. Each of these ranks gets the
-    same result.
+    The plan may set these shares. Otherwise they follow the published read rates. Each of these ranks gets
+    the same result.
 
     Raises:
         TimeoutError: another rank did not `publish_read_rate` by the deadline.
