@@ -169,9 +169,9 @@ def end(group: Group, ending: Ending) -> float:
     ended_s = time.monotonic() - start
     codes = [child.process.returncode for child in group.children]
     if ending is Ending.TERM:
-        assert codes == [names.EXIT_STOPPED] * len(codes), f"got exit codes {codes}\n{group.logs()}"
+        assert codes == [names.EXIT_OK] * len(codes), f"got exit codes {codes}\n{group.logs()}"
     else:
-        assert names.EXIT_STOPPED not in codes, f"got exit codes {codes} after {ending.value}\n{group.logs()}"
+        assert names.EXIT_OK not in codes, f"got exit codes {codes} after {ending.value}\n{group.logs()}"
     return ended_s
 
 

@@ -132,7 +132,7 @@ class Fetch:
     def model(self) -> FetchedModel:
         """Returns its answer once it has ended well."""
         code = self.process.wait(DEADLINE_S)
-        assert code == names.EXIT_STOPPED, self.said
+        assert code == names.EXIT_OK, self.said
         return FetchedModel.from_json(self._message.read_text())
 
     def failure(self) -> Failure:

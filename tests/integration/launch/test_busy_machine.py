@@ -106,7 +106,7 @@ def check_all_is_heard(group: TinyGroup) -> None:
     asked = time.monotonic()
     for pod in group.pods:
         pod.process.terminate()
-    assert group.wait_exits(asked + 5.0) == [names.EXIT_STOPPED] * len(group.pods), group.logs()
+    assert group.wait_exits(asked + 5.0) == [names.EXIT_OK] * len(group.pods), group.logs()
 
 
 def lives_on(group: TinyGroup, seconds: float) -> bool:

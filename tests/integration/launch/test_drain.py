@@ -84,7 +84,7 @@ def test_a_running_request_ends_before_its_group(tmp_path: Path, asked: tuple[in
         assert request.read_rest().endswith(b"end\n")
         codes = group.wait_exits(triggered + STOP_LIMIT_S)
         assert group.marked() == []
-    assert [codes[index] for index in asked] == [names.EXIT_STOPPED] * len(asked)
+    assert [codes[index] for index in asked] == [names.EXIT_OK] * len(asked)
     for index in {0, 1} - {*asked}:
         assert codes[index] == names.EXIT_PEER_FAILED
         failure = group.pods[index].failure()
@@ -101,7 +101,7 @@ def test_past_the_drain_timeout_the_group_ends_anyway(tmp_path: Path, asked: tup
         assert time.monotonic() - stopped > DRAIN_S - 0.1
         codes = group.wait_exits(stopped + DRAIN_S + STOP_LIMIT_S)
         assert group.marked() == []
-    assert codes[asked[0]] == names.EXIT_STOPPED
+    assert codes[asked[0]] == names.EXIT_OK
 
 
 def test_a_drain_without_requests_does_not_wait(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_drain_without_requests_does_not_wait(tmp_path: Path) -> None:
         group.start()
         group.wait_ready()
         codes = group.wait_exits(ask_to_stop(group, 0, 1) + STOP_LIMIT_S)
-    assert codes == [names.EXIT_STOPPED] * 2
+    assert codes == [names.EXIT_OK] * 2
 
 
 def test_a_drain_timeout_of_0_disables_draining(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_drain_timeout_of_0_disables_draining(tmp_path: Path) -> None:
         request = serve_slowly(group)
         codes = group.wait_exits(ask_to_stop(group, 0, 1) + STOP_LIMIT_S)
         assert not request.read_rest().endswith(b"end\n")
-    assert codes == [names.EXIT_STOPPED] * 2
+    assert codes == [names.EXIT_OK] * 2
 
 
 def test_a_second_signal_ends_the_supervisor_immediately(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_the_supervisor_immediately(tmp_path: Path) -> None
         asked_again = time.monotonic()
         for pod in group.pods:
             pod.process.send_signal(signal.SIGINT)
-        assert group.wait_exits(asked_again + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
+        assert group.wait_exits(asked_again + STOP_LIMIT_S) == [names.EXIT_OK] * 2
         assert group.marked() == []
         request.close()  # until then it runs
 
@@ -152,7 +152,7 @@ def check_its_end(group: TinyGroup, request: SlowRequest, trigger: Path) -> None
     assert [pod.is_alive() for pod in group.pods] == [True, True], group.logs()
     trigger.touch()
     assert request.read_rest().endswith(b"end\n"), group.logs()
-    assert group.wait_exits(time.monotonic() + STOP_LIMIT_S) == [names.EXIT_STOPPED] * 2
+    assert group.wait_exits(time.monotonic() + STOP_LIMIT_S) == [names.EXIT_OK] * 2
 
 
 def test_a_connection_reset_during_a_drain_is_established_again(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_pod_lost_during_a_drain_ends_the_drain(tmp_path: Path) -> None:
         ask_to_stop(group, 0, 1)
         lost = time.monotonic()
         group.pods[1].process.kill()
-        assert group.pods[0].process.wait(STOP_LIMIT_S) == names.EXIT_STOPPED, group.logs()
+        assert group.pods[0].process.wait(STOP_LIMIT_S) == names.EXIT_OK, group.logs()
         assert time.monotonic() - lost < STOP_LIMIT_S
         wait_until(lambda: group.marked() == [], STOP_LIMIT_S, group.logs)
         request.close()

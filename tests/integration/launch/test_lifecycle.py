@@ -264,4 +264,4 @@ def test_sigterm_ends_a_worker_from_its_first_instant(tmp_path: Path) -> None:
 
         wait_until(handles, 20)
         worker.terminate()
-        assert worker.wait(20) == names.EXIT_STOPPED
+        assert worker.wait(20) == names.EXIT_OK

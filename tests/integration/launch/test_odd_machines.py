@@ -196,7 +196,7 @@ def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path: Path) -> None:
     ended = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == names.EXIT_USAGE, ended
     assert f"{names.ENV_PLAN}: must be set" in ended.stdout
-    assert "the termination message cannot be written" in ended.stdout
+    assert "termination message: cannot write" in ended.stdout
     assert "Traceback" not in ended.stderr
 
 

@@ -42,7 +42,7 @@ def changed(path: str, value: Any) -> str:
     ("text", "words"),
     [
         ("", "must be JSON"),
-        ("[]", "must be an object"),
+        ("[]", "must be a JSON object"),
         ("{}", "'hardware' is missing"),
         (changed("readings", []), "must contain a reading of node"),
         (changed("readings.0.bytes_per_s", 0), "MemoryReading.bytes_per_s: must be at least 1.0 (got 0.0)"),

@@ -153,13 +153,13 @@ PLAN = json.loads(
     [
         (("mode",), "Both", "Plan.mode: must be one of Pipeline, Tensor"),
         (("ranks",), {}, "Plan.ranks: must be a list"),
-        (("ranks", 0), 1, r"Plan.ranks\[0\]: must be an object"),
+        (("ranks", 0), 1, r"Plan.ranks\[0\]: must be a JSON object"),
         (("ranks", 0, "kv_cache_bytes"), "1", r"Plan.ranks\[0\].kv_cache_bytes: must be a whole number"),
         (("ranks", 0, "stage"), True, r"Plan.ranks\[0\].stage: must be a whole number"),
         (("ranks", 0, "colour"), 1, r"Plan.ranks\[0\]: has unknown field 'colour'"),
         (("engine", "eager_gpu"), 1, "Plan.engine.eager_gpu: must be true or false"),
         (("engine", "extra_args"), [1], r"Plan.engine.extra_args\[0\]: must be a text"),
-        (("tensor_parallel_size",), 2, "number of ranks must be tensor_parallel_size 2 x"),
+        (("tensor_parallel_size",), 2, "number of ranks in stages must be tensor_parallel_size 2 x"),
         (("ranks",), [], r"must be ranks 0..world_size-1"),
         (("tensor_parallel_size",), 0, "Plan.tensor_parallel_size: must be at least 1"),
         (("pipeline_parallel_size",), -1, "Plan.pipeline_parallel_size: must be at least 1"),
@@ -207,9 +207,9 @@ def test_missing_variable_is_reported(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (names.ENV_EPOCH, "one", f"{names.ENV_EPOCH}: must be valid \\(got 'one'"),
-        (names.ENV_STARTUP_TIMEOUT, "", f"{names.ENV_STARTUP_TIMEOUT}: must be valid \\(got ''"),
-        (names.ENV_ADDRESSES, "[", f"{names.ENV_ADDRESSES}: must be valid \\(got '\\['"),
+        (names.ENV_EPOCH, "one", f"{names.ENV_EPOCH}: must be a whole number \\(got 'one'"),
+        (names.ENV_STARTUP_TIMEOUT, "", f"{names.ENV_STARTUP_TIMEOUT}: must be a number \\(got ''"),
+        (names.ENV_ADDRESSES, "[", f"{names.ENV_ADDRESSES}: must be JSON \\(got '\\['"),
         (names.ENV_ADDRESSES, '[{"host": 1}]', r"PodLaunch.addresses\[0\].host: must be a text"),
     ],
 )

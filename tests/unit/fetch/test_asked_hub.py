@@ -9,7 +9,7 @@ from vllm_heteroinfer.fetch.asked_hub import AskedHub
 
 TOKEN = "hf_secret"
 HUB = AskedHub(
-    endpoint="https://hub", repository="o/m", revision="v9", token=TOKEN, give_a_token="give a token"
+    endpoint="https://hub", repository="o/m", revision="v9", token=TOKEN, fix_for_token="give a token"
 )
 
 

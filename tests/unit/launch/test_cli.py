@@ -22,4 +22,4 @@ def test_a_profile_that_kubernetes_would_cut_is_refused(
     assert failure is not None
     assert failure.reason is FailureReason.MODEL_NOT_READABLE
     assert "the model's profile must have at most 4096 bytes" in failure.message
-    assert cli.inspect_model("/model", None) == names.EXIT_STOPPED
+    assert cli.inspect_model("/model", None) == names.EXIT_OK

@@ -284,7 +284,7 @@ def test_stat_of_a_process_with_an_ugly_name(
                 "this process"
             ),
         ),
-        (None, "ended while Ready (exit code unknown)"),
+        (None, "ended while Ready (exit code unknown). Read the log of this process"),
     ],
 )
 def test_describes_each_exit_code_and_signal(code: int | None, words: str) -> None:

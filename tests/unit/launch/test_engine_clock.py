@@ -21,7 +21,7 @@ def update(
     waits_s: float = 0.0,
 ) -> None:
     clock.update(
-        ranks_busy=busy, api_answers=api, api_silent_s=api_silent_s, engine_waits_s=waits_s, now_s=now_s
+        ranks_busy=busy, api_answers=api, api_silent_s=api_silent_s, engine_unanswered_s=waits_s, now_s=now_s
     )
 
 

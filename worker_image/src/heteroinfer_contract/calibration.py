@@ -134,7 +134,7 @@ class KernelRate:
         most_rows, last = points[-1]
         if rows >= most_rows:
             return last * most_rows / rows
-        # The time per byte is interpolated, not the rate.
+        # The time per byte is interpolated, because it grows evenly with the rows. The rate does not.
         return 1 / _interpolate([(count, 1 / rate) for count, rate in points], max(rows, 1.0))
 
 

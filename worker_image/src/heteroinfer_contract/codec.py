@@ -144,7 +144,7 @@ def _without_bad_fields(kind: Any, raw: Any) -> Any:
             _decode(field.kind, value, field.name)
         except ContractError:
             if not field.is_required:
-                continue
+                continue  # a bad required field stays, so that decoding the whole value names it
         good_fields[field.name] = value
     return good_fields
 
@@ -164,7 +164,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         return _decode(inner, raw, where)
     if origin is tuple:
         if not isinstance(raw, list | tuple):
-            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)})")
+            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)}). {_SAME_VERSION}")
         item = typing.get_args(kind)[0]
         return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
     if dataclasses.is_dataclass(kind):
@@ -174,16 +174,21 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
             return kind(raw)
         except ValueError as error:
             choices = ", ".join(str(choice.value) for choice in kind)
-            raise ContractError(f"{where}: must be one of {choices} (got {_shortened_repr(raw)})") from error
+            raise ContractError(
+                f"{where}: must be one of {choices} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+            ) from error
     return _decode_scalar(kind, raw, where)
 
 
 def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON value to a str, int, float or bool; raises ContractError."""
+    # JSON may write a whole number for a float. Python counts True and False as whole numbers.
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= MAX_INT:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
-        raise ContractError(f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)})")
+        raise ContractError(
+            f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+        )
     if isinstance(raw, float) and not math.isfinite(raw):
         raise ContractError(f"{where}: must be a finite number (got {raw})")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
@@ -228,7 +233,7 @@ def _shortened_repr(raw: Any) -> str:
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON object to a dataclass; raises ContractError."""
     if not isinstance(raw, Mapping):
-        raise ContractError(f"{where}: must be an object (got {_shortened_repr(raw)})")
+        raise ContractError(f"{where}: must be a JSON object (got {_shortened_repr(raw)}). {_SAME_VERSION}")
     fields = _fields_of(kind)
     unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:

@@ -12,6 +12,6 @@ class ModelIncompleteError(ContractError):
 def not_set(variable: str) -> ContractError:
     """Returns the error for a required environment variable that is not set."""
     return ContractError(
-        f"{variable}: must be set (the operator or `heteroinfer up` sets it when it starts a worker). Start "
-        "the worker with one of them"
+        f"{variable}: must be set (the operator and `heteroinfer up` set it for each worker). Start the "
+        "worker with one of them"
     )

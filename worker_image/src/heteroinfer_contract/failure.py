@@ -41,7 +41,7 @@ class FailureReason(StrEnum):
     POD_LOST = "PodLost"
     """A pod's supervisor stopped sending heartbeats or closed its connection."""
     PLAN_MISMATCH = "PlanMismatch"
-    """Hand-shake: group uid, epoch or plan hash differ."""
+    """The handshake found different group uids, epochs or plan hashes."""
     CONFIG_MISMATCH = "ConfigMismatch"
     """Resolved settings or the model differ between ranks."""
     STARTUP_TIMEOUT = "StartupTimeout"

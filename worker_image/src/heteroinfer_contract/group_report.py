@@ -21,6 +21,8 @@ MAX_TRANSPORTS = 8
 _TRANSPORT = re.compile(r"(stages|ranks):[a-z0-9_]{1,57}")
 """A transport of a rank, at most 64 characters. NCCL's longest names are those of network plug-ins, such as
 `ranks:nccl_net_aws_libfabric`; `nccl_log.py` passes on at most 41 characters of them."""
+_SHOWN_RANKS = 8
+"""Number of ranks that an error shows."""
 MAX_COUNT = 2**53
 """Maximum of all other numbers, and of the bytes of all ranks together: the largest whole number in JSON."""
 
@@ -92,7 +94,9 @@ class RankStatus:
         codec.at_most(MAX_BLOCKS, "RankStatus", kv_blocks=self.kv_blocks)
         codec.at_most(MAX_TRANSPORTS, "RankStatus", transports=len(self.transports))
         if not all(map(_TRANSPORT.fullmatch, self.transports)):
-            raise ContractError(f"RankStatus.transports: each must match {_TRANSPORT.pattern}")
+            raise ContractError(
+                f"RankStatus.transports: each must match {_TRANSPORT.pattern} (got {list(self.transports)})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,8 @@ class GroupReport(codec.JsonValue):
             MAX_WORLD_SIZE, "GroupReport", ranks=len(self.ranks), missing_pods=len(self.missing_pods)
         )
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
-            raise ContractError("GroupReport.ranks: must be ranks 0..n-1 in order")
+            first_ranks = [rank.rank for rank in self.ranks[:_SHOWN_RANKS]]
+            raise ContractError(f"GroupReport.ranks: must be ranks 0..n-1 in order (got {first_ranks}, ...)")
         for rank in self.ranks:
             rank.check()
         for name in ("loaded_bytes", "total_bytes"):

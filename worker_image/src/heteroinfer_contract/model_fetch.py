@@ -135,7 +135,7 @@ class FetchedModel(codec.JsonValue):
     profile: ModelProfile
 
     def to_json(self) -> str:
-        """Returns the canonical JSON text of this result."""
+        """Returns the canonical JSON text of this result; the profile omits defaults, as in its own text."""
         value = {
             "commit": self.commit,
             "size_bytes": self.size_bytes,

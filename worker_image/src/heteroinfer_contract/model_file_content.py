@@ -69,10 +69,10 @@ def not_readable(path: Path, error: OSError) -> ModelFilesError:
     """Returns the error for a model's file or directory that cannot be opened."""
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         return dangling(path)
-    return ModelFilesError(
-        f"{path}: user {os.getuid()} cannot read it: {error.strerror}. "
-        "Make the model readable for all users (chmod -R a+rX)"
-    )
+    fix = "Check the path and its volume"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        fix = "Make the model readable for all users (chmod -R a+rX)"
+    return ModelFilesError(f"{path}: user {os.getuid()} cannot read it: {error.strerror}. {fix}")
 
 
 def dangling(link: Path) -> ModelFilesError:

@@ -135,7 +135,7 @@ def _read_profile(directory: Path) -> ModelProfile:
     for index in range(num_layers):
         if is_empty_block(text, index):
             weights.layers.setdefault(index, LayerBytes())
-    # Additional layers are for speculation (multi-token prediction) and are not served.
+    # Checks only served layers. Layers from `num_layers` on are for speculation (multi-token prediction).
     if missing := sorted(set(range(num_layers)) - set(weights.layers)):
         raise ModelFilesError(
             f"{directory}: weights of layers {_shortened_list(missing)} are missing; {CONFIG_FILE} has "
@@ -210,7 +210,8 @@ def _kinds_of_layers(
             experts=experts,
             experts_per_token=_positive_number(text, directory, "num_experts_per_tok") if experts else 0,
             expert_bytes=layer.routed // experts if experts else 0,
-            # Scales and biases of a bf16 expert may be named like those of a quantized expert.
+            # Scales and biases of a bf16 expert may be named like those of a quantized expert. So experts are
+            # quantized only if most of their bytes are.
             experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
             gates_together=layer.gates_together,
             quantized_bytes=layer.quantized,
@@ -273,7 +274,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
         ) from error
     except NotADirectoryError as error:
         raise ModelFilesError(
-            f"{directory}: must be a directory that contains {CONFIG_FILE} (got a file)"
+            f"{directory}: must be a directory that contains {CONFIG_FILE} (got a file). Use its folder"
         ) from error
     except PermissionError as error:
         raise not_readable(directory, error) from error
@@ -282,7 +283,8 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
         params = _read_object(directory / PARAMS_FILE)
         if "max_position_embeddings" not in params and CONFIG_FILE in entries:
             config_text = text_config(_read_object(directory / CONFIG_FILE))
-            params["max_position_embeddings"] = config_text.get("max_position_embeddings", 128_000)
+            longest = config_text.get("max_position_embeddings", 128_000)  # vLLM's default, too
+            params["max_position_embeddings"] = longest
         return from_params(params), True
     if CONFIG_FILE not in entries:
         present = ", ".join(sorted(entries)[:5]) or "nothing"
@@ -301,7 +303,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; raises ModelFilesError."""
     value = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(value, dict):
-        raise ModelFilesError(f"{path}: must be a JSON object")
+        raise ModelFilesError(f"{path}: must be a JSON object. Download it again")
     return value
 
 
@@ -321,7 +323,7 @@ def _weight_files(directory: Path, consolidated: bool) -> list[Path]:
         content = read_json(index, MAX_HEADER_BYTES)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFilesError(f"{index}: must have a weight_map from tensors to files")
+            raise ModelFilesError(f"{index}: must have a weight_map from tensors to files. Download it again")
         names = sorted({str(name) for name in weight_map.values()})
         if outside := [name for name in names if _is_outside_folder(name)]:
             raise ModelFilesError(
@@ -429,15 +431,18 @@ def _weights_dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: 
     if not named:
         raise ModelFilesError(
             f"{directory}: some weights must be in {', '.join(sorted(_DTYPES))}, or {CONFIG_FILE} must name "
-            f"a dtype (got weights in {', '.join(sorted(weights))})"
+            f"a dtype (got weights in {', '.join(sorted(weights))}). Add `dtype` to {CONFIG_FILE}"
         )
     return max(named)[1]
 
 
 def _with_loaded_size(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
-    """Returns the tensor with its size in `dtype`; vLLM converts all unquantized tensors to this type."""
-    is_part_of_scheme = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
-    if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or is_part_of_scheme:
+    """Returns the tensor with its size in `dtype`; vLLM converts all unquantized tensors to this type.
+
+    In a quantized model, tensors that are no weight and no bias, such as scales, keep their type.
+    """
+    keeps_type = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
+    if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or keeps_type:
         return tensor
     size_bytes = tensor.size_bytes * _DTYPE_BYTES[dtype] // _ELEMENT_BYTES[tensor.dtype]
     return replace(tensor, size_bytes=size_bytes)

@@ -95,7 +95,7 @@ class ModelProfile(codec.JsonValue):
         return sum(self.layer_bytes) + tables + self.other_bytes + self.host_table_bytes
 
     def layer(self, index: int) -> LayerKind:
-        """Returns the kind of a layer; full attention without experts if the profile has no kinds."""
+        """Returns the kind of a layer; full attention without experts if the profile does not describe it."""
         if len(self.kind_of_layer) != self.num_layers or self.kind_of_layer[index] >= len(self.kinds):
             return LayerKind(kv_heads=self.num_kv_heads, kv_width=2 * self.head_dim)
         return self.kinds[self.kind_of_layer[index]]
@@ -109,7 +109,8 @@ class ModelProfile(codec.JsonValue):
     def is_latent(self) -> bool:
         """Whether any layer keeps latents (multi-head latent attention)."""
         latent, sparse = AttentionKind.LATENT, AttentionKind.SPARSE
-        # Sparse attention keeps a latent in place of several heads with keys and values.
+        # Sparse attention caches either one latent per token (`kv_heads` is 1), or keys and values of several
+        # heads.
         return any(
             kind.attention is latent or (kind.attention is sparse and kind.kv_heads == 1)
             for kind in self.layers

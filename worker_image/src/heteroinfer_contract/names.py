@@ -141,6 +141,9 @@ ENV_TARGET_DEVICE: Final = "VLLM_TARGET_DEVICE"
 ENV_V2_MODEL_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
 ENV_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 ENV_VISIBLE_GPUS: Final = "CUDA_VISIBLE_DEVICES"
+HIDE_GPUS: Final = "-1"
+"""Value of ENV_VISIBLE_GPUS that hides all GPUs. With the empty string, vLLM 0.32.0 keeps Triton enabled, and
+its sampler fails without a driver."""
 ENV_HETEROGENEOUS_DEVICE: Final = "VLLM_HETEROGENEOUS_DEVICE"
 """`cpu` or `cuda`: the device of this process; the platform plugin reads it."""
 
@@ -174,8 +177,9 @@ PATH_GROUP: Final = "/group"
 PATH_FETCH: Final = "/fetch"
 """Fetch pods only: FetchProgress as JSON."""
 
-# Exit codes of a supervisor; the Failure in the termination message has the details
-EXIT_STOPPED: Final = 0
+# Exit codes of a worker pod's first process; the Failure in the termination message has the details
+EXIT_OK: Final = 0
+"""The process did its work: a supervisor stopped its pod in order, or a command has its result."""
 EXIT_USAGE: Final = 64
 """The supervisor's own settings are wrong; it started no process."""
 EXIT_RANK_FAILED: Final = 70

@@ -1,7 +1,7 @@
 """The plan of a group: its ranks with their pods, devices and layers, and the engine's settings.
 
 Stdlib only; pure. The operator computes the plan before any pod exists and stores it in an immutable
-ConfigMap. The supervisors compare its hash in their first hand-shake.
+ConfigMap. The supervisors compare its hash in their first handshake.
 """
 
 import hashlib
@@ -40,6 +40,11 @@ class Mode(StrEnum):
     """GPU ranks keep attention; CPU ranks of their pods or of other pods compute experts and MLPs."""
 
 
+_FIX: Final = (
+    "The operator writes the plan: use the same version of operator and worker, or report this defect of "
+    "HeteroInfer"
+)
+"""Fix in all errors about a plan, which users cannot correct."""
 _SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
 """Engine settings that must be at least 1."""
 BY_RATE: Final = 0
@@ -170,7 +175,7 @@ class Plan(codec.JsonValue):
     pipeline_parallel_size: int
     ranks: tuple[RankAssignment, ...]
     engine: EngineSettings
-    _texts: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
+    _cached_text_and_hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
     """JSON text and hash after their first use; a plan never changes."""
 
     def __post_init__(self) -> None:
@@ -182,14 +187,22 @@ class Plan(codec.JsonValue):
                 its number, the stages' layers leave a gap, or feed-forward ranks do not fit the mode or
                 their stage.
         """
+        try:
+            self._check_structure()
+        except ContractError as error:
+            raise ContractError(f"{error}. {_FIX}") from error
+
+    def _check_structure(self) -> None:
+        """Checks the properties that `__post_init__` promises; raises ContractError."""
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: must be ranks 0..world_size-1 in order")
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
         codec.at_least(1, "Plan", **{f"{name}_parallel_size": size for name, size in sizes.items()})
         if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
-                f"Plan.ranks: number of ranks must be tensor_parallel_size {self.tensor_parallel_size} x "
-                f"pipeline_parallel_size {self.pipeline_parallel_size} (got {len(self.stage_ranks)})"
+                f"Plan.ranks: number of ranks in stages must be tensor_parallel_size "
+                f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size} (got "
+                f"{len(self.stage_ranks)})"
             )
         self._check_pods()
         for rank in self.stage_ranks:
@@ -282,16 +295,18 @@ class Plan(codec.JsonValue):
 
     def _text_and_hash(self) -> list[str]:
         """Returns the JSON text and its hash; computes them at the first call."""
-        if not self._texts:
+        if not self._cached_text_and_hash:
             raw = codec.as_json_types(self)
+            # Leaves out fields that version 0.1.0 lacks, if they have their default. So such a plan has
+            # the same text and hash as in 0.1.0.
             for rank in raw["ranks"]:
                 if rank["feed_forward"] is None:
                     del rank["feed_forward"]
                 if not rank["ring_bytes"]:
                     del rank["ring_bytes"]
             text = codec.as_json_text(raw)
-            self._texts.extend((text, plan_text_hash(text)))
-        return self._texts
+            self._cached_text_and_hash.extend((text, plan_text_hash(text)))
+        return self._cached_text_and_hash
 
     def to_env(self) -> dict[str, str]:
         """Returns the plan as environment variables."""
@@ -425,7 +440,8 @@ class Plan(codec.JsonValue):
         if (layers, share.by_experts) != (first.layers, first.by_experts):
             raise ContractError(
                 f"{where}: layers and by_experts must be the same on all feed-forward ranks of stage "
-                f"{rank.stage} (got other values than on rank {peers[0].rank})"
+                f"{rank.stage} (got {list(layers)} and {share.by_experts}, but {list(first.layers)} and "
+                f"{first.by_experts} on rank {peers[0].rank})"
             )
 
 

@@ -37,6 +37,12 @@ _VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "cpu_binding": (names.ENV_CPU_BINDING, str),
 }
 """Field of PodLaunch -> its variable, and the variable's parser."""
+_FORMS: Final[Mapping[Callable[[str], Any], str]] = {
+    int: "a whole number",
+    float: "a number",
+    json.loads: "JSON",
+}
+"""Parser -> the form that it requires, for errors."""
 
 
 class CpuBinding(StrEnum):
@@ -56,7 +62,7 @@ class PodAddress:
     Attributes:
         host: DNS name or IP address.
         api_port: OpenAI API (used on the leader only).
-        control_port: the supervisor's hand-shake and heart-beat port (leader only).
+        control_port: the supervisor's handshake and heartbeat port (leader only).
         rendezvous_port: torch.distributed's TCPStore (leader only).
         executor_port: exchange of message queue handles (leader only).
         metrics_port: port of local rank 0; local rank i uses this port plus i.
@@ -179,4 +185,7 @@ def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) ->
     try:
         return parse(env[name])
     except ValueError as error:
-        raise ContractError(f"{name}: must be valid (got {env[name]!r}: {error})") from error
+        raise ContractError(
+            f"{name}: must be {_FORMS[parse]} (got {env[name]!r}: {error}). The operator sets this variable: "
+            "use the same version of operator and worker"
+        ) from error

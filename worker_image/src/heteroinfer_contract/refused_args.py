@@ -244,7 +244,7 @@ def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
 
 def refusal_of(given: GivenOption) -> RefusedArg | None:
     """Returns the refusal of an argument; None if vLLM's parser cannot read it as a refused option."""
-    if not given.name.strip("-") and given.arg != "--":
+    if not given.name.strip("-") and given.arg != "--":  # `--` only ends the options
         return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="remove it")
     if given.path and given.value is None:  # vLLM would use the plan's next argument as its value
         return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="add a value")

@@ -53,7 +53,7 @@ class ReportGuard:
             answered: until_s for answered, until_s in self._answered_until_s.items() if until_s > now_s
         }
         if not self._challenge_key.verifies(challenge_code, "challenge", issued_s, nonce):
-            return None
+            return None  # this process did not issue the challenge
         if now_s - float(issued_s) > CHALLENGE_LIFE_S or challenge in self._answered_until_s:
             return None
         if not self._key.verifies(code, "read", challenge):

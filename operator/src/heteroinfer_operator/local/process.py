@@ -85,8 +85,7 @@ class RunningPod:
         added = {
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
-            # The value -1 hides all GPUs. vLLM takes an empty list for a GPU that does not answer.
-            names.ENV_VISIBLE_GPUS: ",".join(gpus) or "-1",
+            names.ENV_VISIBLE_GPUS: ",".join(gpus) or names.HIDE_GPUS,
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
         guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]

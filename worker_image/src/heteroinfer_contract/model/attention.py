@@ -87,7 +87,8 @@ def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         _layer_kind(attention, _config_of_layer(text, i))
         for i, attention in enumerate(_attention_kinds(text))
     ]
-    # The config counts the layers that share keys and values, which are the last layers.
+    # The config counts the layers that share keys and values. These are the last layers. If the count covers
+    # all layers, none shares, because no layer would have keys and values of its own.
     first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
     return tuple(replace(kind, shares_kv=0 < first_sharing <= index) for index, kind in enumerate(kinds))
 
@@ -165,7 +166,7 @@ def _kinds_by_pattern(text: Mapping[str, Any], num_layers: int) -> Sequence[Atte
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
             return [_NEMOTRON_LETTERS.get(letter, full) for letter in pattern[:num_layers]]
         case {"sparse_attention_config": {"sparse_attention_freq": list(marks)}} | {
-            "hybrid_layer_pattern": list(marks)  # MiniMax-M3: 1 is an index; MiMo-V2: 1 is a window
+            "hybrid_layer_pattern": list(marks)  # 1 marks an index (MiniMax-M3) or a window (MiMo-V2)
         }:
             other = AttentionKind.WINDOW if "hybrid_layer_pattern" in text else AttentionKind.SPARSE
             return [other if mark else full for mark in marks[:num_layers]]
@@ -193,11 +194,11 @@ def _kinds_by_interval(text: Mapping[str, Any], num_layers: int) -> Sequence[Att
 
 
 def _kind_by_window(text: Mapping[str, Any], index: int) -> AttentionKind:
-    """Returns the kind of a layer if the config has at most a window for all layers."""
+    """Returns the kind of a layer by the window of the config, which has no list or pattern of layers."""
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return AttentionKind.FULL
     if "use_sliding_window" in text and index < int(text.get("max_window_layers") or 0):
-        return AttentionKind.FULL
+        return AttentionKind.FULL  # in Qwen2 and similar models, the first `max_window_layers` have no window
     return AttentionKind.WINDOW
 
 

@@ -116,7 +116,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         _under_usual_names(text_part[key]) for key in _PART_KEYS if isinstance(text_part.get(key), Mapping)
     ]
     nested_fields = {name: value for part in parts for name, value in part.items()}
-    # A default applies only if the field is missing under all its names. `null` is a value: no window.
+    # A default applies only if the field is missing under all its names. A field with null is not missing:
+    # `"sliding_window": null` means no sliding window.
     text = {**defaults, **whole, **text_part, **nested_fields, **_under_usual_names(text_part)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
     # vLLM looks for the type in this order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
@@ -148,6 +149,7 @@ def _max_sequence_tokens(text: Mapping[str, Any]) -> Any:
     Source: vllm/config/model.py::_get_and_verify_max_len@v0.32.0.
     """
     lengths = [text[name] for name in _LENGTH_FIELDS if text.get(name) is not None]
+    # `model_max_length` (Cohere's models) has priority over all other fields.
     longest = text.get("model_max_length") or min(lengths, default=None)
     factor = _rope_factor(text)
     return longest if longest is None or factor == 1 else int(longest * factor)
@@ -157,7 +159,7 @@ def _rope_factor(text: Mapping[str, Any]) -> float:
     """Returns the factor by which rotary embeddings extend the model's original length."""
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(rope, Mapping) or "gemma3" in str(text.get("model_type")):
-        return 1
+        return 1  # the length in Gemma-3's config contains the factor already, according to vLLM
     by_layer = [each for each in rope.values() if isinstance(each, Mapping)]
     factors = [
         each.get("factor")

@@ -51,7 +51,7 @@ def find_faults(
     return (
         *_layer_type_faults(text),
         *_size_faults(text, tensors),
-        *_format_faults(text, tensors, scheme, experts),
+        *_quantization_faults(text, tensors, scheme, experts),
     )
 
 
@@ -71,10 +71,10 @@ def _size_faults(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator
             yield f"config.json has {name} {text[name]}, but {embedding.name} has {size} in the files"
 
 
-def _format_faults(
+def _quantization_faults(
     text: Mapping[str, Any], tensors: Sequence[Tensor], scheme: Scheme, experts: Scheme | None
 ) -> Iterator[str]:
-    """Yields a sentence for quantized weights that the config does not mention."""
+    """Yields a sentence for each format of quantized weights in the files that the config does not name."""
     if experts is not None and scheme.name not in _FP4 and str(text.get(_EXPERT_TYPE_FIELD)) != "fp4":
         named = "no quantization" if scheme == Scheme() else str(scheme)
         yield f"config.json names {named}, but the files store the experts in {experts}"

@@ -147,7 +147,7 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
         case "float", 8, "block":
             group = int(weights["block_structure"][-1])
             return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=group)
-        case "float", 8, "group":
+        case "float", 8, "group":  # no other format has 8-bit floats in groups
             return _MXFP8
         case "float", 8, strategy:
             name = SchemeName.FP8_TENSOR if strategy == "tensor" else SchemeName.FP8_CHANNEL

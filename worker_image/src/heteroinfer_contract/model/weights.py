@@ -61,7 +61,8 @@ _GATE_AND_UP: Final = frozenset({"gate_up_proj", "input_linear"})
 _OF_COLUMNS: Final = {"weight": -2, "weight_packed": -2, "scales": -1, "gate_up_proj_blocks": 1}
 """Tensor of a gate or up projection -> dimension of the intermediate columns, which is never packed."""
 _COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
-"""Tensors that some checkpoints store, and vLLM computes or ignores. It empties `g_idx` without act-order."""
+"""Tensors that some checkpoints store, but vLLM computes or ignores. Without act-order, vLLM empties `g_idx`,
+too."""
 _QUANTIZED_TYPES: Final = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4", "F8_E8M0", "I64"})
 _SCALES: Final = re.compile(r"(?:scale|scales|scale_inv|zeros|zero_point|weight_scale_2|g_idx|blocks)$")
 
@@ -217,7 +218,12 @@ def _add_tensor(
     shared: Container[int],
     encoder_prefixes: tuple[str, ...],
 ) -> None:
-    """Adds a tensor's bytes to the part of the model to which its name belongs."""
+    """Adds a tensor's bytes to the part of the model to which its name belongs.
+
+    Args:
+        shared: layers that read an earlier layer's keys and values.
+        encoder_prefixes: result of `_encoder_prefixes`.
+    """
     name, size = tensor.name, tensor.size_bytes
     name_parts = set(name.split("."))
     if name_parts & _DROPPED or _COMPUTED.search(name):
@@ -264,7 +270,9 @@ def _columns(tensor: Tensor) -> int:
     """Returns the number of intermediate columns in a tensor of an expert or MLP; 0 if it has none."""
     *path, leaf = tensor.name.split(".")
     dim = _OF_COLUMNS.get(leaf)
-    if dim is None or len(tensor.shape) < 2 or _GATES_TOGETHER.search(tensor.name):
+    if dim is None or len(tensor.shape) < 2:
+        return 0
+    if _GATES_TOGETHER.search(tensor.name):  # `LayerBytes.columns` reads the down projection instead
         return 0
     if leaf == "gate_up_proj_blocks" or _GATE_AND_UP & set(path):
         return tensor.shape[dim] // 2

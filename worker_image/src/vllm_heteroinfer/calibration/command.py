@@ -25,7 +25,6 @@ from vllm_heteroinfer.calibration import hardware
 from vllm_heteroinfer.calibration.process_output import BEGUN, ProcessOutput
 from vllm_heteroinfer.launch.child_process import child_pids
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
-from vllm_heteroinfer.launch.environment import HIDE_GPUS
 from vllm_heteroinfer.launch.host import LOOPBACK_INTERFACE
 from vllm_heteroinfer.pod import termination_message
 
@@ -176,7 +175,7 @@ def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tup
 def _cpu_environment() -> dict[str, str]:
     """Returns the variables for a process that uses only CPUs."""
     return {
-        names.ENV_VISIBLE_GPUS: HIDE_GPUS,
+        names.ENV_VISIBLE_GPUS: names.HIDE_GPUS,
         # Without a plan vLLM chooses the platform: CUDA in the image for GPUs.
         names.ENV_TARGET_DEVICE: "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -379,7 +378,7 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
         calibration = build_calibration(
             results, hardware.observe_versions(), started=started, duration_s=time.monotonic() - begin
         )
-        text, code = fit_text(calibration), names.EXIT_STOPPED
+        text, code = fit_text(calibration), names.EXIT_OK
         if output is None:
             sys.stdout.write(text + "\n")
         else:

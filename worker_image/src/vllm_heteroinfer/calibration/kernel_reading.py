@@ -31,7 +31,6 @@ from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load_ex
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.kernels.rounds import median_s
-from vllm_heteroinfer.launch.environment import HIDE_GPUS
 
 BF16: Final = "bfloat16"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 16, 8
@@ -121,7 +120,7 @@ def main(argv: list[str]) -> None:
         argv: number of threads, optionally the seconds in which measurements may begin, and the names of
             measurements to leave out, since they were begun in an earlier process.
     """
-    os.environ |= {names.ENV_VISIBLE_GPUS: HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
+    os.environ |= {names.ENV_VISIBLE_GPUS: names.HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
     time_left_s = float(argv[1]) if len(argv) > 1 else inf
     begun_before = argv[2:]

@@ -62,10 +62,10 @@ def main() -> NoReturn:
 
         uvloop.run(serve(parse(plan, launch), reporter))
     except KeyboardInterrupt:
-        sys.exit(names.EXIT_STOPPED)
+        sys.exit(names.EXIT_OK)
     except BaseException as error:
         fail(error, reporter)
-    sys.exit(names.EXIT_STOPPED)
+    sys.exit(names.EXIT_OK)
 
 
 def fail(error: BaseException, reporter: RankReporter) -> NoReturn:

@@ -16,22 +16,22 @@ _QUERY: Final = re.compile(r"\?[^\s'\"]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedHub:
-    """A hub and the revision of a model to request from the hub.
+    """A hub, the model that a fetch requests from it, and the fixes for error messages.
 
     Attributes:
         token: sent with each request; "" for none.
-        give_a_token: message that explains how to set a token.
-        environment: " in" and the field where users set the hub's variables, or "".
-        trust: message that explains how to trust another certificate authority.
+        fix_for_token: instruction that sets a token, such as "export HF_TOKEN with a token".
+        variables_field: " in" and the field where users set the hub's variables; "" without such a field.
+        fix_for_certificates: instruction that makes this process trust another certificate authority.
     """
 
     endpoint: str
     repository: str
     revision: str
     token: str = field(repr=False)
-    give_a_token: str
-    environment: str = ""
-    trust: str = "export SSL_CERT_FILE with the certificates to trust"
+    fix_for_token: str
+    variables_field: str = ""
+    fix_for_certificates: str = "export SSL_CERT_FILE with the certificates to trust"
 
     @property
     def model(self) -> str:
@@ -56,20 +56,20 @@ class AskedHub:
             page = f"{self.endpoint}/{self.repository}"
             message = f"{self.model} is gated. Accept its licence at {page} with the account of the token"
             if not self.token:
-                message += f", and {self.give_a_token}"
+                message += f", and {self.fix_for_token}"
         elif code == "RevisionNotFound":
             message = f"{self.model} has no revision {self.revision} at {self.endpoint}. Correct "
             message += "spec.model.revision"
         elif code == "RepoNotFound" or (status == 401 and not self.token):
-            use_token = "use a token that can read it" if self.token else self.give_a_token
+            use_token = "use a token that can read it" if self.token else self.fix_for_token
             message = f"{self.endpoint} shows no model {self.repository}. Correct spec.model.uri. "
             message += f"If the model is private, {use_token}"
         elif status in (401, 403):
             reason = FailureReason.MODEL_ACCESS_DENIED
-            fix = f"{'check the token, or ' if self.token else ''}{self.give_a_token}"
+            fix = f"{'check the token, or ' if self.token else ''}{self.fix_for_token}"
             message += f". {fix[0].upper()}{fix[1:]}"
         else:
-            message += f". Check spec.model.uri, and HF_ENDPOINT{self.environment}"
+            message += f". Check spec.model.uri, and HF_ENDPOINT{self.variables_field}"
         return FetchError(reason, message)
 
     def no_answer_error(self, error: Exception) -> FetchError:
@@ -81,14 +81,15 @@ class AskedHub:
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"{self.endpoint} has a certificate of an authority that this process does not trust "
-            f"({self.clean(error)}). To trust the authority, {self.trust}",
+            f"({self.clean(error)}). To trust the authority, {self.fix_for_certificates}",
         )
 
     def unavailable_error(self, problem: str) -> FetchError:
         """Builds the error for a hub that may answer later."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self.endpoint} {problem}. Check the network, and HTTPS_PROXY or HF_ENDPOINT{self.environment}",
+            f"{self.endpoint} {problem}. Check the network, and HTTPS_PROXY or HF_ENDPOINT"
+            f"{self.variables_field}",
             is_temporary=True,
         )
 
@@ -97,7 +98,7 @@ class AskedHub:
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"{self.endpoint} does not answer like a model hub: {problem}. Check HF_ENDPOINT"
-            f"{self.environment}",
+            f"{self.variables_field}",
         )
 
     def offline_error(self) -> FetchError:

@@ -1,12 +1,13 @@
 """Removes a model's unused commits from a cache, if the operator confirms it.
 
-The operator's list may be outdated when it is read: another resource may have begun to use a commit. So a
-fetch asks the operator before it removes anything, and removes nothing without an answer. A resource that
-begins to use a commit after the answer either waits (`pvc://`), or its own fetch touches the marker of the
-commit. The folder of a commit is renamed in one step, under its lock, before its files are removed.
+The pod of a fetch has the operator's list of commits in use. The list may be outdated: another resource may
+have begun to use a commit. So a fetch asks the operator before it removes anything, and removes nothing
+without an answer. A resource that begins to use a commit after the answer either waits (`pvc://`), or its own
+fetch touches the marker of the commit. The folder of a commit is renamed in one step, under its lock, before
+its files are removed.
 
-Any process that reaches the fetch could send an answer. So each question has a token that only the operator
-can compute, and the pod's environment has the hash of each token. A token confirms one question only.
+Any process that reaches the fetch pod could send an answer. So each question has a token that only the
+operator can compute, and the pod's environment has the hash of each token. A token confirms one question.
 """
 
 import hmac
@@ -65,7 +66,11 @@ class CleanupQuestion:
                 return False
             if not hmac.compare_digest(hash_token(token), self._token_hashes[self.number]):
                 if not self._was_refused:  # once, so that strangers cannot fill the log
-                    logger.warning("refused a confirmation without the token of question %d", self.number)
+                    logger.warning(
+                        "clean-up of the cache: refused a confirmation without the token of question %d. "
+                        "Check which clients connect to the health port of this pod",
+                        self.number,
+                    )
                 self._was_refused = True
                 return False
             self._is_confirmed = True
@@ -106,7 +111,7 @@ def remove_unused(
     Args:
         model_folder: folder of all commits.
         commit: the commit to keep, because the calling fetch needs it.
-        cleanup: lists the commits in use, and how many other commits to keep.
+        cleanup: lists the commits in use, and the number of newest commits that stay too, with `commit`.
         ask: asks the operator, like `CleanupQuestion.ask`.
     """
     removed: list[str] = []
@@ -120,7 +125,9 @@ def remove_unused(
         until_s = ask() if unused else None
         if until_s is None:
             if unused:
-                logger.info("the operator did not confirm the list of commits in use: no commit is removed")
+                logger.info(
+                    "the operator did not confirm the list of commits in use, so this fetch removes no commit"
+                )
             return ()
         for confirmed_s, folder in unused:
             if _rename_for_removal(folder, confirmed_s, until_s):
@@ -169,7 +176,7 @@ def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> boo
     """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    except FileNotFoundError:
+    except FileNotFoundError:  # another fetch has removed the commit
         return False
     try:
         if try_lock_file(descriptor) is False or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:

@@ -60,11 +60,11 @@ def fetch_model(options: FetchOptions) -> int:
     try:
         hub = HubModel(options.repository, options.revision)
         job = FetchJob(hub, options, now_s=lambda: clock.awake_s(time.monotonic()))
-        text, code = asyncio.run(_run(job, options, clock)), names.EXIT_STOPPED
+        text, code = asyncio.run(_run(job, options, clock)), names.EXIT_OK
     except Exception as error:  # the boundary of this process: the message must report every failure
         text, code = _build_failure(options, error).to_json(), names.EXIT_FETCH_FAILED
     _write_result(options, text)
-    if code != names.EXIT_STOPPED:
+    if code != names.EXIT_OK:
         os._exit(code)  # a download that hangs would delay the exit; the cache keeps unfinished downloads
     return code
 
@@ -122,7 +122,7 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
             model = await call_aside("fetch", job.run)
             for task in watchers:
                 task.cancel()
-    except ExceptionGroup as errors:
+    except ExceptionGroup as errors:  # raise the first error itself, with its own cause
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
     finally:
         server.close()
@@ -143,14 +143,19 @@ async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
 
 
 def _answer_request(job: FetchJob, request: HealthRequest) -> HealthAnswer:
-    """Answers a request to the health port. The token of a request for progress confirms the question."""
+    """Answers a request to the health port.
+
+    A fetch asks the operator through this port whether it may remove old commits: the answer for PATH_FETCH
+    has the number of this question (QUESTION_HEADER). The operator confirms the question with a token in its
+    next request.
+    """
     if request.path == names.PATH_HEALTHZ:
         return HealthAnswer(status=HTTPStatus.OK, body="ok")
     if request.path == names.PATH_FETCH:
         token = read_proof(request.credentials)
         if token:
-            job.question.confirm(token)
-        number = job.question.number
+            job.cleanup_question.confirm(token)
+        number = job.cleanup_question.number
         return HealthAnswer(
             status=HTTPStatus.OK,
             body=job.progress().to_json(),

@@ -26,7 +26,7 @@ REQUEST_TIMEOUT_S: Final = 30.0
 PIECE_BYTES: Final = 2**20
 """Size of the client's writes. With the client's default of 10 MiB a slow hub would seem to send nothing."""
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
-_HOW_TO_GIVE_A_TOKEN: Final = (
+_FIX_FOR_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
     f"(with `heteroinfer up`: export {names.ENV_HUB_TOKEN})"
 )
@@ -47,16 +47,18 @@ class HubModel:
         # huggingface_hub has no option for this size, and reads the constant at each fetch
         # (huggingface_hub/file_download.py::http_get@2.4.0).
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
-        # Content networks do not send a larger file in one answer, but they send parts.
+        # Content networks refuse to send a larger file in one answer. `fetch` requests such a file in parts.
         self._max_answer_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._hub = AskedHub(
             endpoint=constants.ENDPOINT,
             repository=repository,
             revision=revision,
             token=get_token() or "",
-            give_a_token=_HOW_TO_GIVE_A_TOKEN,
-            environment=" in spec.engine.env",
-            trust="set spec.model.caBundle to a ConfigMap or Secret with the certificate of that authority",
+            fix_for_token=_FIX_FOR_TOKEN,
+            variables_field=" in spec.engine.env",
+            fix_for_certificates=(
+                "set spec.model.caBundle to a ConfigMap or Secret with the certificate of that authority"
+            ),
         )
 
     def files(self) -> tuple[str, list[FetchedFile]]:
@@ -87,7 +89,7 @@ class HubModel:
                 "its answer must name a commit of 1 to 64 letters and digits "
                 f"(got {reprlib.repr(model_info.sha)})"
             )
-        # Files with names that the cache cannot use are left out: no model needs such a file.
+        # Leaves out files whose names the cache cannot use. No model needs such a file.
         return str(model_info.sha), [
             self._file(sibling) for sibling in model_info.siblings if can_be_a_file(sibling.rfilename)
         ]
@@ -163,9 +165,9 @@ class HubModel:
         try:
             yield
         except errors.HfHubHTTPError as error:
-            # The client raises this class also for some answers without a code.
-            hidden = type(error) is errors.RepositoryNotFoundError
-            code = "RepoNotFound" if hidden else error.response.headers.get("X-Error-Code", "")
+            # The client raises RepositoryNotFoundError also for some answers without the header X-Error-Code.
+            is_not_found = type(error) is errors.RepositoryNotFoundError
+            code = "RepoNotFound" if is_not_found else error.response.headers.get("X-Error-Code", "")
             raise self._hub.refusal_error(error.response.status_code, code, self._hub.clean(error)) from error
         except errors.OfflineModeIsEnabled as error:
             raise self._hub.offline_error() from error

@@ -34,7 +34,7 @@ _MAX_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Pauses before the same request is repeated, if the hub is busy or closed the connection."""
 _TRUE: Final = frozenset({"1", "ON", "TRUE", "YES"})
-_GIVE_A_TOKEN: Final = f"export {names.ENV_HUB_TOKEN} with a token of an account that may read it"
+_FIX_FOR_TOKEN: Final = f"export {names.ENV_HUB_TOKEN} with a token of an account that may read it"
 
 
 class HubReader:
@@ -52,7 +52,7 @@ class HubReader:
             repository=repository,
             revision=revision,
             token=_token(env),
-            give_a_token=_GIVE_A_TOKEN,
+            fix_for_token=_FIX_FOR_TOKEN,
         )
         self._offline = env.get(names.ENV_HUB_OFFLINE, "").upper() in _TRUE
         self._opener = urllib.request.build_opener(TokenForOneHost())
@@ -110,11 +110,11 @@ class HubReader:
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
             first_part = self._retry(partial(self._read_first_bytes, url, request_bytes))
         if size_bytes < len(first_part):
-            self._stored_first_bytes[file.path] = first_part  # for the next call, which needs more bytes
+            self._stored_first_bytes[file.path] = first_part  # the next call needs more bytes of the file
         return first_part[:size_bytes]
 
     def _retry(self, read: Callable[[], bytes]) -> bytes:
-        """Calls `read`, and repeats it if the hub is busy."""
+        """Returns the result of `read`. Calls `read` again after a pause if the hub is busy."""
         if self._offline:
             raise self._hub.offline_error()
         for pause_s in _PAUSES_S:
@@ -199,7 +199,10 @@ def _size_bytes_of(sibling: Any) -> int:
 
 
 def _token(env: Mapping[str, str]) -> str:
-    """Returns the token from the environment or from the file of `hf auth login`; "" if there is none."""
+    """Returns the token from the environment or from the file of `hf auth login`; "" if there is none.
+
+    Ignores spaces and line breaks in a variable, which users often copy with a token.
+    """
     for name in (names.ENV_HUB_TOKEN, "HUGGING_FACE_HUB_TOKEN"):
         if token := "".join(env.get(name, "").split()):
             return token

@@ -31,7 +31,7 @@ FILES_AT_ONCE: Final = 4
 _PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
 _LOCK_POLL_S: Final = 1.0
 _LOCK_POLLS: Final = 5
-"""Tries to get the lock of a complete commit. A clean-up holds the lock only for a moment."""
+"""Limit of tries to lock a complete commit. A clean-up holds the lock for a much shorter time."""
 _WRONG_HASHES: Final = 3
 _COMMIT_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
@@ -65,7 +65,7 @@ class FetchJob:
         now_s: a clock in seconds. If possible, it stops while this process does not run.
 
     Attributes:
-        question: the question to the operator before commits are removed.
+        cleanup_question: the question to the operator whether this fetch may remove commits.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class FetchJob:
         self._wanted: tuple[FetchedFile, ...] = ()
         self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
-        self.question = CleanupQuestion(() if options.cleanup is None else options.cleanup.token_hashes)
+        self.cleanup_question = CleanupQuestion(
+            () if options.cleanup is None else options.cleanup.token_hashes
+        )
 
     def find_stall(self) -> FetchError | None:
         """Returns an error if no new byte was stored for longer than `patience_s`, otherwise None.
@@ -108,6 +110,8 @@ class FetchJob:
 
     def run(self) -> FetchedModel:
         """Fetches the model; returns once the model is complete in the cache.
+
+        Tries again after a temporary error, until no new byte arrived for `patience_s`.
 
         Raises:
             FetchError: the model cannot be fetched, or no byte arrived for longer than `patience_s`.
@@ -146,7 +150,11 @@ class FetchJob:
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
 
     def _find_complete(self) -> CompleteModel | None:
-        """Returns the model if the revision is a commit that is complete in the cache, otherwise None."""
+        """Returns the model if the revision is a commit that is complete in the cache, otherwise None.
+
+        Confirms the commit under its lock, so that no clean-up removes the commit. If another process keeps
+        the lock, this process is no clean-up, so the commit stays.
+        """
         revision = self._options.revision
         if not _COMMIT_HASH.fullmatch(revision):
             return None
@@ -158,7 +166,7 @@ class FetchJob:
                 with store.try_lock() as has_lock:
                     if has_lock:
                         return store.confirm_complete()
-            except FetchError:  # the cache is read-only, so no clean-up can remove the commit
+            except FetchError:  # in a read-only cache, no clean-up can remove the commit
                 break
             time.sleep(_LOCK_POLL_S)
         return store.complete()
@@ -231,7 +239,7 @@ class FetchJob:
         Returns the time until which they may be removed, or None, like `CleanupQuestion.ask`.
         """
         before, self._message = self._message, "asking the operator whether old commits may be removed"
-        until_s = self.question.ask()
+        until_s = self.cleanup_question.ask()
         self._message = before
         return until_s
 

@@ -1,4 +1,4 @@
-"""Locks a model's folder, against duplicate work and against removal during a check. Stdlib only."""
+"""Locks a model's folder, to prevent duplicate downloads and a removal during a check. Stdlib only."""
 
 import errno
 import fcntl

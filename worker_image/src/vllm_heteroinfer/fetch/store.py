@@ -31,10 +31,12 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
 _MAX_NAME_BYTES: Final = 200
 """Limit for a part's name without its hash; file systems allow 255 bytes for the whole name."""
 _MAX_TRIES: Final = 100
-"""Tries to create or lock a folder. A clean-up removes the folder of a commit at most once."""
+"""Limit of tries to create or lock a folder. A clean-up removes the folder of a commit at most once, so only
+another program can cause this many tries."""
 _FREE_SPACE: Final = (
     "Enlarge the PersistentVolumeClaim if its storage class allows it, set a larger spec.model.cache.size "
     "(a new claim and download), or remove models from the claim"
@@ -87,7 +89,11 @@ class ModelStore:
             os.close(descriptor)
 
     def _open_lock(self) -> tuple[int, bool]:
-        """Opens and tries to lock the lock file. Returns its descriptor, and whether this fetch may write."""
+        """Opens the lock file and tries to lock it. Returns its descriptor, and whether this fetch may write.
+
+        Raises:
+            FetchError: the folder was removed again after each try.
+        """
         path = self.folder / LOCK_FILE
         for _ in range(_MAX_TRIES):
             self._make_folder()
@@ -101,8 +107,10 @@ class ModelStore:
                     os.close(descriptor)
                     raise
                 os.close(descriptor)  # this lock file is in a folder that a clean-up removed
-        raise FileNotFoundError(
-            errno.ENOENT, f"the folder was removed {_MAX_TRIES} times when a fetch began", str(self.folder)
+        raise FetchError(
+            FailureReason.MODEL_CACHE_NOT_WRITABLE,
+            f"cache folder {self.folder}: another program removed it {_MAX_TRIES} times while a fetch tried "
+            "to lock it. Stop the program that removes files from the cache",
         )
 
     def share_lock(self) -> int:
@@ -130,7 +138,7 @@ class ModelStore:
         A touched marker keeps clean-ups from removing the model within an hour. Hold the lock during the
         call, because a clean-up locks the folder too.
         """
-        with contextlib.suppress(OSError):  # the cache is read-only, so no clean-up can remove anything
+        with contextlib.suppress(OSError):  # in a read-only cache, no clean-up can remove anything
             os.utime(self.folder / MARKER_FILE)
         return self.complete()
 
@@ -185,7 +193,7 @@ class ModelStore:
             )
 
     def open_part(self, file: FetchedFile) -> Path:
-        """Returns the path of a file's unfinished part; creates an empty part if there is none."""
+        """Returns the path of a file's unfinished part; empties a part that is too long, or creates one."""
         part = self._part(file)
         with self.converted_errors():
             part.parent.mkdir(parents=True, exist_ok=True)
@@ -223,14 +231,14 @@ class ModelStore:
         return False
 
     def _link(self, source: Path, file: FetchedFile) -> bool:
-        """Links a file of another commit; returns whether the file system allows it."""
+        """Links a file of another commit. Returns False if its size is wrong or it cannot be linked."""
         path = self.folder / file.path
         try:
             if source.stat().st_size != file.size_bytes:
                 return False
             path.parent.mkdir(parents=True, exist_ok=True)
             path.hardlink_to(source)
-        except OSError:  # the file system has no hard links: the fetch downloads the file
+        except OSError:  # without a link, the fetch downloads the file
             return False
         return True
 
@@ -245,7 +253,7 @@ class ModelStore:
                 os.fsync(file.fileno())
             unfinished.rename(self.folder / MARKER_FILE)
             shutil.rmtree(self._parts, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another fetch uses the folder, or it is gone
+            with contextlib.suppress(OSError):  # the folder has parts of another fetch, or does not exist
                 (self.folder / PARTS_FOLDER).rmdir()
         return marker
 
@@ -276,11 +284,13 @@ class ModelStore:
                 FailureReason.MODEL_CACHE_FULL,
                 f"the cache is full ({error.strerror}). It keeps the data fetched so far. {_FREE_SPACE}",
             )
+        fix = "Check this path and the volume of the cache"
+        if error.errno in _NOT_ALLOWED:
+            fix = "Use a volume that supports fsGroup, or make its folder writable for that user"
         return FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,
             f"the cache cannot be written as user {os.getuid()}: {error.strerror} "
-            f"({error.filename or self.folder}). Use a volume that supports fsGroup, "
-            "or make its folder writable for that user",
+            f"({error.filename or self.folder}). {fix}",
         )
 
 

@@ -19,7 +19,11 @@ def is_first_request(output: "SchedulerOutput") -> bool:
 
 
 def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
-    """Returns the number of a step's prompt tokens and of its decode tokens."""
+    """Returns the number of a step's prompt tokens and of its decode tokens.
+
+    A decode token is the only token in the step of a request that has output already. If a request with
+    output computes several tokens (after a preemption), these count as prompt tokens.
+    """
     cached = output.scheduled_cached_reqs
     decode = sum(
         1

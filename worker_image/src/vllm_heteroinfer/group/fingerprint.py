@@ -140,7 +140,7 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
             if field in _DEVICE_SETTINGS and not same_device:
                 continue
             if rank.feed_forward is not None and field not in settings:
-                continue
+                continue  # a feed-forward rank has only the settings of `of_files`
             if settings.get(field) != expected.get(field):
                 first_rank = rank.rank if first_rank is None else first_rank
                 differences.append(

@@ -22,7 +22,7 @@ def handle_to_json(queue: MessageQueue) -> str:
 def open_queue(text: str, reader: int) -> MessageQueue:
     """Opens the reading end of the queue that `text` describes, as the reader with this number."""
     raw: dict[str, Any] = json.loads(text)
-    for name in ("buffer_handle", "tensor_arena_handle"):
+    for name in ("buffer_handle", "tensor_arena_handle"):  # JSON has lists in place of tuples
         if raw[name] is not None:
             raw[name] = tuple(raw[name])
     return MessageQueue.create_from_handle(Handle(**raw), reader)

@@ -36,7 +36,7 @@ class UnreachableError(RuntimeError):
 def check_pods(
     plan: Plan, launch: PodLaunch, rank: RankAssignment, store: GroupStore, deadline: Deadline
 ) -> None:
-    """Waits until this pod has reached every other pod, and every other pod has done so too.
+    """Waits until each pod of the group has reached every other pod.
 
     Every rank calls this; only the first rank of each pod checks.
 
@@ -97,7 +97,9 @@ def _parse_address(text: str, pod: int) -> tuple[str, int]:
     match json.loads(text):
         case [str(host), int(port)]:
             return host, port
-    raise ContractError(f"address of pod {pod}: must be a host and a port (got {text!r})")
+    raise ContractError(
+        f"address of pod {pod}: must be a host and a port (got {text!r}). Use one worker image for all pods"
+    )
 
 
 def _connect_to_pod(launch: PodLaunch, pod: int, host: str, port: int) -> None:

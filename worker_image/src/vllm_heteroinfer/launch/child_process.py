@@ -54,13 +54,14 @@ class ProcessObservation:
 def parse_stat(stat: str) -> ProcessObservation:
     """Parses the text of /proc/PID/stat."""
     state, flags, status = _stat_field(stat, 3), int(_stat_field(stat, 9)), int(_stat_field(stat, 52))
-    if state in "ZXx" or flags & PF_EXITING:
+    if state in "ZXx" or flags & PF_EXITING:  # a zombie, dead, or exiting
         # The kernel also shows 0 if this process may not read the status. Then the exit code is known only
         # after the child was reaped.
         return ProcessObservation(
             state=ProcessState.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
         )
-    return ProcessObservation(state=ProcessState.STOPPED if state in "Tt" else ProcessState.RUNNING)
+    is_stopped = state in "Tt"  # by a signal, or by a debugger
+    return ProcessObservation(state=ProcessState.STOPPED if is_stopped else ProcessState.RUNNING)
 
 
 def _stat_field(stat: str, number: int) -> str:
@@ -81,7 +82,9 @@ def _read_stat(pid: int) -> str:
 
 
 def count_voluntary_switches(pid: int) -> int:
-    """Returns the number of voluntary context switches of a process's first thread. Each stop adds one.
+    """Returns the number of voluntary context switches of a process's first thread.
+
+    Each stop of the process adds one.
 
     Raises:
         OSError: the process is gone.
@@ -269,7 +272,7 @@ def _reap_ended(children: Sequence[ChildProcess]) -> list[int]:
     alive = []
     for pid in child_pids():
         if pid in by_pid:
-            by_pid[pid].kill()
+            by_pid[pid].kill()  # again: its process group may have forked since the last kill
             ended = by_pid[pid].is_reaped()
         else:
             ended = os.waitpid(pid, os.WNOHANG)[0] == pid
@@ -284,9 +287,9 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
     Call this after the start of all children. Otherwise it could reap a forked child whose process id is not
     known yet.
 
-    Asks the kernel for any zombie. To read /proc instead took 8 % of a core on a busy host, since supervisors
-    call this at short intervals (2 cores, 2026-11-21). If the kernel returns one of `children`, this function
-    stops, since ChildProcess reaps these. The next call reaps the zombies behind it.
+    Asks the kernel for any zombie. Reading /proc instead took 8 % of a core on a busy host, because
+    supervisors call this at short intervals (2 cores, 2026-11-21). If the kernel returns one of `children`,
+    this function stops, because ChildProcess reaps that child. A later call reaps the remaining zombies.
     """
     own_pids = {child.pid for child in children if child.started}
     with contextlib.suppress(ChildProcessError):  # this process has no children
@@ -310,7 +313,7 @@ def child_pids(parent: int | None = None) -> list[int]:
         try:
             stat = _read_stat(int(entry.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         parent_of_entry = int(_stat_field(stat, 4))
         if parent_of_entry == parent:
             children.append(int(entry.name))

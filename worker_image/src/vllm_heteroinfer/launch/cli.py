@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 LOG_FINISH_TIMEOUT_S = 1.0
 _SCRATCH = Path(tempfile.gettempdir())
+_SAME_LAUNCH = "Start the pods of a group with the operator or `heteroinfer up`, which set plan and addresses"
 MAX_OPEN_FILES = 65536
 CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
 
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             type=Path,
             default=_default_message_path(os.environ),
             help="file to which the result or the failure is written, in addition to the standard output; "
-            f"default: {names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
+            f"default: the value of {names.ENV_TERMINATION_MESSAGE_PATH}, or "
+            f"{names.TERMINATION_MESSAGE_PATH} in a pod",
         )
     arguments, others = parser.parse_known_args(argv)
     ensure_own_account()
@@ -159,7 +161,7 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     Also writes the profile, or a Failure, to `termination_message_path`.
     """
     try:
-        text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
+        text, code = _read_profile(model, revision).to_json(), names.EXIT_OK
         if termination_message_path is not None:
             _check_profile_length(text)
     except Exception as error:  # top-level boundary: the pod must report the reason of every failure
@@ -242,6 +244,7 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE if incomplete else FailureReason.BAD_SETTINGS,
             message=str(error),
+            # An incomplete model is a fault of this pod. Other settings are those of all pods.
             pod=launch.pod_index if incomplete else None,
             time=time.time(),
         )
@@ -277,11 +280,13 @@ def _check_launch(plan: Plan, launch: PodLaunch) -> None:
     pods = len(plan.pods)
     if len(launch.addresses) != pods:
         raise ContractError(
-            f"{names.ENV_ADDRESSES}: must have {pods} addresses, one for each pod (got "
-            f"{len(launch.addresses)})"
+            f"{names.ENV_ADDRESSES}: must have {pods} addresses, one for each pod of the plan (got "
+            f"{len(launch.addresses)}). {_SAME_LAUNCH}"
         )
     if not 0 <= launch.pod_index < pods:
-        raise ContractError(f"{names.ENV_POD_INDEX}: must be 0 to {pods - 1} (got {launch.pod_index})")
+        raise ContractError(
+            f"{names.ENV_POD_INDEX}: must be 0 to {pods - 1} (got {launch.pod_index}). {_SAME_LAUNCH}"
+        )
 
 
 def _step_timeout_s(env: Mapping[str, str]) -> float:

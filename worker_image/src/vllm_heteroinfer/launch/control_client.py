@@ -117,7 +117,10 @@ class ControlClient:
         raise OSError(NO_ANSWER)
 
     async def listen(self) -> None:
-        """Handles the leader's messages until the group ends or the leader is lost."""
+        """Handles the leader's messages until the group ends or the leader is lost.
+
+        If a stopping leader closed its connection, the leader has left, so there is no attempt to reconnect.
+        """
         assert self._link is not None
         while True:
             link = self._link
@@ -217,7 +220,7 @@ class ControlClient:
             self._link.close()
 
     def _report_lost_leader(self, how: str) -> None:
-        """Reports a lost leader; a stopping leader has left in order.
+        """Reports that the leader has left, if the leader was asked to stop, or that the leader is lost.
 
         Args:
             how: how the connection ended, for the message.

@@ -90,7 +90,7 @@ class ControlServer:
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
     def news_age_s(self) -> float:
-        """Returns the seconds since the last message of the pod that has been silent longest."""
+        """Returns the longest silence of a follower, in seconds."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
     def lost_a_stopping_pod(self) -> bool:
@@ -282,7 +282,7 @@ class ControlServer:
         return self._links[pod] is not link
 
     def _report_lost_pod(self, pod: int, how: str) -> None:
-        """Reports a lost pod; a stopping pod has left in order.
+        """Reports that a pod has left, if the pod was asked to stop, or that the pod is lost.
 
         Args:
             how: how the connection ended, for the message.

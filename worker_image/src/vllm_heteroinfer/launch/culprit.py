@@ -117,6 +117,6 @@ def exit_code(failure: Failure, own_pod: int) -> int:
         case FailureReason.STARTUP_TIMEOUT:
             return names.EXIT_STARTUP_TIMEOUT
         case FailureReason.BAD_SETTINGS if failure.pod in (None, own_pod) and failure.exit_code is None:
-            return names.EXIT_USAGE
+            return names.EXIT_USAGE  # without an exit code, no rank but the supervisor found the bad settings
         case _:
             return names.EXIT_RANK_FAILED if failure.pod == own_pod else names.EXIT_PEER_FAILED

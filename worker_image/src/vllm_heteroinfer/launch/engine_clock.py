@@ -27,22 +27,23 @@ class EngineClock:
         ranks_busy: bool,
         api_answers: bool,
         api_silent_s: float,
-        engine_waits_s: float,
+        engine_unanswered_s: float,
         now_s: float,
     ) -> None:
-        """Updates the clocks with the current observations.
+        """Updates the clocks with the current observations. While a rank is busy, both clocks stay at 0.
 
         Args:
-            api_silent_s: time since the API server's last message to its supervisor, in seconds.
-            engine_waits_s: age of the API server's oldest request that the engine has not answered, in
-                seconds; 0 if there is none.
+            api_answers: whether the API server answered the last health check.
+            api_silent_s: seconds since the API server's last message to its supervisor.
+            engine_unanswered_s: seconds for which the API server has waited for the engine's answer; 0 if it
+                does not wait.
         """
         self._now_s = now_s
         if ranks_busy:
             self._api_answered_s = now_s
         elif api_answers:
             self._api_answered_s = max(self._api_answered_s, now_s - api_silent_s)
-        answered_s = now_s if ranks_busy else now_s - engine_waits_s
+        answered_s = now_s if ranks_busy else now_s - engine_unanswered_s
         self._engine_answered_s = max(self._engine_answered_s, answered_s)
 
     @property

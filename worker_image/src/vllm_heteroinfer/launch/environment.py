@@ -21,9 +21,6 @@ from heteroinfer_contract.pod_launch import (
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
-HIDE_GPUS = "-1"
-"""Value of CUDA_VISIBLE_DEVICES without GPUs. With the empty string, Triton would stay enabled, and the
-sampler would fail without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
 """Prefixes of variables that libraries read when they load: a forked process keeps its parent's values."""
 GOMP_SPINCOUNT = "GOMP_SPINCOUNT"
@@ -86,7 +83,7 @@ def rank_environment(
         env[names.ENV_VISIBLE_GPUS] = _gpu_of_rank(rank, base_env)
         _add_relay_settings(plan, launch, rank, env, host)
         return env
-    env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
+    env[names.ENV_VISIBLE_GPUS] = names.HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
     if cpu_set is not None and _sets_more_threads(base_env, cpu_set):
         cpu_set = None
@@ -108,7 +105,8 @@ def _add_relay_settings(
 ) -> None:
     """Adds the settings of the relay, if feed-forward ranks in other pods serve this rank.
 
-    If CPU ranks of the machine are bound to cores, the relay gets the other CPUs.
+    The relay is a thread of the rank. It exchanges asks and answers with the other pods. If CPU ranks of the
+    machine are bound to cores, the relay gets the other CPUs.
     """
     if not _has_relay(plan, rank):
         return
@@ -140,7 +138,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     env = {**base_env, **_device_settings(plan, device, host)}
     env.pop(names.ENV_RANK, None)
     if device is Device.CPU:
-        env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
+        env[names.ENV_VISIBLE_GPUS] = names.HIDE_GPUS
     env.setdefault(names.ENV_OMP_THREADS, "1")
     return env
 
@@ -148,7 +146,8 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
 def can_be_forked(rank_env: Mapping[str, str], first_env: Mapping[str, str]) -> bool:
     """Whether a rank can be forked from the first rank after the first rank has loaded its libraries.
 
-    Ranks that are bound to cores cannot be forked: each has its own OMP_PLACES, which OpenMP reads only once.
+    Both must have the same variables of READ_WHEN_LOADED. So ranks that are bound to cores cannot be forked:
+    each has its own OMP_PLACES, which OpenMP reads only once.
     """
     return all(
         rank_env.get(name) == first_env.get(name)
@@ -194,7 +193,7 @@ def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) 
 def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     """Returns the CPUs that CPU ranks leave to the engine, GPU ranks and relays on the same machine."""
     if host.usable_cpus == 1:
-        return 0
+        return 0  # the CPU ranks need the only CPU
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
     hosts_engine = share_machine(launch, (0, launch.pod_index))
     relays = sum(_has_relay(plan, rank) for rank in ranks_on_machine(plan, launch))

@@ -1,6 +1,7 @@
 """The handshake with which two supervisors prove that they belong to the same epoch of the same group.
 
-Stdlib and the contract only. The follower sends the first line, with a code, so a stranger gets no answer:
+Stdlib and the contract only. A code is an HMAC by the epoch's key. The follower sends the first line with its
+code, so a stranger gets no answer:
 
     follower -> leader   pod, nonce, code of both
     leader -> follower   nonce, code of all three

@@ -15,12 +15,12 @@ MAX_PATIENCE_FACTOR = 10.0
 class LoopClock(TurnClock):
     """A supervisor's clock, which also records recent scheduling delays.
 
-    A process that gets no CPU cannot tell whether a peer is silent: the peer's messages may wait unread in
-    the kernel.
+    The clock leaves out long delays: without CPU, the supervisor cannot know whether a peer is silent. The
+    peer's messages may wait unread in the kernel.
 
-    A turn that is late by up to one interval counts in full: this process then reads messages often enough.
-    On a busy node, most turns are a little late. When these delays did not count, a limit of 5 s took 7.5 s
-    (turns 0.15 s late, 2026-11-28).
+    Delays of up to one interval count as time in which the supervisor ran, because it still reads messages
+    often enough. On a busy node, most turns are a little late. Without these delays, a limit of 5 s took
+    7.5 s (turns 0.15 s late, 2026-11-28).
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
@@ -29,7 +29,7 @@ class LoopClock(TurnClock):
         """(time, delay) of late turns, the largest delay first; a larger delay replaces earlier ones."""
 
     def turn(self, now_s: float) -> float:
-        """Records a turn of the event loop. Returns how late it is, in seconds."""
+        """Records a turn of the event loop. Returns how late the turn is, in seconds."""
         late_s = super().turn(now_s)
         while self._late and self._late[-1][1] <= late_s:
             self._late.pop()
@@ -48,9 +48,9 @@ def silence_limit_s(
 ) -> float:
     """Returns for how many seconds a peer may be silent before it counts as lost.
 
-    A machine that is gone or disconnected acknowledges nothing; then the heartbeat limit applies. Otherwise
-    the supervisor may be stopped or get no CPU. If recent turns were late, the next may be later,
-    so the limit grows.
+    A machine that is gone or disconnected acknowledges nothing; then only the heartbeat limit applies. If the
+    machine acknowledges data, the peer's supervisor may be stopped or get no CPU. If recent turns were late,
+    the next turn may be later, so the limit grows.
 
     Args:
         acknowledged: whether the peer's machine acknowledges data; true if unknown.

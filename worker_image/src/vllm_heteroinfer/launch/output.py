@@ -118,6 +118,7 @@ class BackgroundHandler(logging.Handler):
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        """Writes the queued lines until `finish`."""
         while (line := self._queue.get()) is not None:
             _write_all(line)
 

@@ -245,12 +245,13 @@ class PodProcesses:
         api = self._api
         return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 
-    def engine_waits_s(self) -> float:
-        """Age of the API server's call that its engine has not answered, in seconds; 0 without a call."""
+    def engine_unanswered_s(self) -> float:
+        """Seconds for which the API server has waited for the engine's answer; 0 if it does not wait."""
         api = self._api
         if api is None or api.last_message_awake_s is None:
             return 0.0
-        # Measured at the API server's last message. A silent API server does not report the engine's answer.
+        # Counts until the API server's last message, not until now. After that message the engine may have
+        # answered, but a silent API server does not report the answer.
         return api.busy_s(api.last_message_awake_s)
 
     def api_silent_s(self) -> float:
@@ -258,10 +259,13 @@ class PodProcesses:
         return 0.0 if self._api is None else self._api.silent_s(self._awake_s())
 
     def watch_engine(self, *, started: bool) -> None:
-        """Reports an engine that is stopped.
+        """Reports an engine that is stopped (by SIGSTOP or a debugger).
+
+        The engine is a child of the API server.
 
         Args:
-            started: whether the API server is up. Then it starts no more processes.
+            started: whether the API server is up. Then it starts no more processes, so the next list of its
+                children is the last.
         """
         server = self._api
         if server is None or not server.child.started or server.failure_sent or self._draining:
@@ -334,6 +338,7 @@ class PodProcesses:
         return gone
 
     async def _kill_all(self) -> bool:
+        """Kills every process that is known now. Returns whether all are gone."""
         return await kill_everything([process.child for process in self._processes])
 
     def _read_channel(self, process: SupervisedProcess) -> None:

@@ -138,8 +138,8 @@ class GroupView:
     def _most_suspicious_first(self) -> list[RankStatus]:
         """Returns the ranks that are not ready, the most likely cause first.
 
-        First silent ranks, then ranks that do not wait for another unready rank, the one furthest behind
-        first. Ranks that wait for the engine come last.
+        Silent ranks come first, then ranks that do not wait for another unready rank, then the others. Ranks
+        that wait for the engine come last. Among equals, the rank furthest behind in its start comes first.
         """
         not_ready = {status.rank: status for status in self._not_ready()}
         phases = list(RankPhase)
@@ -204,10 +204,10 @@ class StartClock:
 def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
-    If a late rank waits for another rank that has been busy for more than half of the deadline, the blame
-    passes to that other rank (which may have become busy later). If the other rank is not busy, or only since
-    recently, the late rank keeps the blame, since its message was lost. For a silent rank, the wait in its
-    last report is ignored as outdated.
+    If a late rank waits for another rank that has been busy for more than half of the deadline, the other
+    rank is the culprit (it may have become busy later). If the other rank is not busy, or has been busy only
+    for a short time, the late rank is the culprit, because its message was lost. For a silent rank, the wait
+    in its last report is ignored as outdated.
 
     Args:
         beats: last beats of all ranks that are busy or silent, for any time.

@@ -169,7 +169,7 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     """
     during = f"while {phase}"
     if exit_code is None:
-        return f"ended {during} (exit code unknown)"
+        return f"ended {during} (exit code unknown). Read the log of this process"
     if exit_code >= 0:
         return (
             f"exited with code {exit_code} {during}, although it must run as long as the group. Read the log "

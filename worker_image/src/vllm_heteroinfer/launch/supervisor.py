@@ -145,7 +145,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await self._end(verdict)
-        return names.EXIT_STOPPED if verdict is None else culprit.exit_code(verdict, self._launch.pod_index)
+        return names.EXIT_OK if verdict is None else culprit.exit_code(verdict, self._launch.pod_index)
 
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
@@ -278,7 +278,7 @@ class Supervisor:
             ranks_busy=ranks_busy or self._draining or not computes,
             api_answers=self._api_healthy or not self._was_ready,
             api_silent_s=self._processes.api_silent_s(),
-            engine_waits_s=self._processes.engine_waits_s(),
+            engine_unanswered_s=self._processes.engine_unanswered_s(),
             now_s=self._awake_s(),
         )
         view = self._group_view()
@@ -325,7 +325,10 @@ class Supervisor:
     # Decisions
 
     def _on_evidence(self, evidence: Evidence) -> None:
-        """Stores new evidence, sends it to the leader, and soon decides or expects the leader's verdict."""
+        """Stores new evidence of a failure and sends it to the leader. Decides alone without a verdict.
+
+        The leader, and a follower that has lost the leader, wait only for further evidence (GATHER_S).
+        """
         failure = evidence.failure
         known_keys = {_duplicate_key(known) for _, known in self._evidence}
         if self._outcome.done() or _duplicate_key(evidence) in known_keys:
@@ -419,7 +422,10 @@ class Supervisor:
         self._end_drain()
 
     def _end_drain(self) -> None:
-        """Stops this pod if the pod received a signal; otherwise ends the group soon."""
+        """Stops this pod if the pod received a signal. Otherwise ends the group soon.
+
+        The short wait is for this pod's own signal: if the whole group is being deleted, each pod gets one.
+        """
         if self._drained or self._outcome.done():
             return
         self._drained = True
@@ -456,6 +462,7 @@ class Supervisor:
         return self._clock.awake_s(time.monotonic())
 
     def _on_api_health(self, healthy: bool) -> None:
+        """Stores the result of a health check of the API server."""
         self._api_healthy = healthy
 
     def _conclude(self, failure: Failure) -> None:

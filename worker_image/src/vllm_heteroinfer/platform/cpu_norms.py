@@ -15,7 +15,7 @@ from vllm import ir
 from vllm_heteroinfer.kernels.norms import PROVIDER
 
 _VECTOR: Final = 32
-"""Rows must be a multiple of 32 elements: the operations read whole vectors of 8 or 16 elements."""
+"""Rows must be a multiple of 32 elements, because the operations read whole vectors (of 8 or 16 elements)."""
 
 
 def _supports_norm(

@@ -1,9 +1,8 @@
 """The socket pair between a supervisor and each process it starts: JSON lines both ways.
 
-The rank sends its phase, its step times and its failure. The supervisor sends the seconds
-since all pods of the group were last known to run. Either end may stop reading for any time: the other end
-then drops whole lines, and its next line holds the newest state. Only a closed channel ends a process: a rank
-ends when its supervisor is gone.
+The rank sends its phase, its step times and its failure. The supervisor sends the seconds since all pods of
+the group were last known to run. If one end does not read for a while, the other end drops whole lines. The
+next line has the newest state. Only a closed channel ends a process: a rank ends when its supervisor is gone.
 Stdlib and the contract only; processes with and without torch use this module.
 """
 
@@ -27,8 +26,8 @@ from vllm_heteroinfer.pod.lost_peer import Lost
 BEAT_INTERVAL_S = 0.2
 """Time between two messages from the same end."""
 FAILURE_TIMEOUT_S = 20.0
-"""Longest wait until the supervisor takes a rank's last message. A supervisor that gets no CPU may pause for
-16.5 s (launch/loop_clock.py)."""
+"""Longest wait until the supervisor reads a rank's last message. On a busy node, peers allow a supervisor
+16.5 s of silence with the default heartbeat limit (launch/loop_clock.py)."""
 _SEND_POLL_S = 0.02
 _JOIN_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 64 * 1024

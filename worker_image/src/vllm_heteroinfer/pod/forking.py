@@ -7,8 +7,8 @@ Each fork is orphaned on purpose, by a parent that ends immediately. The fork be
 supervisor, which is PID 1 or a subreaper. So exit codes, signals and the kill at the supervisor's death work
 as if the supervisor had started the fork. After the last fork the first process continues as a rank.
 
-The standard library and the contract only. Each message of the channel is one request with two descriptors;
-each request gets one answer.
+Stdlib and the contract only. Each message of the channel is one request with two descriptors; each request
+gets one answer.
 """
 
 import json
@@ -176,7 +176,10 @@ class ForkServer:
 
 
 def _fork_orphan(supervisor: int) -> int | OSError:
-    """Forks a child of the supervisor. Returns 0 in the child; its PID, or the error, in this process."""
+    """Forks a child of the supervisor, through an intermediate process that ends at once.
+
+    Returns 0 in the child. In this process, returns the PID of the child, or the error.
+    """
     read_fd, write_fd = os.pipe()
     try:
         intermediate = os.fork()
@@ -189,7 +192,7 @@ def _fork_orphan(supervisor: int) -> int | OSError:
         parent = os.getpid()
         _fork_and_exit(write_fd)
         os.close(write_fd)
-        while os.getppid() == parent:
+        while os.getppid() == parent:  # until the intermediate process has ended
             time.sleep(_ORPHANED_POLL_S)
         die_with_parent(supervisor)
         return 0
@@ -204,7 +207,7 @@ def _fork_orphan(supervisor: int) -> int | OSError:
 
 
 def _fork_and_exit(write_fd: int) -> None:
-    """Forks again. Returns in the new process and ends the calling process."""
+    """Forks again. Returns only in the new process, and ends the calling (intermediate) process."""
     try:
         pid = os.fork()
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import Final
 MAX_WAITING_CONNECTIONS: Final = 1024
 """Maximum connections that wait in the kernel. If the queue is full, a peer tries again after a second."""
 MAX_ACCEPTED_AT_ONCE: Final = 16
-"""Connections that one turn of the event loop accepts, so that heart-beats are not delayed."""
+"""Connections that one turn of the event loop accepts, so that heartbeats are not delayed."""
 READ_LIMIT_BYTES: Final = 2**16
 
 

@@ -57,20 +57,20 @@ def find_lost_process(error: BaseException) -> Lost | None:
     while cause is not None:
         if isinstance(cause, PeerGoneError):
             return Lost.ENGINE if cause.peer is None else Lost.RANK
-        if _is_of_torch_distributed(cause):
+        if _comes_from_torch_distributed(cause):
             return Lost.RANK
         cause = cause.__cause__
     return None
 
 
-def _is_of_torch_distributed(error: BaseException) -> bool:
+def _comes_from_torch_distributed(error: BaseException) -> bool:
     """Returns whether torch.distributed raised an error that vLLM passed on.
 
-    torch marks most of them by their class (DistError). Gloo's are plain RuntimeErrors, raised inside of
-    torch.distributed's functions (torch/distributed/distributed_c10d.py@v2.13.0).
+    Most errors of torch.distributed have the class DistError. Errors of gloo are plain RuntimeErrors, so the
+    module of the function that raised the error decides (torch/distributed/distributed_c10d.py@v2.13.0).
     """
-    kinds = type(error).__mro__
-    if any((kind.__module__, kind.__name__) == ("torch.distributed", "DistError") for kind in kinds):
+    classes = type(error).__mro__
+    if any((each.__module__, each.__name__) == ("torch.distributed", "DistError") for each in classes):
         return True
     trace = error.__traceback__
     if type(error) is not RuntimeError or trace is None:

@@ -11,4 +11,9 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        _logger.error("the termination message cannot be written: %s", error)
+        _logger.error(
+            "termination message: cannot write %s (%s), so the operator cannot report the result of this "
+            "pod. Check this path, and read the result in the log of this pod",
+            path,
+            error,
+        )

@@ -4,8 +4,8 @@
 class TurnClock:
     """A clock for a loop: measures how late each turn comes, and does not count the delays.
 
-    A process that did not run (its pod frozen, its machine suspended, its CPU stolen) cannot know whether
-    another process was silent, or whether the messages wait unread.
+    If a process did not run (its pod was frozen, its machine suspended, or it got no CPU), it cannot know
+    whether another process was silent: messages may wait unread.
 
     Args:
         interval_s: intended time between two turns, in seconds.
@@ -22,18 +22,18 @@ class TurnClock:
     def turn(self, now_s: float) -> float:
         """Records a turn of this process; returns how late the turn is, in seconds."""
         late_s = self._lateness_s(now_s)
-        self._missed_s += self._missed_of(late_s)
+        self._missed_s += self._uncounted_s(late_s)
         self._last_turn_s = now_s
         return late_s
 
     def awake_s(self, now_s: float) -> float:
-        """Returns a time in seconds that advances only while turns come on time or within the tolerance."""
-        return now_s - self._missed_s - self._missed_of(self._lateness_s(now_s))
+        """Returns the time in seconds, without the delays of turns beyond the tolerance."""
+        return now_s - self._missed_s - self._uncounted_s(self._lateness_s(now_s))
 
     def _lateness_s(self, now_s: float) -> float:
-        """Returns how late the next turn already is, in seconds."""
+        """Returns how late a turn at `now_s` would be, in seconds."""
         return max(0.0, now_s - self._last_turn_s - self._interval_s)
 
-    def _missed_of(self, late_s: float) -> float:
+    def _uncounted_s(self, late_s: float) -> float:
         """Returns the part of a delay that does not count, in seconds."""
         return max(0.0, late_s - self._tolerated_s)
