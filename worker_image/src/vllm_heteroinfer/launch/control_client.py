@@ -220,7 +220,7 @@ class ControlClient:
             self._link.close()
 
     def _report_lost_leader(self, how: str) -> None:
-        """Reports that the leader has left, if the leader was asked to stop, or that the leader is lost.
+        """Reports that a stopping leader has left, or that the leader is lost.
 
         Args:
             how: how the connection ended, for the message.

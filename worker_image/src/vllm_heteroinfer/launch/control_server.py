@@ -282,7 +282,7 @@ class ControlServer:
         return self._links[pod] is not link
 
     def _report_lost_pod(self, pod: int, how: str) -> None:
-        """Reports that a pod has left, if the pod was asked to stop, or that the pod is lost.
+        """Reports that a stopping pod has left, or that another pod is lost.
 
         Args:
             how: how the connection ended, for the message.
