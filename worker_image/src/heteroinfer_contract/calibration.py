@@ -271,6 +271,7 @@ class Calibration(codec.JsonValue):
     def to_json(self) -> str:
         """Returns the canonical JSON text; items of lists omit fields that are at their default."""
         value = dataclasses.asdict(self)
+        # The other lists (hops, skipped) have items without defaults.
         for name, kind in (("readings", MemoryReading), ("kernels", KernelRate), ("transfers", Transfer)):
             defaults = {field.name: field.default for field in dataclasses.fields(kind)}
             value[name] = [

@@ -170,7 +170,7 @@ def _read_modelopt(quantization: Mapping[str, Any]) -> Scheme:
         return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
     if "MXFP8" in algorithm:
         return _MXFP8
-    if "PB_WO" in algorithm:
+    if "PB_WO" in algorithm:  # per block, weights only
         return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=128)
     if "PER_CHANNEL" in algorithm:
         return Scheme(name=SchemeName.FP8_CHANNEL, bits=8)

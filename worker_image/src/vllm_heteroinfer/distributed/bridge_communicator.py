@@ -27,7 +27,7 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         Args:
             bridge: must connect exactly this process group's ranks.
             in_place: whether a sum may overwrite its operand, as in vLLM's CpuCommunicator. Must be false if
-                vLLM calls it through a torch operator, which must not change its operand.
+                vLLM calls `all_reduce` in a torch operator, because an operator must not change its operand.
         """
         self.bridge = bridge
         self._in_place = in_place

@@ -139,7 +139,8 @@ def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str
     setting = env.get(names.ENV_BRIDGE, "auto")
     if setting not in _BRIDGES:
         raise ContractError(
-            f"{names.ENV_BRIDGE} must be one of {', '.join(_BRIDGES)} (got {setting!r}). Change engine.env"
+            f"{names.ENV_BRIDGE} must be one of {', '.join(_BRIDGES)} (got {setting!r}). Change "
+            "spec.engine.env"
         )
     if setting != "auto":
         return setting == "shared_memory"

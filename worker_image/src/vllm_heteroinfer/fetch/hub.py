@@ -114,10 +114,10 @@ class HubModel:
         Raises:
             FetchError: the file is not complete; `into` keeps the bytes that arrived.
         """
-        is_large = self.is_large(file)
+        is_large, part_bytes = self.is_large(file), self._max_answer_bytes // 2  # well below the limit
         with into.open("r+b") as target:
             while (have_bytes := target.seek(0, os.SEEK_END)) < file.size_bytes:
-                end_bytes = min(have_bytes + self._max_answer_bytes // 2, file.size_bytes)
+                end_bytes = min(have_bytes + part_bytes, file.size_bytes)
                 try:
                     self._fetch_until(commit, file, target, end_bytes if is_large else file.size_bytes)
                 except FetchError as error:

@@ -215,7 +215,7 @@ class ModelStore:
             path = self.folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(PermissionError):  # another user of the volume's group owns the part
-                part.chmod(0o644)
+                part.chmod(0o644)  # all pods may read the file, and only its owner may change it
             part.rename(path)
         return True
 

@@ -160,7 +160,9 @@ class ControlClient:
                 refusals += 1
                 if refusals == REFUSALS:
                     return False
-                await asyncio.sleep(RETURN_POLL_S / 2)
+                await asyncio.sleep(
+                    RETURN_POLL_S / 2
+                )  # a second refusal ends the attempts, so it follows sooner
             except (OSError, TimeoutError, ContractError) as error:
                 refusals = 0
                 if isinstance(error, TimeoutError):

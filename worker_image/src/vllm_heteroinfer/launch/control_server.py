@@ -200,7 +200,7 @@ class ControlServer:
                 "control port: refused %d connections so far (the last because %s). Check which clients "
                 "connect to this port",
                 self._num_refused,
-                str(error) or f"it did not identify itself within {HELLO_TIMEOUT_S:g} s",
+                str(error) or f"the client did not identify itself within {HELLO_TIMEOUT_S:g} s",
             )
 
     def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:
@@ -252,9 +252,9 @@ class ControlServer:
                 self._report_lost_pod(pod, link.how_it_ended)
 
     async def _wait_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
-        """Waits for a follower to reconnect, within its heartbeat limit. Returns whether it did.
+        """Waits for a follower to reconnect, within its heartbeat limit. Returns whether the follower did.
 
-        If its health port refuses connections, its process has ended, so the wait ends too.
+        If the follower's health port refuses connections, its process has ended, so the wait ends too.
         """
         refusals, address = 0, self._launch.addresses[pod]
         # Use the address on which the pod listens: its connection to this pod may come from a gateway's
@@ -276,6 +276,7 @@ class ControlServer:
                 refusals = refusals + 1 if refused else 0
                 if refusals == REFUSALS:
                     break
+                # A second refusal ends the wait, so it follows sooner.
                 await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
         finally:
             lookup.cancel()

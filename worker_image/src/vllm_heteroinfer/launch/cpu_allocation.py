@@ -1,4 +1,4 @@
-"""Assigns CPUs to the ranks of a machine: whole cores, and one NUMA node for each rank if possible. PURE."""
+"""Assigns CPUs to the ranks of a machine: whole cores, and one NUMA node for each rank if possible. Pure."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Finds the cause of a group's end. PURE: evidence in, one failure out.
+"""Finds the cause of a group's end. Pure.
 
 When a rank dies, its connections close, and its peers raise errors within milliseconds. Those errors are only
 consequences. This module separates consequences from the cause. It uses the marks that pod/lost_peer.py sets

@@ -1,4 +1,4 @@
-"""Detects an API server or engine that does not answer while no rank is busy. PURE: answers and times in."""
+"""Detects an API server or engine that does not answer while no rank is busy. Pure."""
 
 from heteroinfer_contract.failure import Failure, FailureReason
 

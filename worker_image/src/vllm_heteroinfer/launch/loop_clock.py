@@ -1,4 +1,4 @@
-"""Measures scheduling delays of a supervisor, and the allowed silence of its peers. PURE: times in."""
+"""Measures scheduling delays of a supervisor, and the allowed silence of its peers. Pure."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. PURE."""
+"""Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -405,7 +405,11 @@ class Supervisor:
         self._drain()
 
     def _drain(self) -> None:
-        """Makes the group unready; its ranks continue until the leader's requests have ended."""
+        """Makes the group unready; its ranks continue until the leader's requests have ended.
+
+        Ends the drain at once if no request can run: on a leader whose group is not ready or has no time to
+        drain, and on a follower that the leader has not accepted.
+        """
         if self._draining or self._outcome.done():
             return
         self._draining = True

@@ -1,4 +1,4 @@
-"""Messages between supervisors, and the leader's check of a follower's identity. PURE."""
+"""Messages between supervisors, and the leader's check of a follower's identity. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

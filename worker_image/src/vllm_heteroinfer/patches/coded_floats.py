@@ -61,7 +61,7 @@ class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer, and the requirement."""
+        """Returns whether the kernels support the layer, and the requirement, for vLLM's error."""
         return config.bmm_batch_size is None, "the layer must have one weight, not a batch of weights"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

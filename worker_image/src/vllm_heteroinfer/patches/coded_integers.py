@@ -30,30 +30,28 @@ class CodedWNA16Kernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer's types and groups, and the decisive requirement."""
+        """Returns whether the kernels support the layer; if not, also the unmet requirement."""
         types = _WITH_ZEROS if c.zero_points else _SYMMETRIC
         if c.weight_type not in types:
-            return (
-                False,
-                f"the type of weights must be one of {', '.join(map(str, types))} (got {c.weight_type})",
-            )
+            names = ", ".join(map(str, types))
+            return False, f"the type of weights must be one of {names} (got {c.weight_type})"
         if c.group_size != -1 and (c.group_size <= 0 or c.group_size % SHARED_COLUMNS):
             return False, f"the group size must be a multiple of {SHARED_COLUMNS} inputs (got {c.group_size})"
-        return (
-            c.act_type in ELEMENTS,
-            f"the type of activations must be one of {', '.join(map(str, ELEMENTS))} (got {c.act_type})",
-        )
+        if c.act_type not in ELEMENTS:
+            names = ", ".join(map(str, ELEMENTS))
+            return False, f"the type of activations must be one of {names} (got {c.act_type})"
+        return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs the codes in two's complement, with scales and zero points by column."""
         weights, scales, zeros = self._get_weight_params(layer)
         bits = self.config.weight_type.size_bits
         inputs, columns = self.config.partition_weight_shape
-        words = weights.data if weights.input_dim == 1 else weights.data.t()
+        words = weights.data if weights.input_dim == 1 else weights.data.t()  # [columns, words of inputs]
         codes = words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)].bitwise_xor(_FLIPPED[bits])
         column_scales = scales.data if scales.output_dim == 0 else scales.data.t()
         group = self.config.group_size
-        if group == -1:  # zero points need a group
+        if group == -1:  # one scale for each column. Zero points need a group, which then has all inputs
             group = -(-inputs // SHARED_COLUMNS) * SHARED_COLUMNS if self.config.zero_points else 0
         weight = Coded(
             format=Format(
@@ -81,7 +79,8 @@ class CodedWNA16Kernel(MPLinearKernel):
 def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
     """Returns the zero points [columns, groups] as int8.
 
-    The checkpoint counts them from 0, the kernels from minus half of the range, as the codes.
+    The checkpoint counts zero points from 0. The kernels count them, like the codes, from minus half of the
+    range.
     """
     words = packed.data if packed.output_dim == 0 else packed.data.t()
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
@@ -107,7 +106,7 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
         weight_name, scale_name, *other_names = self.layer_param_names
         codes, scales = getattr(layer, weight_name).data, getattr(layer, scale_name).data.float()
         columns, inputs = codes.shape
-        if scales.numel() not in {1, columns}:  # a scale for each joined layer
+        if scales.numel() not in {1, columns}:  # a scale for each of the layers that vLLM joined
             scales = scales.flatten().repeat_interleave(torch.tensor(layer.logical_widths))
         weight = Coded(
             format=Format(code=Code.INT8, scale=Scale.COLUMN_F32),

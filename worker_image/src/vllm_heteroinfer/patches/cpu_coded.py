@@ -70,7 +70,7 @@ def install() -> None:
 def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a replacement that keeps the weights of joined layers, and repeats each layer's scale.
 
-    vLLM's own function would round the weights again, so that they share one scale.
+    vLLM's own function, whose name the replacement has, would round the weights again to share one scale.
     """
 
     def requantize_with_max_scale(
@@ -78,8 +78,8 @@ def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a scale for each column, or one scale, and the unchanged weight.
 
-        A layer that the checkpoint stores joined has one scale; vLLM fills the other scales with the smallest
-        number.
+        If the checkpoint stores the joined layers as one tensor (such as qkv_proj), the tensor has one scale.
+        vLLM then fills the other scales with the smallest number.
         """
         joined_on_disk = weight_scale.ndim == 0 or bool(
             weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min
@@ -102,7 +102,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer's scales, and the requirement."""
+        """Returns whether the kernels support the layer's scales, and the requirement, for vLLM's error."""
         shape = c.weight_quant_key.scale.group_shape
         return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
             "the layer must have one scale for each column, or one for all weights"
@@ -145,7 +145,7 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer's blocks, and the requirement."""
+        """Returns whether the kernels support the layer's blocks, and the requirement, for vLLM's error."""
         shape = config.weight_quant_key.scale.group_shape
         return shape.col == _GROUP and shape.row > 0 and shape.row % SHARED_COLUMNS == 0, (
             f"blocks must have {_GROUP} inputs and a multiple of {SHARED_COLUMNS} columns"

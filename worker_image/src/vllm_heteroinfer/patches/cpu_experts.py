@@ -37,7 +37,7 @@ _LIBRARY: Final = "heteroinfer_library"
 def install() -> None:
     """Replaces vLLM's packing and computing of bf16 and FP8 experts in this process.
 
-    Does nothing if HETEROINFER_CPU_LINEAR=onednn.
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn, which chooses vLLM's kernels for experts, too.
     """
     if is_wanted(os.environ):
         logged: set[torch.dtype] = set()

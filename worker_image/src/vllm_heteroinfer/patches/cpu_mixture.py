@@ -125,16 +125,18 @@ def _supports_inputs(kept_choice: _KernelChoice, x: torch.Tensor, logits: torch.
 
 def _choose_kernels(runner: Any) -> _KernelChoice:
     """Chooses the kernels for a runner, for its current weights."""
-    part = runner.routed_experts
-    methods = part._modules if "quant_method" in part._modules else part.__dict__
-    method = part.quant_method
+    routed = runner.routed_experts
+    # torch keeps an attribute that is a module in `_modules`, and every other attribute in `__dict__`.
+    methods = routed._modules if "quant_method" in routed._modules else routed.__dict__
+    method = routed.quant_method
     routing = _find_routing(runner) if _consists_of_supported_parts(runner) else None
-    library, gate = library_of(part), runner.gate
+    library, gate = library_of(routed), runner.gate
     if library is None or routing is None or not (gate is None or _has_packed_weight(gate)):
         return _KernelChoice(mixture=None, methods=methods, method=method)
-    experts = packed_experts(method.moe_kernel.fused_experts, part.w13_weight.data, part.w2_weight.data)
+    experts = packed_experts(method.moe_kernel.fused_experts, routed.w13_weight.data, routed.w2_weight.data)
     mixture = Mixture(library, routing, experts, None if gate is None else gate.weight.data)
-    owners: list[tuple[Any, str]] = [(part._parameters, "w13_weight"), (part._parameters, "w2_weight")]
+    parameters = routed._parameters
+    owners: list[tuple[Any, str]] = [(parameters, "w13_weight"), (parameters, "w2_weight")]
     if gate is not None:
         owners.append((gate._parameters, "weight"))
     if routing.bias is not None:
@@ -161,24 +163,24 @@ def _consists_of_supported_parts(runner: Any) -> bool:
     Raises:
         ContractError: the model limits its experts' activations, and no CPU kernel applies the limit.
     """
-    part, config = runner.routed_experts, runner.moe_config
-    kernel = getattr(part.quant_method, "moe_kernel", None)
+    routed, config = runner.routed_experts, runner.moe_config
+    kernel = getattr(routed.quant_method, "moe_kernel", None)
     other_parts = (
         runner._shared_experts,
         runner.shared_expert_gate,
         runner.routed_input_transform,
         runner.routed_output_transform,
-        part.expert_map,
+        routed.expert_map,
     )
     sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
     if (
         type(runner) is not MoERunner
-        or type(part) is not RoutedExperts
+        or type(routed) is not RoutedExperts
         or any(each is not None for each in other_parts)
         or set(sizes) != {1}
         or config.is_sequence_parallel
         or runner.routed_scaling_factor != 1.0
-        or part.apply_router_weight_on_input
+        or routed.apply_router_weight_on_input
         or kernel is None
         or type(kernel.prepare_finalize) is not MoEPrepareAndFinalizeNoDPEPModular
         or not isinstance(kernel.fused_experts, CPUUnquantizedExperts | CPUExpertsFp8)

@@ -1,9 +1,9 @@
 """The patch `cpu_packing`: packs 4-bit weights of a CPU rank in slices, to save memory.
 
-vLLM unpacks a whole layer into 32-bit numbers before it packs the layer for a kernel. The extra memory was
-6.4 to 10.9 times the layer's bytes for an MLP of 87 MiB, 18.6 to 19.0 times for AMX, and 3.5 to 10.3 times
-for experts of 150 MiB. With slices it is 0.8 to 2.9 times the layer's bytes (2 cores of an
-EPYC, 2026-11-24; packing for AMX does not need a CPU with AMX).
+vLLM unpacks a whole layer into 32-bit numbers before it packs the layer for a kernel. Relative to the layer's
+bytes, the extra memory was 6.4 to 10.9 times for an MLP of 87 MiB, 18.6 to 19.0 times for this MLP with AMX,
+and 3.5 to 10.3 times for experts of 150 MiB. With slices it is 0.8 to 2.9 times (2 cores of an EPYC,
+2026-11-24; packing for AMX does not need a CPU with AMX).
 Slices give the same bytes: a block of a kernel has 16 or 32 outputs, and each expert is packed alone.
 Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0,
@@ -132,7 +132,7 @@ def _with_conversion_in_slices(original: Callable[..., None]) -> Callable[..., N
             for name, whole in joined_tensors.items():
                 whole.copy_in(getattr(part, name).data, cut.start, cut.stop)
         for name, whole in joined_tensors.items():
-            parameter = getattr(part, name)
+            parameter = getattr(part, name)  # the last slice's, of the class that vLLM chose
             parameter.data = whole.tensor
             setattr(layer, name, parameter)
 
@@ -166,6 +166,7 @@ def _with_packing_in_slices(
             original(self, part)
             for name, whole in joined_tensors.items():
                 whole.copy_in(getattr(part, name).data, first, end)
+            # `original` may set further attributes. The layer gets those of the last slice.
             for name in vars(part).keys() - tensors.keys() - joined_tensors.keys():
                 setattr(layer, name, getattr(part, name))
         for name, whole in joined_tensors.items():

@@ -31,6 +31,7 @@ def _with_counted_answers(original: Callable[[Any], bool]) -> Callable[[Any], bo
         step = self.step_fn
 
         def step_that_counts_answers() -> tuple[Any, bool]:
+            """Returns vLLM's outputs, and whether the step ran a batch or has answers."""
             outputs, executed = step()
             return outputs, executed or bool(outputs)
 

@@ -247,6 +247,6 @@ PATCHES: Final = (
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
     """Builds the error for a vLLM `version` that has `found` instead of the patch's target."""
     return PatchError(
-        f"patch {patch.id}: vLLM must have {patch.target}({', '.join(patch.parameters)}) as in "
-        f"{', '.join(patch.verified)} (got {found} in vLLM {version}). Install that version{patch.otherwise}"
+        f"patch {patch.id}: vLLM must have {patch.target}({', '.join(patch.parameters)}) (got {found} in "
+        f"vLLM {version}). Install vLLM {' or '.join(patch.verified)}{patch.otherwise}"
     )

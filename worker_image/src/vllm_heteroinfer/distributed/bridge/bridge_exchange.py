@@ -46,6 +46,7 @@ class Exchange:
         this whole method.
         """
         signal = self._staging.publishing_signal()
+        # With a signal, the device publishes the part after the copy, so the host does not wait.
         self._meter.add_transfer(
             "send", self._staging.wait_for_copies() if signal is None else 0.0, form.num_bytes
         )
@@ -87,7 +88,7 @@ class Exchange:
         for part in range(num_parts(max(counts), per_part)):
             offset = part * per_part
             own_end = min(offset + per_part, counts[self._process_group.index])
-            own_part = own_elements[offset : max(offset, own_end)]
+            own_part = own_elements[offset : max(offset, own_end)]  # may be empty: ranks' counts differ
             if own_part.numel():
                 self._staging.copy_out(
                     self._link.outgoing(), own_part, form_of(own_part.dtype, own_part.shape), first=part == 0
@@ -96,7 +97,7 @@ class Exchange:
             own_header = header_of_part(header, part)
             self._link.publish(own_header, own_part.nbytes)
             begin, end = max(offset, low), min(offset + per_part, high)
-            if use_parts is None or begin >= end:
+            if use_parts is None or begin >= end:  # this rank needs no data of this part
                 for peer, peer_header, _ in self._link.collect():
                     self.compare(own_header, peer, peer_header)
                 continue

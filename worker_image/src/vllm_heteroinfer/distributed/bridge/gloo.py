@@ -110,7 +110,7 @@ class GlooLink:
         return self._out[(self._published + 1) % _PARTS].part
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
-        """Posts all receives of this rank, then all sends. Does not support a signal."""
+        """Posts this rank's receives from all peers, then its sends to them. Does not support a signal."""
         if signal is not None:
             raise ValueError("publish: signal must be None, since gloo sends immediately")
         self._published += 1
@@ -173,7 +173,7 @@ class GlooLink:
 
     def listen(self, deadline_s: float) -> bytes:
         """Waits for the next announcement of the first rank."""
-        row = self._announcements[0]
+        row = self._announcements[0]  # a listener receives one announcement at a time
         self._wait_and_report(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]

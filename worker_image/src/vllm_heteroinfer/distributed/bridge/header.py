@@ -14,6 +14,7 @@ HEADER_BYTES = 128
 """Size of a header; a multiple of a cache line, so that two headers never share a cache line."""
 _MAX_DIMS = 8
 _LAYOUT = struct.Struct(f"=BBhiqqQqQ{_MAX_DIMS}q")
+"""Operation, dtype, root, number of dims, step, count, history, part, checksum of sizes, shape."""
 assert _LAYOUT.size <= HEADER_BYTES
 
 _DTYPES = (

@@ -121,10 +121,11 @@ class SharedMemoryLink:
         self._wait_and_report(ready, pending[0], "a part of a collective operation")
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
+                rank = self._process_group.ranks[peer]
                 raise PeerLostError(
-                    self._process_group.ranks[peer],
+                    rank,
                     0.0,
-                    "the rank has closed its bridge. See its log",
+                    f"the rank has closed its bridge. Read the log of rank {rank}",
                     awaited="a part of a collective operation",
                 )
 
@@ -178,10 +179,11 @@ class SharedMemoryLink:
                 lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, AN_ANNOUNCEMENT, deadline_s
             )
             if words[ANNOUNCED] < wanted:
+                rank = self._process_group.ranks[0]
                 raise PeerLostError(
-                    self._process_group.ranks[0],
+                    rank,
                     0.0,
-                    "the rank has closed its bridge. See its log",
+                    f"the rank has closed its bridge. Read the log of rank {rank}",
                     awaited=AN_ANNOUNCEMENT,
                 )
         entry = self._slab.announcements[wanted % MAX_UNREAD]
@@ -199,6 +201,7 @@ class SharedMemoryLink:
 
 
 def _has_reached(words: "memoryview[int]", word: int, value: int) -> bool:
+    """Returns whether a word has at least this value."""
     return words[word] >= value
 
 
@@ -214,9 +217,7 @@ def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_m
     if not machines <= set(MACHINES):
         return (
             "gloo",
-            f"shared memory works only on {', '.join(MACHINES)}, and the hosts are {sorted(machines)}",
+            f"shared memory needs CPUs with ordered stores ({', '.join(MACHINES)}), and the CPUs are "
+            + ", ".join(sorted(machines)),
         )
-    return (
-        "shared_memory",
-        "the plan puts the ranks on one host, and every rank can read the data of each rank",
-    )
+    return "shared_memory", f"the plan puts the ranks on one host, and its CPUs are {MACHINES[0]}"

@@ -142,14 +142,14 @@ class CudaStaging(Staging):
     def publishing_signal(self) -> StreamSignal | None:
         """Returns the signal with which the device publishes a part itself; None if the host must publish it.
 
-        The device publishes a small part whose copy is not timed, on the same stream as the part before. The
-        host has nothing to wait for then: the stream itself orders the write of the next part after the use
-        of the parts that were fetched for this part.
+        The device can publish only a small part, on the same stream as the part before. Then the stream
+        itself orders the write of the next part after the use of the fetched parts, and the host need not
+        wait. The host must wait for a timed copy, to read its time.
         """
-        signal = self._signal
+        signal, is_timed = self._signal, bool(self._time_factor)
         if (
             signal is None
-            or self._time_factor
+            or is_timed
             or not self._is_small_part
             or signal.stream() != self._stream.cuda_stream
         ):
@@ -157,22 +157,22 @@ class CudaStaging(Staging):
         return signal
 
     def wait_for_copies(self) -> float:
-        """Waits for the device.
+        """Waits until the device has finished the copies of the current part. Returns seconds.
 
-        Returns:
-            Seconds. For the first part of a tensor: the device's time for the copies, since the wait
-            includes the computation. For other parts: the time of the wait.
+        For the first part of a tensor, returns the device's own time for the copies, because the wait
+        includes the computation of the tensor. For later parts, returns the time of the wait.
         """
         start = time.perf_counter()
-        stream, last = torch.cuda.current_stream(self._device), self._stream
+        stream, former = torch.cuda.current_stream(self._device), self._stream
         stream.synchronize()
-        if last != stream:  # the last stream may still use parts fetched before
-            last.synchronize()
+        if former != stream:  # the caller changed streams, and the former may still use fetched parts
+            former.synchronize()
             self._stream = stream
         if self._is_first_part:
             return self._copy_out_time.take() + self._fetch_time.take()
+        # A rank without data for the next part does not call `copy_out`. Then only this stream has work.
         self._is_first_part = True
-        self._second_stream.synchronize()
+        self._second_stream.synchronize()  # later parts are copied on it
         return time.perf_counter() - start
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
@@ -196,10 +196,10 @@ class _DeviceTime:
         self._time_factor = 0
         self._begun = self._ended = False
 
-    def begin(self, weight: int) -> None:
-        """Marks the start, if it is not marked yet. `take` multiplies the time by `weight`."""
+    def begin(self, factor: int) -> None:
+        """Marks the start, if it is not marked yet. `take` multiplies the time by `factor`."""
         if not self._begun:
-            self._begun, self._ended, self._time_factor = True, False, weight
+            self._begun, self._ended, self._time_factor = True, False, factor
             self._begin.record()
 
     def end(self) -> None:
@@ -209,7 +209,10 @@ class _DeviceTime:
             self._end.record()
 
     def take(self) -> float:
-        """Returns the weighted seconds between the marks, then 0. The device must have passed both marks."""
+        """Returns the seconds between the marks, times the factor; 0 without new marks.
+
+        The device must have passed both marks.
+        """
         if not self._ended:
             return 0.0
         self._ended = False

@@ -41,7 +41,7 @@ class StreamSignal:
             raise OSError(str(error)) from error
         if words[proof_word] != expected:
             raise OSError(
-                f"{device} did not write a test word: it must be {expected} (got {words[proof_word]})"
+                f"{device} did not write a test word (expected {expected}, got {words[proof_word]})"
             )
 
     def write(self, word: int, value: int) -> None:
