@@ -154,8 +154,9 @@ ENV_OMP_PLACES: Final = "OMP_PLACES"
 ENV_MODEL_FETCHED: Final = "HETEROINFER_MODEL_FETCHED"
 """`1`: the model was fetched from a hub; the supervisor checks that it is complete before it starts ranks."""
 ENV_CACHE_CLEANUP: Final = "HETEROINFER_CONFIRMED_CLEANUP"
-"""CacheCleanup as JSON: the commits that a fetch may remove from its cache; none if unset. Set in fetch pods
-only. Fetches of earlier versions accept any confirmation. They read another variable and find no list."""
+"""CacheCleanup as JSON: the commits that a fetch keeps when it cleans its cache. If unset, the fetch cleans
+nothing. Set in fetch pods only. Fetches of earlier versions accept any confirmation, so they must remove
+nothing: they read another variable, which is no longer set."""
 ENV_CA_BUNDLE: Final = "HETEROINFER_CA_BUNDLE"
 """File with additional trusted certificate authorities; unset without `model.caBundle`."""
 ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable

@@ -26,7 +26,7 @@ class Device(StrEnum):
 MAX_WORLD_SIZE = 256
 """Maximum number of ranks in a group."""
 MAX_LANES = 24
-"""Maximum of the feed-forward ranks in an asking rank's pod plus the other pods that compute for it."""
+"""Maximum number of lanes of an asking rank: feed-forward ranks in its pod, plus other such pods."""
 
 
 class Mode(StrEnum):
@@ -56,8 +56,8 @@ class FeedForwardShare:
     """The part of a stage that a feed-forward rank computes.
 
     Attributes:
-        layers: layers whose experts (MoE layers) or MLP (dense layers) the rank computes a part, ascending;
-            the same for every feed-forward rank of a stage.
+        layers: layers in which the rank computes a part of the experts or of the MLP, ascending; the same for
+            every feed-forward rank of a stage.
         share: the rank's share of the intermediate columns, relative to the shares of the other feed-forward
             ranks of the same rank with attention. BY_RATE (then for all ranks of the stage): shares follow
             the rates at which the ranks read memory, measured at their start.
@@ -80,16 +80,16 @@ class RankAssignment:
         pod: index of its pod in the group, from 0; pod 0 is the leader.
         stage: pipeline stage, from 0; for a feed-forward rank, the stage that it serves.
         tensor_rank: rank within its stage's tensor-parallel group, from 0; for a feed-forward rank, its
-            number among the feed-forward ranks of its stage. Each rank of the stage has equally many of
-            them, in this order.
+            number among the feed-forward ranks of its stage. They are divided in this order among the ranks
+            of the stage, equally many for each.
         end_layer: one past the last layer of which the rank holds a part.
         weight_bytes: predicted size of its weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
         feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
             rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or
             in a pod of only such ranks.
-        ring_bytes: memory of a GPU with feed-forward ranks in its pod, for experts that it copies from them
-            and computes itself in long prompts; 0: it computes none of their experts.
+        ring_bytes: size of the ring: GPU memory into which the GPU copies experts of the feed-forward ranks
+            in its pod, to compute them itself in long prompts; 0 without a ring.
     """
 
     rank: int

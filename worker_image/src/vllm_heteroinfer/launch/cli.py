@@ -165,7 +165,9 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
         if termination_message_path is not None:
             _check_profile_length(text)
     except Exception as error:  # top-level boundary: the pod must report the reason of every failure
-        message = str(error) if isinstance(error, ContractError) else f"the model cannot be read: {error!r}"
+        message = f"the model cannot be read: {error!r}. Report this error, and name the model"
+        if isinstance(error, ContractError):  # has a fix already
+            message = str(error)
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE,
             message=message,

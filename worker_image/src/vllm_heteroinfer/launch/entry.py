@@ -8,9 +8,7 @@ import os
 import signal
 import sys
 
-from heteroinfer_contract.names import exit_code_of_signal
-
-_STOPPED = 0
+from heteroinfer_contract.names import EXIT_OK, exit_code_of_signal
 
 
 def main() -> int:
@@ -24,7 +22,7 @@ def main() -> int:
 def _exit_on_sigterm(*_: object) -> None:
     """Ends a process that has started nothing yet; a supervisor later installs its own handler."""
     is_supervisor = sys.argv[1:2] in ([], ["run"])  # `run` is the default
-    os._exit(_STOPPED if is_supervisor else exit_code_of_signal(signal.SIGTERM))
+    os._exit(EXIT_OK if is_supervisor else exit_code_of_signal(signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,10 @@ class Supervisor:
             # This is the only broad except: even after a bug in the supervisor, the group must end with a
             # message.
             log.exception("the supervisor failed")
-            verdict = self._failure_of_this_pod(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
+            verdict = self._failure_of_this_pod(
+                FailureReason.POD_LOST,
+                f"the supervisor failed: {error!r}. Report this bug with the log of this pod",
+            )
         finally:
             for task in tasks:
                 task.cancel()
@@ -272,7 +275,7 @@ class Supervisor:
         """Ends a start without progress, and reports a rank, API server or engine that is stuck."""
         ranks_busy = any(beat.busy is not None for beat in (*self._processes.beats(), *server.ranks()))
         # Before the group is ready, the API server does not listen yet, but already sends calls to its
-        # engine.
+        # engine. So once all ranks are ready, only the engine's answers count until then.
         computes = self._was_ready or self._group_view().computes
         self._engine_clock.update(
             ranks_busy=ranks_busy or self._draining or not computes,

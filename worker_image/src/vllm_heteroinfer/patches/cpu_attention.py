@@ -66,10 +66,10 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
         output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Writes keys and values into the cache and computes attention, by one operation each."""
-        has_default_outputs = (
+        has_usual_arguments = (
             output_shape is None and output_dtype is None and key is not None and value is not None
         )
-        if not has_default_outputs or not self.use_direct_call or torch.compiler.is_compiling():
+        if not has_usual_arguments or not self.use_direct_call or torch.compiler.is_compiling():
             return original(self, query, key, value, output_shape, output_dtype)
         context, impl, name = get_forward_context(), self.impl, self.layer_name
         metadata = context.attn_metadata

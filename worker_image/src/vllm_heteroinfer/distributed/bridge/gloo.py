@@ -162,7 +162,7 @@ class GlooLink:
         """Sends a message to each listener; only the first rank may call it."""
         self._announced += 1
         slot = self._announced % _MAX_UNREAD
-        for peer, work in self._announcement_works[slot]:
+        for peer, work in self._announcement_works[slot]:  # the sends of the earlier message in this place
             self._wait_and_report(work, peer, FREE_PLACE, self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         row = self._announcements[slot, : len(framed)]
