@@ -84,7 +84,7 @@ class HubReader:
         return commit, files
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
-        """Writes a small file.
+        """Downloads a small file and writes it to `into`.
 
         Raises:
             FetchError: the hub does not send the file, or the file is longer than MAX_HEADER_BYTES.
@@ -140,7 +140,7 @@ class HubReader:
         return content
 
     def _read(self, url: str, max_bytes: int, headers: Mapping[str, str] | None = None) -> bytes:
-        """Sends one request. Returns the answer, or its first `max_bytes` bytes if it is longer.
+        """Sends one request. Returns the answer, or only the first `max_bytes` bytes of a longer answer.
 
         Raises:
             FetchError: the hub refuses or does not answer.

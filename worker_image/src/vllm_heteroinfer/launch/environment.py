@@ -86,7 +86,7 @@ def rank_environment(
     env[names.ENV_VISIBLE_GPUS] = names.HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
     if cpu_set is not None and _sets_more_threads(base_env, cpu_set):
-        cpu_set = None
+        cpu_set = None  # do not bind the threads
     for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
     env.setdefault(ONEDNN_CACHE, MAX_CACHED_PRIMITIVES)

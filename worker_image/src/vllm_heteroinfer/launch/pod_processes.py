@@ -330,7 +330,7 @@ class PodProcesses:
             await self._kill_all()  # also ends the process of a start that is still running
         gone = await self._kill_all()
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
-        outputs = [process.child.output for process in self._processes]
+        outputs = [process.child.output for process in self._processes]  # may still have unread lines
         while not all(output.ended for output in outputs) and time.monotonic() < deadline_s:
             await asyncio.sleep(STOP_INTERVAL_S)
         for process in self._processes:
@@ -359,7 +359,7 @@ class PodProcesses:
         """
         seen = process.child.observe()
         if seen.state is ProcessState.ENDED:
-            self._read_channel(process)  # the socket may hold its last messages
+            self._read_channel(process)  # the socket may hold the process's last messages
         stopped = seen.state is ProcessState.STOPPED
         if stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
             self._report_failure(process, seen, now_s)

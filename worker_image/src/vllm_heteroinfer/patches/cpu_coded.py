@@ -104,6 +104,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         """Returns whether the kernels support the layer's scales, and the requirement, for vLLM's error."""
         shape = c.weight_quant_key.scale.group_shape
+        # vLLM describes one scale for each column in two ways: per channel, or per token.
         return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
             "the layer must have one scale for each column, or one for all weights"
         )

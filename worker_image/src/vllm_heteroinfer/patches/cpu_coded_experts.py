@@ -152,7 +152,7 @@ class _CodedMethod:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the experts in place of the parameters."""
-        (pack_experts,) = self.pack_experts
+        (pack_experts,) = self.pack_experts  # `_with_our_method` explains the tuple
         self._experts = pack_experts(layer, self.moe.in_dtype)
         for name in list(layer._parameters):
             del layer._parameters[name]

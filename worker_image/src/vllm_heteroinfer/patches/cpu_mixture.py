@@ -172,12 +172,12 @@ def _consists_of_supported_parts(runner: Any) -> bool:
         runner.routed_output_transform,
         routed.expert_map,
     )
-    sizes = (config.tp_size, config.ep_size, config.dp_size, config.pcp_size)
+    parallel_sizes = {config.tp_size, config.ep_size, config.dp_size, config.pcp_size}
     if (
         type(runner) is not MoERunner
         or type(routed) is not RoutedExperts
         or any(each is not None for each in other_parts)
-        or set(sizes) != {1}
+        or parallel_sizes != {1}  # ranks split the experts
         or config.is_sequence_parallel
         or runner.routed_scaling_factor != 1.0
         or routed.apply_router_weight_on_input
@@ -201,5 +201,5 @@ def _has_packed_weight(gate: Any) -> bool:
         and gate.bias is None
         and gate.weight.ndim == _PACKED_AXES
         and getattr(gate, "out_dtype", None) in {None, torch.bfloat16, torch.float32}
-        and hasattr(gate, "cpu_linear")
+        and hasattr(gate, "cpu_linear")  # set when a CPU layer gets its kernel
     )

@@ -119,7 +119,8 @@ def _with_conversion_in_slices(original: Callable[..., None]) -> Callable[..., N
         """Converts a layer's tensors slice by slice."""
         tensors = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
         inputs, words = tensors[w_q_name].shape
-        # Not from `weight_memory`: vLLM drops these tensors when it packs them for the kernel.
+        # Not from `weight_memory`: vLLM drops these tensors when it packs them for the kernel. `dim` is the
+        # dimension of the outputs in the results of `original`.
         joined_tensors = {
             name: _JoinedTensor(parts=words, dim=1 if name == w_q_name else 0, allocate=torch.empty)
             for name in tensors

@@ -157,21 +157,21 @@ class ForkServer:
             # Buffered output would be written by both processes after the fork.
             sys.stdout.flush()
             sys.stderr.flush()
-            pid = _fork_orphan(self._supervisor)
-            if pid == 0:
+            result = _fork_orphan(self._supervisor)
+            if result == 0:  # this is the fork
                 self._socket.close()
                 _take_over(request, *fds)
                 return request.module
             for fd in fds:
                 os.close(fd)
-            self._answer(request, pid)
+            self._answer(request, result)
 
-    def _answer(self, request: ForkRequest, pid: int | OSError) -> None:
-        """Sends the process id of a fork, or its error, to the supervisor."""
-        if isinstance(pid, OSError):
-            answer = ForkAnswer(label=request.label, error=str(pid))
+    def _answer(self, request: ForkRequest, result: int | OSError) -> None:
+        """Sends the result of a fork to the supervisor: the process id, or the error."""
+        if isinstance(result, OSError):
+            answer = ForkAnswer(label=request.label, error=str(result))
         else:
-            answer = ForkAnswer(label=request.label, pid=pid)
+            answer = ForkAnswer(label=request.label, pid=result)
         self._socket.send(codec.to_json(answer).encode())
 
 

@@ -33,7 +33,7 @@ class Staging:
         self._fetch_start: float | None = None
 
     def copy_out(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
-        """Starts to copy `source`, which has this form, to a buffer.
+        """Starts to copy `source`, a tensor of this form, to a buffer.
 
         Args:
             first: whether this is the first part of a tensor.
@@ -43,9 +43,9 @@ class Staging:
         self._seconds += time.perf_counter() - start
 
     def publishing_signal(self) -> StreamSignal | None:
-        """Returns a signal that publishes the part after its copy; None if there is none.
+        """Returns a signal that publishes the part after its copy.
 
-        In that case, call `wait_for_copies` before you publish the part.
+        Without a signal (None), call `wait_for_copies` before you publish the part.
         """
         return None
 
