@@ -90,8 +90,8 @@ def _parse_option(arg: str, following: Sequence[str]) -> GivenOption:
     """Parses an argument that is an option; `following` are the arguments after it."""
     full_name, equals, value_after_equals = arg.partition("=")
     name, *path = full_name.split(".")
-    # The next argument is the value even if it looks like an option: vLLM removes dotted options first, and
-    # then another argument may follow.
+    # The next argument is `value` even if it looks like an option: vLLM removes dotted options first, and
+    # then another argument may follow. `values` ends before the next option.
     value: str | None = value_after_equals
     values: tuple[str, ...] = (value_after_equals,)
     if not equals:

@@ -70,7 +70,7 @@ def fetch_model(options: FetchOptions) -> int:
 
 
 def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
-    """Reads which commits may be removed from the cache; None if no commit may be removed."""
+    """Reads the rule by which this fetch removes commits from the cache; None if it must remove none."""
     text = env.get(names.ENV_CACHE_CLEANUP, "")
     try:
         return CacheCleanup.from_json(text) if text else None

@@ -124,7 +124,7 @@ def of_model(directory: Path) -> str:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             digest.update(file.read(min(header_bytes, size)))
-            for sample in range(_SAMPLES_PER_FILE):
+            for sample in range(_SAMPLES_PER_FILE):  # evenly spaced, from the start to the end of the file
                 file.seek(sample * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -52,7 +52,7 @@ def observe_host(launch: PodLaunch, address: str) -> Host:
 def waited_for_cpu_s() -> float:
     """Returns how long the main thread has waited for a CPU since its start, in seconds.
 
-    Returns 0 if the kernel does not count it (CONFIG_SCHED_INFO).
+    Returns 0 if the kernel does not count this time (CONFIG_SCHED_INFO).
     """
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9

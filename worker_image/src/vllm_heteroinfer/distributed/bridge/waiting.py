@@ -30,7 +30,7 @@ def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
         if waited < SPIN_S:
             continue
         if waited > timeout_s:
-            return ready()
+            return ready()  # the word may have changed since the check above
         if waited < YIELD_S:
             time.sleep(0)
         else:
