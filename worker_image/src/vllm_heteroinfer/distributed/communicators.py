@@ -170,7 +170,7 @@ def forget_shared_memory(*groups: Any) -> None:
         queue = group.mq_broadcaster
         if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
             queue.buffer.shared_memory.unlink()
-            queue.buffer.is_creator = False
+            queue.buffer.is_creator = False  # so its destructor does not unlink it again
 
 
 def _build_bridge_communicator(kwargs: dict[str, Any]) -> Any:

@@ -85,4 +85,4 @@ def _write_header_only(hub: HubReader, commit: str, file: FetchedFile, path: Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as sparse_file:
         sparse_file.write(header)
-        sparse_file.truncate(max(file.size_bytes, len(header)))
+        sparse_file.truncate(max(file.size_bytes, len(header)))  # never cuts the header

@@ -54,4 +54,4 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
     if buffer is not None and buffer.is_creator:
         with contextlib.suppress(FileNotFoundError):  # a reader's resource tracker has removed it already
             buffer.shared_memory.unlink()
-        buffer.is_creator = False
+        buffer.is_creator = False  # so its destructor does not unlink it again

@@ -245,7 +245,7 @@ class ControlServer:
                     self._handlers.on_stopping(pod)
                 if message.evidence is not None:
                     self._handlers.on_evidence(message.evidence)
-        if self._links.get(pod) is link:
+        if self._links.get(pod) is link:  # no newer connection of this pod has replaced it
             self._disconnected.add(pod)
             has_left = pod in self._stopping and not link.network_failed
             if has_left or not await self._wait_for_reconnect(pod, link):

@@ -349,7 +349,7 @@ class Supervisor:
     def _call_later(self, wait_s: float, act: Callable[[], None]) -> None:
         """Calls `act` after `wait_s` seconds.
 
-        Only time in which this process runs counts: messages may wait in the kernel for it to read them.
+        Counts only time in which this process runs, because unread messages may wait in the kernel.
         """
         self._call_at(self._awake_s() + wait_s, act)
 

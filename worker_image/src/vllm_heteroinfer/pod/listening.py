@@ -29,7 +29,7 @@ async def listen(
         serve, host=host, port=port, limit=limit, backlog=MAX_ACCEPTED_AT_ONCE
     )
     # asyncio uses its backlog both as the length of the queue and as the number of connections to accept in
-    # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11). So set the queue's length again.
+    # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11). So set the length alone here.
     for socket in server.sockets:
         with socket.dup() as duplicate:
             duplicate.listen(MAX_WAITING_CONNECTIONS)

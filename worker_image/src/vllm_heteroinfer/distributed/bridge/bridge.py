@@ -219,7 +219,7 @@ class Bridge:
             return self.all_gather(x, dim)
         dim %= x.dim()
         self._check_sizes(sizes, x.shape[dim], dim)
-        shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])  # headers must not contain the rank's own size
         return self._gather(self._next_header(Operation.ALL_GATHERV, x, shape, sizes=sizes), x, dim, sizes)
 
     def gather(self, x: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
