@@ -193,7 +193,11 @@ class Plan(codec.JsonValue):
             raise ContractError(f"{error}. {_FIX}") from error
 
     def _check_structure(self) -> None:
-        """Checks the properties that `__post_init__` promises; raises ContractError."""
+        """Checks the properties that `__post_init__` promises.
+
+        Raises:
+            ContractError: a property is missing. `__post_init__` adds the fix to its message.
+        """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: must be ranks 0..world_size-1 in order")
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}

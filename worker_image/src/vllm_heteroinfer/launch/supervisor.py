@@ -173,7 +173,7 @@ class Supervisor:
     def _task_failed(self, error: BaseException) -> None:
         """Ends the group because a task of the supervisor raised an error."""
         if self._outcome.done():
-            log.error("a task of the supervisor failed during the shutdown: %r", error)
+            log.error("a task of the supervisor failed during the shutdown: %r. Report this bug", error)
         else:
             self._outcome.set_exception(error)
 
@@ -484,7 +484,10 @@ class Supervisor:
         announcement = start_task(
             self._announce(verdict),
             name="announcement",
-            failed=lambda error: log.error("the verdict may not have reached the other pods: %r", error),
+            failed=lambda error: log.error(
+                "the verdict may not have reached the other pods (%r), so they may report another cause",
+                error,
+            ),
         )
         if verdict is None:
             gone = await self._processes.stop(self._stop_at_once)
