@@ -15,17 +15,17 @@ from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, REVISION
 from heteroinfer_operator.reconcile.revisions import Revision
 
 
-def find_admission(
+def decide_admission(
     context: Context,
     observation: ResourceObservation,
     old: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
-    """Returns the result of the target revision's dry run, and the dry run to send now, if any.
+    """Decides whether the API server must validate the revision of the current spec (dry run) now.
 
-    No dry run is needed while all groups have the target revision, or after the API server has accepted it. A
-    refused revision is tried again as seldom as a refused pod. Until the API server answers, no group is
-    replaced, and a group that is down starts again with its own revision.
+    Returns the last answer, too. No dry run is needed while all groups have this revision, or after the API
+    server has accepted it. A refused revision is tried again as seldom as a refused pod. Until the API server
+    answers, no group is replaced, and a group that is down starts again with its own revision.
     """
     target_name, accepted = context.target.name, observation.admitted
     if (
@@ -58,7 +58,10 @@ def find_admission(
 def _find_outdated_group(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> GroupStatus | None:
-    """Returns the status of a wanted group that has, or would start with, an older revision; or None."""
+    """Returns the status of the first wanted group that has, or would start with, an older revision.
+
+    Returns None if there is no such group.
+    """
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         revision = revision_of(context, status, pods)
@@ -68,7 +71,7 @@ def _find_outdated_group(
 
 
 def _build_example_objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
-    """Builds the objects that a group's next epoch needs, but only one pod of each role."""
+    """Builds the objects that a group's next epoch needs, but only one pod of each role and device."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
     revision = revision.with_mode(None if planned.choice is None else planned.choice.chosen)

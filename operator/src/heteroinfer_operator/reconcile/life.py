@@ -12,11 +12,12 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.rollout import Rollout
 
-_SEVERITY: Final[Mapping[GroupPhase, int]] = MappingProxyType(
+_ORDER: Final[Mapping[GroupPhase, int]] = MappingProxyType(
     {GroupPhase.FAILED: 0, GroupPhase.SLEEPING: 2, GroupPhase.READY: 3}
 )
-_SEVERITY_OF_OTHERS: Final = 1
-"""Severity of all other phases."""
+"""Order of phases: a group in the first phase needs attention most."""
+_ORDER_OF_OTHERS: Final = 1
+"""Position of all other phases in this order."""
 
 
 def build_condition(
@@ -35,7 +36,7 @@ def build_condition(
 
 
 def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
-    """Returns the statuses of groups that serve and that clients can reach."""
+    """Returns the statuses of Ready groups that clients reach and whose leader answers the operator."""
     return tuple(
         d.status
         for d in decisions
@@ -44,13 +45,10 @@ def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
 
 
 def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
-    """Returns the status of the group that needs attention most.
-
-    If the resource has no groups, it is an empty status of group 0.
-    """
+    """Returns the status of the group that needs attention most; an empty status without groups."""
     groups = (decision.status for decision in decisions)
-    worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _SEVERITY_OF_OTHERS), default=None)
-    return worst_first or GroupStatus(index=0)
+    worst = min(groups, key=lambda group: _ORDER.get(group.phase, _ORDER_OF_OTHERS), default=None)
+    return worst or GroupStatus(index=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +97,10 @@ class ConditionFacts:
     @property
     def lost_labels_message(self) -> str:
         """Message about a pod of a Ready group that has lost labels, or ""."""
-        lacking = (d for d in self.decisions if d.lost_labels_message and d.status.phase is GroupPhase.READY)
-        return next((f"group {d.status.index}: {d.lost_labels_message}" for d in lacking), "")
+        with_loss = (
+            d for d in self.decisions if d.lost_labels_message and d.status.phase is GroupPhase.READY
+        )
+        return next((f"group {d.status.index}: {d.lost_labels_message}" for d in with_loss), "")
 
     @property
     def serves_spec(self) -> bool:

@@ -30,28 +30,30 @@ class LostPod(NamedTuple):
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
-    """Returns a pod that lost a label or its owner, with the message; None if there is none.
+    """Returns the first pod that lost a label, otherwise the first that lost its owner; None without one.
 
-    Pods that lost a label come first.
+    The result has the message for the user. `older_statuses` has its wording, because older versions parse
+    the message.
     """
-    labels = next(
-        (LostPod(pod.name, _describe_lost_labels(owner, pod)) for pod in pods if _lost_selector_labels(pod)),
-        None,
-    )
-    owners = (LostPod(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
-    return labels or next(owners, None)
+    without_label = next((pod for pod in pods if _lost_selector_labels(pod)), None)
+    if without_label is not None:
+        return LostPod(without_label.name, _describe_lost_labels(owner, without_label))
+    without_owner = next((pod for pod in pods if pod.lost_owner), None)
+    if without_owner is not None:
+        return LostPod(without_owner.name, older_statuses.lost_owner(owner, without_owner.name))
+    return None
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Reports whether the Service of clients selects no pod of this epoch, ready or not.
+    """Reports whether the Service for clients selects none of these pods, because the leader lost labels.
 
-    It selects only the leader, whose index is 0.
+    The Service selects only the leader, the pod with index 0.
     """
     return not any(index_of(pod) == 0 and _CLIENT_LABELS.isdisjoint(pod.lost_labels) for pod in pods)
 
 
 def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
-    """Adds the lost labels of a group's pods to the decision, and to the group's message."""
+    """Adds a lost label or owner of one of the group's pods to the decision and to the group's message."""
     current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
     loss = find_lost(owner, current) if decision.runs else None
     if loss is None:
@@ -65,7 +67,7 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
 
 
 def _lost_selector_labels(pod: PodView) -> dict[str, str | None]:
-    """Returns the lost labels that a selector uses, with their correct values.
+    """Returns the lost labels by which a Service or policy selects pods, with their correct values.
 
     The loss of other labels has no effect.
     """

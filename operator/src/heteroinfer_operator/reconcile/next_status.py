@@ -116,22 +116,23 @@ def build_status_write(observation: ResourceObservation, status: HeteroInference
 
 
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
-    """Returns the refusals that concern the resource itself or a group that still exists.
+    """Returns the refusals to report: those of the resource itself and of groups that still exist.
 
-    Of dry runs only that of the target revision is included. A write without an answer is included only after
-    several attempts, a dry run without an answer at once.
+    A refused dry run is reported only for the revision of the current spec. A write without an answer is
+    reported only after several attempts, a dry run without an answer immediately.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
     refusals: list[Refusal] = []
     for refusal in context.refusals:
-        is_of_existing = scopes & refusal.scopes or refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
+        is_of_group = bool(scopes & refusal.scopes)
+        is_of_resource = refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
         if refusal.kind == REVISION:
             is_reported = refusal.name == context.target.name
         else:
             is_reported = refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
-        if is_of_existing and is_reported:
+        if (is_of_group or is_of_resource) and is_reported:
             refusals.append(refusal)
-    # A second operator causes the other refusals too, so its refusal comes first.
+    # A second operator that writes the status causes the other refusals too, so its refusal comes first.
     return sorted(refusals, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 
@@ -144,18 +145,19 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 
 
 def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
-    """Returns the earlier refusal of the clients' Service, until the operator has tried to write it again.
+    """Returns the refusal of the clients' Service that the last status reports, or None.
 
-    Returns None if the last status has no such refusal.
-
-    A new process, or a change of the spec, forgets refusals. The Service still does not exist, so Available
-    must not become True before the next attempt.
+    The operator keeps refusals in memory, so a new process forgets them, and a change of the spec clears
+    them. The Service still does not exist then, and Available must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
     if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
-    message = f"Service {name} was refused before; the operator tries again"
+    message = (
+        f"Service {name}: the API server refused it in an earlier attempt, so clients have no address yet. "
+        "The operator tries again now"
+    )
     return Refusal(kind="Service", name=name, reason=before.reason, message=message, retry_at=context.now)
 
 

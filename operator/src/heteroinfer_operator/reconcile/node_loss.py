@@ -18,7 +18,10 @@ from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 def describe_still_running(pods: Sequence[PodView]) -> str:
-    """Describes the first pod whose injected container still runs after the worker has ended, or ""."""
+    """Describes the first pod that an injected container keeps from ending, or "".
+
+    A webhook injected the container, which still runs after the worker has ended.
+    """
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
@@ -62,7 +65,7 @@ class NodeLoss:
 
     def find_epoch_end(self, pods: Sequence[PodView]) -> EpochEnd | None:
         """Returns the end of an epoch with a pod on a lost or deleted node, or None."""
-        pod = next((pod for pod in pods if self._never_confirms_end(pod)), None)
+        pod = next((pod for pod in pods if self._cannot_confirm_end(pod)), None)
         if pod is None:
             return None
         message = f"{self._describe_lost_node(pod)}; the operator treats the pod as lost"
@@ -73,23 +76,30 @@ class NodeLoss:
     ) -> tuple[DeleteObject, ...]:
         """Returns the deletes of the given pods, by force if their kubelet can no longer confirm the end.
 
-        Pods that are already being deleted get no second delete, except by force. With `grace_s` None, each
-        pod's own grace period applies.
+        A pod that is already being deleted gets no second delete, except by force.
+
+        Args:
+            grace_s: grace period for deletes without force; None for each pod's own.
+            after_status: whether the deletes wait until the status is written.
         """
-        graces = {pod.name: 0 if self._never_confirms_end(pod) else grace_s for pod in pods}
+        forced = {pod.name for pod in pods if self._cannot_confirm_end(pod)}
         return tuple(
             DeleteObject(
-                kind="Pod", name=pod.name, uid=pod.uid, grace_s=graces[pod.name], after_status=after_status
+                kind="Pod",
+                name=pod.name,
+                uid=pod.uid,
+                grace_s=0 if pod.name in forced else grace_s,
+                after_status=after_status,
             )
             for pod in pods
-            if not pod.deleting or self._never_confirms_end(pod)
+            if not pod.deleting or pod.name in forced
         )
 
     def next_check_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns the seconds until the next time limit of these pods, or None.
+        """Returns the seconds until the next time limit of these pods, or None if no limit is ahead.
 
-        Limits: the time from which a silent node counts as lost, and the end of the grace period of a pod
-        with a finalizer or without an existing node.
+        A silent node has a limit: the time from which it counts as lost. A pod has a limit if it has a
+        finalizer or its node does not exist: the end of its grace period.
         """
         moments = [self._lost_from(pod) for pod in pods]
         moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
@@ -132,11 +142,11 @@ class NodeLoss:
         """Reports whether a pod that is being deleted is bound to a node that does not exist."""
         return self.nodes is not None and pod.deleting and pod.node != "" and pod.node not in self.nodes
 
-    def _never_confirms_end(self, pod: PodView) -> bool:
-        """Reports whether no kubelet will ever confirm the end of this pod.
+    def _cannot_confirm_end(self, pod: PodView) -> bool:
+        """Reports whether the kubelet of the pod's node can no longer confirm the end of the pod.
 
-        If the pod's node does not exist, the answer is False until the pod's grace period ends: the operator
-        may only not have seen the node yet.
+        If the node does not exist, the answer is False until the pod's grace period ends, because the node
+        may be newer than the operator's list of nodes.
         """
         return self.is_silent(pod) or (self._has_no_node(pod) and self._is_past_grace(pod))
 

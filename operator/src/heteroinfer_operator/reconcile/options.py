@@ -14,10 +14,12 @@ from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
 
 _MAX_EXACT_VERSION: Final = 10**14
-"""A resourceVersion below this number is used as an epoch; pod names have space for all later epochs."""
+"""A resourceVersion below this number counts in full. Pod names have no space for a larger one."""
 _NANOSECONDS_PER_EPOCH: Final = 10**5
+"""Divisor of a larger resourceVersion, which is taken for a time in nanoseconds: no group begins two epochs
+within 0.1 ms."""
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
-"""Start of the count of epochs: pod names stay shorter than with a count from 1970."""
+"""Start of the milliseconds in an epoch: pod names stay shorter than with milliseconds since 1970."""
 _MAX_CLOCK_STEP: Final = timedelta(days=1)
 """Largest tolerated step back of the operator's clock."""
 
@@ -48,20 +50,19 @@ class Options:
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the lowest epoch that a group may begin now.
+        """Returns the lowest epoch that a group may begin now. It is larger than all its earlier epochs.
 
-        No group of this name has used it before. No stored value proves which epochs existed: the status, a
-        scaled group or the whole resource may be lost, and a restore of etcd resets all of them and the
-        resourceVersion. The epoch is therefore the sum of two counts: the milliseconds since _SINCE, which a
-        restore does not reset, and the resourceVersion, which grows with each write and so distinguishes two
-        writes in one millisecond. The operator writes each epoch to the status, so the sum is larger than all
-        earlier epochs under two assumptions: the API server accepts fewer than 1,000 writes a second between
-        a backup and its restore, and the operator's clock is not set back in that time.
+        The epoch is the sum of two counts. The milliseconds since _SINCE survive a restore of etcd. The
+        resourceVersion distinguishes two writes in one millisecond, and the operator writes each epoch to the
+        status. A stored value could not replace the sum: the status, a scaled group or the whole resource may
+        be lost, and a restore of etcd resets all of them.
+
+        The sum is larger under two assumptions: between a backup and its restore, the API server accepts
+        fewer than 1,000 writes a second, and the operator's clock is not set back.
         """
         if not self.names_come_again:
             return 1
         version = version_number(resource_version) or 0
-        # A version with more digits counts nanoseconds. Divided, it still grows faster than epochs begin.
         version_part = version
         if version >= _MAX_EXACT_VERSION:
             version_part = _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
@@ -71,7 +72,8 @@ class Options:
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the largest epoch that the operator can have written to the status of a resource.
 
-        It is the lowest epoch of now plus one day, because the clock may have been set back.
+        It is one day (in milliseconds) above `first_epoch`, because the operator's clock may have been set
+        back by up to a day since the write.
         """
         if not self.names_come_again:
             return _MAX_EXACT_VERSION

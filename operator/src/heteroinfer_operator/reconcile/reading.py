@@ -21,17 +21,19 @@ from heteroinfer_operator.planning.engine_settings import with_state_dtype
 from heteroinfer_operator.planning.first_token import add_keep_alive
 from heteroinfer_operator.reconcile.allowed import Allowed
 
-_PLANS_AT_HAND: Final = 4096
+_MAX_CACHED_PLANS: Final = 4096
 """Number of parsed plans to cache between reconciles: enough for the groups of a cluster."""
 
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
-    """Returns the pods whose names belong to the resource, each with the labels that its name implies."""
+    """Returns the pods whose names belong to the resource, each with the labels that follow from its name."""
     return tuple(labelled for pod in pods if (labelled := with_implied_labels(pod, owner)) is not None)
 
 
 def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
-    """Restores the labels that the pod's name implies, and records the labels that differed.
+    """Restores the labels that follow from the pod's name, and records which of them were wrong.
+
+    The name of a worker pod contains group, epoch and index, and no user can change it.
 
     Returns:
         The pod, or None if its name does not belong to the resource.
@@ -52,12 +54,16 @@ def epoch_of(pod: PodView) -> int:
 
 
 def index_of(pod: PodView) -> int:
-    """Returns the pod's index in its group. The pod must come from `with_implied_labels`, too."""
+    """Returns the pod's index in its group. Its label must be right, as in `epoch_of`."""
     return int(pod.labels[names.LABEL_POD_INDEX])
 
 
 def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
-    """Returns the worker pods of each group, by group index; the pods must have their implied labels."""
+    """Returns the worker pods of each group, by group index.
+
+    Args:
+        pods: pods of `with_complete_labels`, which restores lost labels from the names of the pods.
+    """
     groups: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         if pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER:
@@ -92,9 +98,9 @@ def read_trusted_plans(
 
 
 def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
-    """Returns the names of unsigned ConfigMaps that have the name of a plan but other content.
+    """Returns the names of ConfigMaps that have the name of a plan but neither its content nor a valid code.
 
-    Returns none in an installation without a key, because nothing is signed there.
+    Returns none in an installation without a key, which gives its ConfigMaps no codes.
     """
     if signer.key is None:
         return ()
@@ -138,6 +144,6 @@ def _read_plan_config_map(manifest: Manifest, owner: Owner) -> tuple[str, str | 
     return name.removeprefix(prefix), (manifest.get("data") or {}).get(names.PLAN_KEY)
 
 
-@lru_cache(maxsize=_PLANS_AT_HAND)
+@lru_cache(maxsize=_MAX_CACHED_PLANS)
 def _parse_plan(text: str) -> Plan:
     return codec.from_json(Plan, text, tolerant=True)

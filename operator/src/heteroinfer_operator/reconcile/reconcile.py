@@ -36,7 +36,7 @@ from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.admission import find_admission
+from heteroinfer_operator.reconcile.admission import decide_admission
 from heteroinfer_operator.reconcile.believed_group import check_against_pods
 from heteroinfer_operator.reconcile.cache_use import find_blocking_cleanup, find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
@@ -79,7 +79,7 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
     with_modes_of_plans,
 )
-from heteroinfer_operator.reconcile.rollout import decide_wanted, find_eviction_block
+from heteroinfer_operator.reconcile.rollout import decide_eviction_block, decide_wanted
 from heteroinfer_operator.reconcile.scale_down import decide_unwanted
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_silence, with_silence_by_report
@@ -295,8 +295,8 @@ def _decide_groups(
     strangers = [pod for group in checked.values() for pod in group.strangers]
     by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
     old_groups |= {index: checked[index].status for index in old_groups if index in checked}
-    context = replace(context, admission=find_admission(context, observation, old_groups, by_group))
-    context = replace(context, eviction_block=find_eviction_block(context, old_groups, by_group))
+    context = replace(context, admission=decide_admission(context, observation, old_groups, by_group))
+    context = replace(context, eviction_block=decide_eviction_block(context, old_groups, by_group))
     wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
     context = context.with_chosen_mode()
     unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)

@@ -108,16 +108,16 @@ class Context:
     @property
     def waits_for_admission(self) -> bool:
         """Whether groups must wait because the API server has not validated the target revision yet."""
-        asked = self.admission.dry_run is not None or self.admission.is_unanswered
-        return asked and self.admission.problem is None
+        is_due_or_running = self.admission.dry_run is not None or self.admission.is_unanswered
+        return is_due_or_running and self.admission.problem is None
 
     def with_chosen_mode(self) -> "Context":
-        """Returns the context with the mode that the planner has chosen for the target since."""
+        """Adds the mode that the planner chose in this reconcile to the revision of the current spec."""
         name = self.target.name
         if self.planner.chosen is None or name is None:
             return self
-        decided = self.revisions[name].with_mode(self.planner.chosen)
-        return replace(self, revisions={**self.revisions, name: decided})
+        with_mode = self.revisions[name].with_mode(self.planner.chosen)
+        return replace(self, revisions={**self.revisions, name: with_mode})
 
     def epoch_ref(self, status: GroupStatus) -> EpochRef:
         """Reference to the current epoch of a group."""
@@ -126,13 +126,14 @@ class Context:
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns the refusal that delays the pods of this group, or None.
 
-        The refusal of another object takes precedence over that of a pod, because pods need the object.
+        A refused object that is no pod takes precedence over a refused pod, because pods need the object. Of
+        several refusals, the one with the latest retry counts.
         """
         of_other_objects = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
         return max(of_other_objects, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
 
     def pod_refusal_of(self, group: int) -> Refusal | None:
-        """The refused pod of a group with the latest retry, or None.
+        """Returns the refusal of a pod of this group, or None; of several, the one with the latest retry.
 
         A create without an answer from the API server is not a refusal: the operator tries again and does not
         delete other pods of the group.
@@ -142,10 +143,11 @@ class Context:
 
     @property
     def refused_worker(self) -> tuple[int, Refusal] | None:
-        """A refused pod of any group, with the index of its group, or None.
+        """The index of a group with a refused pod, and the refusal; None without one.
 
-        While such a pod exists, groups start one at a time. Groups that start together could each get only
-        some of their pods if a quota has room for one group only.
+        Only refusals by the API server (ObjectRefused) count, because only these may come from a quota. While
+        there is one, groups start one at a time: if groups shared a quota that has room for one group, each
+        could get only some of its pods.
         """
         for index in range(self.replicas):
             refusal = self.pod_refusal_of(index)

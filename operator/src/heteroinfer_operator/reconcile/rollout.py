@@ -51,14 +51,14 @@ class Rollout:
         return f"{self.wanted - self.outdated} of {self.wanted} groups have the new revision"
 
 
-def find_eviction_block(
+def decide_eviction_block(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> EvictionBlock:
-    """Decides whether evictions must be blocked before a rollout stops a serving group.
+    """Decides whether the disruption budget must block evictions while a rollout stops a serving group.
 
-    The result also says whether the disruption budget already blocks them. A single group needs no block: no
-    other group could serve during the rollout. If the API server refuses the disruption budget, the rollout
-    continues without it.
+    Without the block, an eviction at the same time could stop a second group, so that fewer groups would
+    serve than `rollout.maxUnavailable` allows. A single group needs no block, because no other group could
+    serve meanwhile. If the API server refuses the budget, the rollout continues without it.
     """
     if (
         context.replicas == 1
@@ -68,23 +68,25 @@ def find_eviction_block(
     ):
         return EvictionBlock()
     serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
-    if not serving & outdated or context.life.rollout.max_unavailable <= context.replicas - len(serving):
+    may_stop_none = context.life.rollout.max_unavailable <= context.replicas - len(serving)
+    if not serving & outdated or may_stop_none:  # the rollout stops no serving group now
         return EvictionBlock()
-    name, pods = identity.shared_budget(context.owner), sum(len(by_group.get(i, ())) for i in serving)
-    stored = [
-        stored_object
-        for stored_object in context.planner.observation.objects
-        if stored_object["metadata"]["name"] == name
+    budget_name = identity.shared_budget(context.owner)
+    num_serving_pods = sum(len(by_group.get(i, ())) for i in serving)
+    budgets = [
+        stored
+        for stored in context.planner.observation.objects
+        if stored["kind"] == BUDGET_KIND and stored["metadata"]["name"] == budget_name
     ]
-    refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
-    is_closed = any(budget["kind"] == BUDGET_KIND and _min_available(budget) >= pods for budget in stored)
-    return EvictionBlock(wanted=True, done=is_closed or refused)
+    blocks_already = any(_min_available(budget) >= num_serving_pods for budget in budgets)
+    is_refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
+    return EvictionBlock(wanted=True, done=blocks_already or is_refused)
 
 
 def _may_continue(context: Context) -> bool:
-    """Reports whether the target revision may replace groups now.
+    """Reports whether the revision of the current spec may replace groups now.
 
-    It may not after it has failed, or while the API server validates it.
+    It may not after a group with this revision has failed, or while the API server validates the revision.
     """
     return not context.target_failed and not context.waits_for_admission
 
@@ -99,13 +101,13 @@ def _find_serving(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
     """Returns the indices of the wanted groups that serve now."""
-    return {i for i in range(context.replicas) if i in old and _all_pods_ready(old[i], by_group.get(i, ()))}
+    return {i for i in range(context.replicas) if i in old and _is_serving(old[i], by_group.get(i, ()))}
 
 
 def _find_outdated_groups(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the indices of the wanted groups whose pods do not have the target revision."""
+    """Returns the indices of the wanted groups whose pods have an older revision."""
     return {
         i
         for i in range(context.replicas)
@@ -122,8 +124,8 @@ def decide_wanted(
 ) -> list[GroupDecision]:
     """Returns the decision about each wanted group, in the order of the index.
 
-    A rollout stops serving groups only within `maxUnavailable`. While the API server refuses a pod, groups
-    start one at a time.
+    A rollout stops serving groups only within `rollout.maxUnavailable`. While the API server refuses a pod,
+    groups start one at a time: a group waits until the groups in `incomplete` have all their pods.
     """
     num_groups = context.replicas
     serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
@@ -132,8 +134,9 @@ def decide_wanted(
     num_may_stop = 0  # serving groups that the rollout may stop now
     if context.eviction_block.done:
         num_may_stop = context.life.rollout.max_unavailable - (num_groups - len(serving))
-    decisions = []
+    one_at_a_time = context.refused_worker is not None
     incomplete = _find_incomplete(context, old, by_group)
+    decisions = []
     for index in range(num_groups):
         pods, is_serving = by_group.get(index, ()), index in serving
         decision = decide_group(
@@ -145,12 +148,8 @@ def decide_wanted(
             starts_after=min(incomplete - {index}, default=None),
         )
         if decision.status.epoch_start_time is None:
-            incomplete.discard(index)
-        elif (
-            decision.creates
-            and context.refused_worker is not None
-            and _delays_others(context, decision.status)
-        ):
+            incomplete.discard(index)  # the operator requests no pods for this group now
+        elif decision.creates and one_at_a_time and _delays_others(context, decision.status):
             incomplete.add(index)
         if is_serving and decision.deletes:
             num_may_stop -= 1
@@ -163,9 +162,9 @@ def decide_wanted(
 def _find_incomplete(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the indices of groups that have just begun and lack pods; other groups wait for them.
+    """Returns the indices of groups whose epoch has just begun and lacks pods. Other groups wait for them.
 
-    The set is empty unless the API server refused a pod: only then do groups start one at a time.
+    The set is empty unless the API server refused a pod, because only then groups start one at a time.
     """
     if context.refused_worker is None:
         return set()
@@ -180,7 +179,7 @@ def _find_incomplete(
 
 
 def _delays_others(context: Context, status: GroupStatus) -> bool:
-    """Reports whether other groups still wait for this group's pods, at most for `_MAX_WAIT_FOR_PODS`."""
+    """Reports whether the group's epoch began less than `_MAX_WAIT_FOR_PODS` ago, so that others wait."""
     began = status.epoch_start_time
     return began is not None and context.now - began < _MAX_WAIT_FOR_PODS
 
@@ -188,7 +187,12 @@ def _delays_others(context: Context, status: GroupStatus) -> bool:
 def find_unfinished_rollout(
     decisions: Sequence[GroupDecision], revision: str | None, *, model_problem: str
 ) -> Rollout | None:
-    """Returns the rollout that is in progress, or None if no group has an older revision."""
+    """Returns the rollout that is in progress, or None if no group runs an older revision.
+
+    Args:
+        revision: name of the current spec's revision.
+        model_problem: why the model cannot be read, or "".
+    """
     outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None
@@ -206,15 +210,13 @@ def _find_obstacle(decision: GroupDecision) -> str:
     return ""
 
 
-def _all_pods_ready(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Reports whether a group serves now.
+def _is_serving(status: GroupStatus, pods: Sequence[PodView]) -> bool:
+    """Reports whether a group serves: all its pods exist and are ready, and clients reach its leader.
 
-    It does if all its pods exist and are ready, and clients reach its leader.
-
-    Clients do not reach a leader that lost the labels by which their Service selects it.
+    Clients do not reach a leader that lost the labels by which the Service for clients selects it.
     """
     newest = max((epoch_of(pod) for pod in pods), default=0)
-    pods = [pod for pod in pods if epoch_of(pod) == newest]
-    present = {pod.name for pod in pods}
-    all_exist = all(entry.pod in present for entry in status.members)
-    return all_exist and not is_cut_off(pods) and all(pod.ready and not pod.ended for pod in pods)
+    current = [pod for pod in pods if epoch_of(pod) == newest]
+    current_names = {pod.name for pod in current}
+    all_exist = all(entry.pod in current_names for entry in status.members)
+    return all_exist and not is_cut_off(current) and all(pod.ready and not pod.ended for pod in current)
