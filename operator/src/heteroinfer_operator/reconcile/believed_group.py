@@ -23,9 +23,10 @@ class CheckedGroup:
     """A group's status and pods after the check.
 
     Attributes:
-        status: last written status without the values that the pods refute.
+        status: last written status, without values that contradict the pods.
         pods: pods of the group's current epoch and of older epochs.
-        strangers: pods that the operator did not create, with the name and owner of a pod of the group.
+        strangers: pods that the operator did not create, although their name and owner are those of a pod of
+            the group.
     """
 
     status: GroupStatus
@@ -34,22 +35,23 @@ class CheckedGroup:
 
 
 def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> CheckedGroup:
-    """Removes status values and pods that the operator cannot have written or created."""
+    """Separates what the operator wrote and created from what only other users can have written.
+
+    The current epoch is the epoch that runs, otherwise the highest that the operator can have created.
+    """
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)
     running_epoch = _find_running_epoch(context, status, by_epoch)
-    if not _status_epoch_is_possible(context, status, by_epoch) or (
-        running_epoch is not None and status.epoch > running_epoch
-    ):
+    is_ahead_of_pods = running_epoch is not None and status.epoch > running_epoch
+    if is_ahead_of_pods or not _status_epoch_is_possible(context, status, by_epoch):
         status = transitions.without_epoch(status)
-    newest = max(
-        [status.epoch, *(epoch for epoch in by_epoch if _pod_epoch_is_possible(context, status, epoch))]
-    )
+    possible_epochs = [epoch for epoch in by_epoch if _pod_epoch_is_possible(context, status, epoch)]
+    newest = max([status.epoch, *possible_epochs])
     epoch = newest if running_epoch is None else running_epoch
     current = by_epoch.get(epoch, ())
     origin = EpochOrigin.from_pods(context, status, current)
-    own = {pod.uid for pod_epoch in by_epoch for pod in by_epoch[pod_epoch] if pod_epoch < epoch}
+    own = {pod.uid for pod_epoch, older in by_epoch.items() if pod_epoch < epoch for pod in older}
     own |= {pod.uid for pod in current if origin.can_have_pod(index_of(pod))}
     return CheckedGroup(
         status=_without_impossible_members(context, status, epoch, origin),
@@ -61,23 +63,24 @@ def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[Pod
 def _find_running_epoch(
     context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]
 ) -> int | None:
-    """Returns the epoch whose pods all exist, with none ended, or None.
+    """Returns the epoch whose pods all exist and have not ended; None without such an epoch.
 
-    The operator writes the status before it deletes the pods of an ended epoch. If it dies in between, a pod
-    of that epoch has ended or is missing, or the operator decides the end again. An epoch with a recorded end
-    that still runs counts only while it serves.
+    An epoch whose end is in the status counts only while it serves, which revokes the end. The operator
+    writes an end before it deletes the pods, and may die in between. If the end was right, a pod has ended or
+    is missing, or the operator finds the end again.
 
-    Of several such epochs, one that serves wins, then the epoch of the status, then the highest. The status
-    counts more than the number, because other users can create all pods of a higher epoch.
+    Of several such epochs, an epoch that serves takes precedence, then the epoch of the status, then the
+    highest. The status counts more than the number, because other users can create all pods of a higher
+    epoch.
     """
-    recorded = {failure.epoch for failure in status.failures}
+    ended_epochs = {failure.epoch for failure in status.failures}
     candidates: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
         origin = EpochOrigin.from_pods(context, status, pods)
         own = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
         serves = origin.knows_pod_count and all(pod.ready for pod in own)
         is_whole = bool(own) and not origin.missing_indices(own) and not any(pod.ended for pod in own)
-        if is_whole and (serves or epoch not in recorded):
+        if is_whole and (serves or epoch not in ended_epochs):
             candidates.append((serves, epoch == status.epoch, epoch))
     if not candidates:
         return None

@@ -92,7 +92,7 @@ def worst_group_down(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def ready_if_no_pod_left(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers whether all pods are gone if no group is wanted; otherwise returns None."""
+    """Answers whether all pods are gone if no group is wanted; returns None if a group is wanted."""
     if not facts.why_no_group:
         return None
     return ConditionAnswer(
@@ -101,9 +101,11 @@ def ready_if_no_pod_left(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers whether clients reach the groups; returns None unless all groups serve this spec.
+    """Answers True if all groups serve this spec and clients reach them; otherwise returns None.
 
-    It answers Unknown if a leader does not answer. It returns None, too, if a pod has lost labels.
+    If clients cannot reach the spec's port, the answer is False. If a leader does not answer the operator,
+    the answer is Unknown. Returns None also if a pod has lost labels, because `stalled_but_none_failed`
+    reports such a pod.
     """
     if not facts.serves_spec or facts.lost_labels_message:
         return None
@@ -115,19 +117,19 @@ def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
 def stalled_but_none_failed(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if the user must act and no group has failed; otherwise returns None.
 
-    The failure of a group has its own message.
+    `a_group_is_down` reports a group that has failed.
     """
-    stalled = _find_stall(facts)
-    if stalled is None or facts.worst.phase is GroupPhase.FAILED:
+    stall = _find_stall(facts)
+    if stall is None or facts.worst.phase is GroupPhase.FAILED:
         return None
-    return ConditionAnswer(False, stalled.reason, stalled.message)
+    return ConditionAnswer(False, stall.reason, stall.message)
 
 
 def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers False with the refusal if too few groups serve and the API server refused an object for them.
+    """Answers False if a group waits for an object that the API server refused; otherwise returns None.
 
-    Otherwise returns None. Ignores a refused Service for clients (CLIENTS_SCOPE), because no group waits
-    for it.
+    A group waits if too few groups serve and the worst group is Pending. No group waits for the Service for
+    clients (CLIENTS_SCOPE), so its refusal is ignored.
     """
     if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
@@ -153,10 +155,10 @@ def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def problem_without_groups(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers for a resource without wanted groups; returns None if a group is wanted.
+    """Answers for a suspended resource, or one that is scaled to zero; returns None if a group is wanted.
 
-    Without a problem of the spec, the answer is False with the reason why no group is wanted: the resource is
-    suspended or scaled to zero.
+    If the spec has a problem, the user may have to act: the answer is then that of `_find_stall`. Otherwise
+    the answer is False with the reason why no group is wanted.
     """
     if not facts.why_no_group:
         return None
@@ -183,7 +185,7 @@ def spec_cannot_start(facts: ConditionFacts) -> ConditionAnswer | None:
 def labels_must_be_restored(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers True if pods have lost labels; otherwise returns None.
 
-    The operator may not restore labels, so the user must.
+    The operator has no right to restore labels, so the user must.
     """
     return ConditionAnswer(True, LOST_LABEL, facts.lost_labels_message) if facts.lost_labels_message else None
 
@@ -197,7 +199,7 @@ def not_stalled(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def pods_end(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers whether pods still end if no group is wanted; otherwise returns None."""
+    """Answers whether pods still end if no group is wanted; returns None if a group is wanted."""
     if not facts.why_no_group:
         return None
     return ConditionAnswer(facts.draining, facts.why_no_group, _why_pods_remain(facts))
@@ -245,7 +247,7 @@ def no_change(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def only_some_serve(facts: ConditionFacts) -> ConditionAnswer:
-    """Answers True if some groups serve and others do not, otherwise False."""
+    """Answers True if some of the wanted groups serve and others do not, otherwise False."""
     reason = LEADER_SILENT if facts.silent_leader else facts.worst.phase.value
     return ConditionAnswer(
         0 < len(facts.serving) < facts.wanted, reason, facts.silent_leader or facts.worst_message
@@ -307,11 +309,12 @@ def _why_pods_remain(facts: ConditionFacts) -> str:
 
 
 def _down_reason(worst: GroupStatus) -> str:
-    """Returns the reason of the failure that stopped the group, otherwise the reason for its phase."""
-    waits = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
-    # Only failures cause these phases, also in a status of 0.1.0 and after a suspension.
-    is_down = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
-    if is_down and worst.failures and not waits:
+    """Returns why a group does not serve: the reason of its last failure, otherwise of its phase."""
+    has_other_cause = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
+    # A status of 0.1.0, or from before a suspension, lacks `after_failure`. But only failures cause these
+    # two phases.
+    is_after_failure = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
+    if is_after_failure and worst.failures and not has_other_cause:
         return worst.failures[-1].reason
     return _phase_reason(worst)
 
@@ -324,10 +327,10 @@ def _phase_reason(group: GroupStatus) -> str:
 
 
 def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
-    """Builds the conditions Planned and CapacityAvailable of all wanted groups.
+    """Builds the conditions Planned and CapacityAvailable from the decisions about all wanted groups.
 
-    The first problem in this order decides: missing capacity, a refused plan, a group that waits for its
-    plan, and a running group whose plan is lost.
+    The first problem in this order decides: missing capacity, a plan that cannot be made, a group that waits
+    for the model, no running group, and a running group whose plan is lost.
     """
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
     refusals = [decision.refusal for decision in facts.decisions if decision.refusal is not None]
@@ -359,8 +362,8 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
     lost = [str(decision.status.index) for decision in running if decision.plan is None]
     if lost:
         message = (
-            f"the plan of group {', '.join(lost)} was deleted or cannot be read. The group keeps serving; "
-            "its next epoch gets a new plan"
+            f"the plan of group {', '.join(lost)} was deleted or cannot be read. No action is needed: the "
+            "group keeps serving, and its next epoch gets a new plan"
         )
         return (facts.build(planned, None, PlanReason.PLAN_LOST.value, message), capacity_condition)
     return (facts.build(planned, True, "PlanReady", facts.plan_notes), capacity_condition)

@@ -10,7 +10,7 @@ from heteroinfer_operator.api.status import MAX_EXIT_CODE
 from heteroinfer_operator.cluster import ContainerTermination, PodView
 
 IMAGE_CHANGED: Final = "ImageChanged"
-"""An upgrade of the operator causes it once, and it does not delay other restarts."""
+"""Reason of an end that an upgrade of the operator causes once. Such an end does not delay other restarts."""
 NODE_LOST: Final = "NodeLost"
 POD_DELETED: Final = "PodDeleted"
 POD_ENDED: Final = "PodEnded"
@@ -42,15 +42,16 @@ class EpochEnd:
 
 
 def has_run(pod: PodView) -> bool:
-    """Reports whether this pod may have joined its group; if not, a new pod can take its name."""
+    """Reports whether this pod may have joined its group. If not, a new pod can take its name."""
     return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 
 def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     """Returns why an epoch with these pods has ended, or None if it has not ended.
 
-    A pod that ended before it ran does not end the epoch. A pod's report about itself takes precedence, then
-    Kubernetes' report about the pod, then the reports of other pods: they see only that the pod is gone.
+    A pod that ended before it ran does not end the epoch. Of several causes, a pod's report about itself
+    takes precedence, then Kubernetes' report about the pod, then the reports of other pods, which see only
+    that the pod is gone.
     """
     ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
@@ -61,7 +62,7 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
 
 
 def _find_first_cause(ended: Sequence[PodView]) -> EpochEnd:
-    """Returns the cause that takes precedence over those of the other ended pods."""
+    """Returns the cause that takes precedence, in the order that `find_epoch_end` describes."""
     causes_by_precedence: tuple[Iterable[EpochEnd | None], ...] = (
         (_find_own_report(pod) for pod in ended),
         (_find_disruption(pod) for pod in ended),
@@ -100,13 +101,13 @@ def _find_own_report(pod: PodView) -> EpochEnd | None:
 
 
 def _find_peer_report(pod: PodView) -> EpochEnd | None:
-    """Returns the end from a pod's report, also about another pod, or None."""
+    """Returns the end from a pod's report about any pod of the group; None without a report."""
     failure = _read_failure(pod)
     return None if failure is None else _build_from_failure(failure)
 
 
 def _build_from_failure(failure: Failure) -> EpochEnd:
-    """Returns the end for a failure report; shortens the message and the log line together."""
+    """Returns the end for a failure report; shortens message and log line so that both fit the status."""
     message, log = failure.message, failure.last_log
     if len(message) + len(log) > _MAX_TEXT:  # keep the beginning of the message and the end of the log line
         message, log = message[: _MAX_TEXT - min(len(log), _MAX_LOG)], log[-_MAX_LOG:]
@@ -119,9 +120,9 @@ def _build_from_failure(failure: Failure) -> EpochEnd:
 
 
 def _find_disruption(pod: PodView) -> EpochEnd | None:
-    """Returns the end if Kubernetes evicted or preempted the pod, otherwise None."""
-    evicted = pod.reason in {"Evicted", "Preempting", NODE_LOST, "NodeShutdown", "Terminated"}
-    if not pod.disrupted and not evicted:
+    """Returns the end if Kubernetes evicted, preempted or drained the pod, otherwise None."""
+    is_evicted = pod.reason in {"Evicted", "Preempting", NODE_LOST, "NodeShutdown", "Terminated"}
+    if not pod.disrupted and not is_evicted:
         return None
     reason = pod.disrupted or pod.reason
     on_node = f" on node {pod.node}" if pod.node else ""
@@ -133,9 +134,9 @@ def _find_disruption(pod: PodView) -> EpochEnd | None:
 
 
 def _find_termination(pod: PodView) -> EpochEnd | None:
-    """Returns the end if the pod's container ended without a report, otherwise None.
+    """Returns the end if the pod's container failed without a report, otherwise None.
 
-    A container that ended with exit code 0 during the pod's deletion has not failed.
+    Exit code 0 during the deletion of the pod is no failure: `_find_deletion` finds this end.
     """
     if pod.termination is None or _read_failure(pod) is not None:
         return None

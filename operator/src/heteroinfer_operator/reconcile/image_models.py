@@ -16,7 +16,7 @@ from heteroinfer_operator.nodes.role_demand import template_fields
 from heteroinfer_operator.reconcile.startup import is_container_blocked
 
 _PULL_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff", "CreateContainerConfigError"})
-"""Reasons of the kubelet that a missing image or object explains."""
+"""Reasons of the kubelet with another cause: a missing image, Secret or ConfigMap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,9 @@ class ImageNodes:
     """The nodes for the pod that reads a model from an image.
 
     Attributes:
-        unable: names of nodes that select the pod but cannot mount the image.
-        able: names of the other nodes that select the pod, nodes with the most free memory first.
+        unable: names of nodes that suit the pod but cannot mount the image.
+        able: names of the other nodes that suit the pod: first those that accept new pods, among them those
+            with the most free memory.
         problem: why no node can mount the image, or "".
     """
 
@@ -37,7 +38,7 @@ class ImageNodes:
 def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None) -> ImageNodes:
     """Finds the nodes that can mount a model's image, and the nodes that cannot.
 
-    Both are empty for other models, and if the operator may not read nodes.
+    Finds no nodes for a model that is not in an image, and without the right to read nodes.
     """
     if nodes is None or not mounts_images(spec, None):
         return ImageNodes()
@@ -49,11 +50,11 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
         if obstacle := find_lasting_obstacle(demand_with_image, node):
             by_obstacle.setdefault(obstacle, []).append(node.name)
     unable = tuple(name for node_names in by_obstacle.values() for name in node_names)
-    if len(unable) < len(candidates):
+    if len(unable) < len(candidates):  # some nodes can mount the image
         excluded = frozenset(unable)
-        others = [node for node in candidates if node.name not in excluded]
-        others.sort(key=lambda node: (not node.schedulable, -_free_memory_bytes(node), node.name))
-        return ImageNodes(unable=unable, able=tuple(node.name for node in others))
+        able = [node for node in candidates if node.name not in excluded]
+        able.sort(key=lambda node: (not node.schedulable, -_free_memory_bytes(node), node.name))
+        return ImageNodes(unable=unable, able=tuple(node.name for node in able))
     described = ", ".join(
         f"{name_nodes(node_names)} {obstacle.describe(len(node_names))}"
         for obstacle, node_names in by_obstacle.items()
@@ -72,7 +73,7 @@ def _free_memory_bytes(node: NodeView) -> float:
 def with_image_volume_advice(
     spec: HeteroInferenceSpec, pods: Sequence[PodView], nodes: Sequence[NodeView] | None
 ) -> tuple[PodView, ...]:
-    """Adds advice to the kubelet's message about a container that it cannot create beside image volumes."""
+    """Adds cause and fix to the kubelet's message if it cannot create a container with an image volume."""
     if not any(mounts_images(spec, role.template) for role in spec.roles):
         return tuple(pods)
     problems = {node.name: node.no_image_volumes for node in nodes or ()}
@@ -80,11 +81,11 @@ def with_image_volume_advice(
 
 
 def _with_advice(pod: PodView, node_problem: str | None) -> PodView:
-    """Adds advice to the message of a pod.
+    """Adds cause and fix to the kubelet's message about a pod whose container it cannot create.
 
     Args:
-        node_problem: why the pod's node cannot mount image volumes; "" if nothing is known against it, None
-            if the node is unknown.
+        node_problem: program of the pod's node that is too old for image volumes; "" without one, None if the
+            node is unknown.
     """
     waiting = pod.waiting
     if waiting is None or not is_container_blocked(pod) or waiting.reason in _PULL_REASONS:

@@ -48,7 +48,7 @@ _PROGRESS_EVERY_S: Final = 5.0
 _CHECK_CLEANUP_EVERY_S: Final = 2.0
 """Seconds between checks whether a fetch pod may still remove commits."""
 _NUM_PROGRESS_STEPS: Final = 100
-"""The status shows the progress of a fetch in this many steps, which limits the number of its writes."""
+"""Number of steps in which the status shows the progress of a fetch: each step is a write of the status."""
 _STOP_GRACE_S: Final = 2
 _MAX_CACHED_PROFILES: Final = 1024
 """Number of parsed profiles to cache between reconciles."""
@@ -120,8 +120,8 @@ class ModelDecision:
 
 def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
     """Returns the time at which a group last ended because it could not read its model, or None."""
-    last = [group.failures[-1] for group in groups if group.failures]
-    times = [failure.time for failure in last if failure.reason == FailureReason.MODEL_NOT_READABLE]
+    last_failures = [group.failures[-1] for group in groups if group.failures]
+    times = [each.time for each in last_failures if each.reason == FailureReason.MODEL_NOT_READABLE]
     return max(times, default=None)
 
 
@@ -169,9 +169,11 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
 
 
 def _wait_for_cleanup(stored: ModelStatus, pod: PodView, deletes: tuple[DeleteObject, ...]) -> ModelDecision:
-    """Returns the decision while a pod may remove a commit that the resource begins to use.
+    """Returns the decision while a fetch pod may remove a commit that the resource begins to use.
 
-    The status is already that of the resource's model, and no longer that of an earlier model.
+    Args:
+        stored: status of the resource's current model, not of an earlier one.
+        pod: the fetch pod, which may belong to another resource.
     """
     return ModelDecision(
         status=stored,
@@ -193,14 +195,13 @@ def _is_status_of_model(status: ModelStatus, key: str) -> bool:
 
 
 def _read_stored_profile(context: ModelContext, stored: ModelStatus) -> ModelProfile | None:
-    """Returns the stored profile, or None if there is none or it is outdated.
+    """Returns the stored profile of the model, or None if a pod must inspect the model (again).
 
-    It is outdated if a group could not read the model after the last check.
+    A profile is outdated if a group could not read the model after the last inspection.
     """
     since = context.unreadable_since
-    if stored.profile is None or (
-        since is not None and (stored.checked_time is None or stored.checked_time < since)
-    ):
+    is_outdated = since is not None and (stored.checked_time is None or stored.checked_time < since)
+    if stored.profile is None or is_outdated:
         return None
     try:
         return _parse_profile(stored.profile)
@@ -233,7 +234,7 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
 
 
 def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
-    """Returns the decision about the model from the state of its pod."""
+    """Returns the decision about the model while its pod exists."""
     if pod.termination is not None and not pod.deleting:
         return _decide_ended(context, stored, pod)
     look_again_s = context.node_loss.next_check_s([pod])
@@ -250,8 +251,7 @@ def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -
     if pod.waiting is not None and is_container_blocked(pod):
         return _decide_blocked(context, stored, pod, pod.waiting)
     wait_message = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
-    lost_label = find_lost(context.owner, [pod])
-    damaged_pod, loss_message = lost_label or (None, "")
+    damaged_pod, loss_message = find_lost(context.owner, [pod]) or (None, "")
     stored = stored.changed(damaged_pod=damaged_pod)
     decision = replace(
         _decide_in_progress(context, stored, "; ".join(filter(None, (wait_message, loss_message)))),
@@ -263,9 +263,9 @@ def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -
 
 
 def _decide_in_progress(context: ModelContext, stored: ModelStatus, wait_message: str) -> ModelDecision:
-    """Returns the decision while a pod works.
+    """Returns the decision while a pod fetches or inspects the model, or is about to.
 
-    An earlier failure stays reported until the pod makes progress.
+    The status keeps an earlier failure until the pod makes progress.
     """
     status, progress = _with_running_phase(context, stored), context.progress
     if progress is not None and progress.total_bytes:
@@ -289,7 +289,10 @@ def _with_running_phase(context: ModelContext, stored: ModelStatus) -> ModelStat
 
 
 def _round_to_steps(progress: FetchProgress) -> int:
-    """Rounds the finished bytes down to whole steps of the total."""
+    """Rounds the finished bytes down to whole steps of the total.
+
+    So the status changes at most _NUM_PROGRESS_STEPS times in one fetch.
+    """
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
@@ -308,10 +311,10 @@ def _describe_progress(status: ModelStatus) -> str:
 def _decide_blocked(
     context: ModelContext, stored: ModelStatus, pod: PodView, waiting: Waiting
 ) -> ModelDecision:
-    """Returns the decision while the pod's container cannot be created; the kubelet retries."""
+    """Returns the decision while the kubelet cannot create the pod's container and tries again."""
     reason, message = waiting
     if reason in _IMAGE_REASONS:
-        # The kubelet alternates between two reasons. A single reason avoids repeated writes of the status.
+        # The kubelet alternates between these reasons. A single one avoids repeated writes of the status.
         image = context.images.image_for(context.spec, Device.CPU)
         reason, message = (
             "ImagePullBackOff",
@@ -333,7 +336,7 @@ def _decide_ended(context: ModelContext, stored: ModelStatus, pod: PodView) -> M
     assert ended is not None
     if ended.exit_code == 0:
         try:
-            return _decide_known(context, stored, pod, ended.message)
+            return _decide_profile_read(context, stored, pod, ended.message)
         except ContractError as error:
             reason = FailureReason.MODEL_NOT_READABLE.value
             return _decide_failed(
@@ -346,10 +349,19 @@ def _decide_ended(context: ModelContext, stored: ModelStatus, pod: PodView) -> M
     return _decide_failed(context, stored, pod, reason, describe_exit(pod.name, ended))
 
 
-def _decide_known(context: ModelContext, stored: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
-    """Returns the decision with the profile that the model pod returned."""
-    fetched = FetchedModel.from_json(answer) if context.fetches else None
-    profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
+def _decide_profile_read(
+    context: ModelContext, stored: ModelStatus, pod: PodView, result: str
+) -> ModelDecision:
+    """Returns the decision with the profile in the result of the model pod.
+
+    Args:
+        result: JSON text of a FetchedModel if the model comes from a hub, otherwise of a ModelProfile.
+
+    Raises:
+        ContractError: the result is not valid, or the profile is too long for the status.
+    """
+    fetched = FetchedModel.from_json(result) if context.fetches else None
+    profile = ModelProfile.from_json(result) if fetched is None else fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
     text = profile.to_json()
     if len(text) > MAX_PROFILE_LENGTH:
@@ -387,9 +399,10 @@ def _decide_known(context: ModelContext, stored: ModelStatus, pod: PodView, answ
 def _decide_failed(
     context: ModelContext, stored: ModelStatus, pod: PodView, reason: str, message: str
 ) -> ModelDecision:
-    """Returns the decision after a failed attempt.
+    """Returns the decision after the model pod has failed.
 
-    The pod stays, with its log, until the next attempt is due.
+    The pod stays, so that users can read its log, until the next attempt is due. Then the pod is deleted,
+    and the failure is counted.
     """
     failures = stored.failures or 0
     retry_after_s = min(_FIRST_RETRY_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
@@ -413,10 +426,13 @@ def _decide_failed(
 
 
 def _build_deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
-    """Returns the deletes of these model pods; a pod that has ended goes after the status is written."""
+    """Returns the deletes of these model pods.
+
+    A pod that has ended is deleted only after the status is written, because the pod has the result.
+    """
     ended_pods = [pod for pod in pods if pod.termination is not None]
     running = [pod for pod in pods if pod.termination is None]
-    # A fetch needs no time to clean up: the files that it has fetched stay in the cache.
+    # The grace period is short, because a fetch needs no time to clean up: fetched files stay in the cache.
     return (
         *context.node_loss.build_deletes(ended_pods, grace_s=0, after_status=True),
         *context.node_loss.build_deletes(running, grace_s=_STOP_GRACE_S),

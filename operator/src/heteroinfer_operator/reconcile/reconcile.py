@@ -109,7 +109,8 @@ def _decide_living_resource(
 ) -> Decision:
     """Returns the decision about a resource that is not being deleted.
 
-    It first builds the context that all parts of the decision share.
+    The decision about the model comes first, because plans need the model's profile. Then the context is
+    built, which all decisions about groups share.
     """
     resource = observation.resource
     owner = Owner(key=resource.key, uid=resource.uid)
@@ -129,10 +130,10 @@ def _decide_living_resource(
         observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
     )
     revisions = with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources)
-    accepted = revisions.get(target.name or "") if target.refusal is None else None
+    accepted_target = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _num_wanted_groups(life.replicas, status, observation.pods)
     planner = GroupPlanner(
-        request=_build_group_request(resource.key, accepted, model.profile, options),
+        request=_build_group_request(resource.key, accepted_target, model.profile, options),
         waits_for=model.message,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
@@ -185,7 +186,12 @@ def _is_fetch_pod_wanted(observation: ResourceObservation, model: ModelDecision)
 def _build_group_request(
     key: ResourceKey, revision: Revision | None, profile: ModelProfile | None, options: Options
 ) -> GroupRequest | None:
-    """Returns the request for a plan; None while the spec is refused or the model is unknown."""
+    """Returns the request for a plan; None while the spec is refused or the model is unknown.
+
+    Args:
+        revision: revision of the current spec; None if the spec is refused.
+        profile: sizes of the model; None while they are unknown.
+    """
     if profile is None or revision is None:
         return None
     served_name = revision.spec.model.served_name or key.name
@@ -199,7 +205,8 @@ def _num_wanted_groups(
 ) -> int:
     """Returns the number of wanted groups.
 
-    If the field is unreadable, all existing groups are wanted, up to the highest index, and at least one.
+    If `spec.replicas` is unreadable (None), all existing groups are wanted, up to the highest index, and at
+    least one group.
     """
     if spec_replicas is not None:
         return spec_replicas
@@ -214,7 +221,11 @@ def _decide_model(
     node_loss: NodeLoss,
     options: Options,
 ) -> ModelDecision:
-    """Returns the decision about the model; while the spec is refused, the last decision."""
+    """Returns the decision about the model; while the spec is refused, the last decision.
+
+    While a fetch has no progress, the message names ports that the operator's policies close and that the
+    fetch may need.
+    """
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
     image_nodes = find_image_nodes(target.spec, observation.nodes)
@@ -244,12 +255,8 @@ def _decide_model(
             message=image_nodes.problem,
             look_again_s=_CHECK_SHORTAGE_EVERY_S,
         )
-    if (
-        observation.restricted_selectors is None
-        or not context.fetches
-        or decision.holds
-        or decision.status.bytes_total
-    ):
+    has_progress = decision.holds or decision.status.bytes_total
+    if observation.restricted_selectors is None or not context.fetches or has_progress:
         return decision
     isolation = Isolation.from_setting(options.egress, observation.restricted_selectors)
     closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
@@ -268,7 +275,8 @@ def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> Model
     """
     last_condition, problem = status.condition(ConditionType.MODEL_READY.value), target.refusal
     last_status = status.model or ModelStatus()
-    if problem is not None and not isinstance(problem, SpecError) and target.source is None:
+    is_model_refused = target.source is None and not isinstance(problem, SpecError)
+    if problem is not None and is_model_refused:
         return ModelDecision(status=last_status, holds=False, reason=problem.reason, message=problem.message)
     if last_condition is None:
         return ModelDecision(status=last_status, holds=None, reason="SpecRefused")
@@ -283,7 +291,8 @@ def _decide_groups(
 ) -> Decision:
     """Returns the decision about all groups and children, with the next status.
 
-    The actions are in the order in which the operator runs them.
+    The operator runs the actions in their order: status and events, deletes of pods, objects that pods need,
+    creates of pods, and last the budgets and deletes of other children.
     """
     by_group, old_groups = pods_by_group(observation.pods), known_groups(status)
     checked = {
@@ -298,7 +307,7 @@ def _decide_groups(
     context = replace(context, admission=decide_admission(context, observation, old_groups, by_group))
     context = replace(context, eviction_block=decide_eviction_block(context, old_groups, by_group))
     wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
-    context = context.with_chosen_mode()
+    context = context.with_chosen_mode()  # the plans of these decisions may have chosen the mode
     unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)
     wanted_groups = [
         _update_rank_entries(observation, context, decision, by_group) for decision in wanted_groups
@@ -360,7 +369,7 @@ def _update_rank_entries(
     decision: GroupDecision,
     by_group: Mapping[int, Sequence[PodView]],
 ) -> GroupDecision:
-    """Updates the table of ranks in the status of a running group."""
+    """Updates the table of ranks in the status of a running group, unless its pods are created now."""
     if not decision.runs or decision.creates:
         return decision
     index = decision.status.index
@@ -380,7 +389,7 @@ def _next_check_s(
 ) -> float | None:
     """Returns the seconds until the next check of the resource; None if only events matter."""
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
-    # The actions of this reconcile include the dry run. Decide again with its answer immediately.
+    # This reconcile sends the dry run. The next follows immediately, to decide with the answer.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):

@@ -84,10 +84,10 @@ def find_target(
     options: Options,
     recorded: Collection[RevisionRecord],
 ) -> Target:
-    """Determines the revision that the resource asks for.
+    """Determines the revision of the resource's current spec.
 
-    An older version may have accepted a spec that this version refuses. The function names the revision of
-    such a spec too, so that the operator still recognizes its groups.
+    An older version may have accepted a spec that this version refuses. The revision of such a spec gets a
+    name too, so that the operator recognizes groups that run with it.
     """
     raw, refusal = observation.resource.spec, None
     try:
@@ -113,23 +113,26 @@ def _choose_name(
 ) -> str:
     """Returns the name for the revision of a spec.
 
-    A stored revision that needs the same pods gives its name, so that a change without effect on pods starts
-    no rollout. Otherwise the name is a hash of the spec.
+    If a stored revision needs the same pods, the result is its name, so that a change without effect on pods
+    starts no rollout. Otherwise the name is a hash of the spec.
+
+    Args:
+        in_use: names of revisions that pods or the status of groups have.
     """
-    needed = identity.pod_fields_of_spec(spec)
+    fields = identity.pod_fields_of_spec(spec)
     with_same_pods = {
-        record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == needed
+        record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
-    others = {record.name for record in recorded} - with_same_pods
-    first, hashed = identity.first_revision(spec), identity.revision(spec)
-    if first in in_use and first not in others:
-        return first
+    names_of_others = {record.name for record in recorded} - with_same_pods
+    name_in_0_1_0, name = identity.first_revision(spec), identity.revision(spec)
+    if name_in_0_1_0 in in_use and name_in_0_1_0 not in names_of_others:
+        return name_in_0_1_0
     # The hash has 40 bits, so a user can construct a spec with the hash of another revision. With the same
     # name, even a refused spec would replace that revision. So such a spec gets a longer hash as its name.
-    return identity.longer_revision(spec) if hashed in others else hashed
+    return identity.longer_revision(spec) if name in names_of_others else name
 
 
 def _revisions_in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str]:
@@ -157,30 +160,30 @@ class KeptRecords:
     def signed_by(
         self, signer: Signer, status: HeteroInferenceStatus, revisions: Collection[str]
     ) -> str | None:
-        """Returns, for the next status, the fingerprint of the key that signed all records.
+        """Returns the fingerprint of the key that signed all records, for the next status.
 
         Until all records are signed, returns the fingerprint of the last status, or None.
 
-        Once the status has this fingerprint, the operator ignores records without a valid code. It first has
-        to see the records with their codes: if it wrote the status first and crashed before it signed the
-        records, it would lose them.
+        Once the status has the fingerprint, the operator ignores records without a valid code. So the
+        operator waits until it has read all records with their codes. If it wrote the fingerprint earlier and
+        then crashed before it signed the records, it would lose them.
 
         Args:
             revisions: revisions from which pods can be created; the operator signs their records.
         """
-        done = self.any_signed and not self.unsigned & set(revisions)
-        return signer.fingerprint if done else status.records_signed_by
+        all_signed = self.any_signed and not self.unsigned & set(revisions)
+        return signer.fingerprint if all_signed else status.records_signed_by
 
 
 def read_records(
     observation: ResourceObservation, status: HeteroInferenceStatus, signer: Signer, allowed: Allowed
 ) -> KeptRecords:
-    """Reads the stored revisions.
+    """Reads the stored revisions that the operator trusts.
 
-    The operator trusts a record with a valid code, because only it can create the code. Version 0.1.0 wrote
-    no codes, and an operator with another key wrote other codes. Until all records in use have a code of
-    this key, the operator checks records without a code like a spec, and ignores a record whose name is not
-    the hash of its spec. Without a key it always does so.
+    A record with a valid code is trusted, because only the operator can create the code. Version 0.1.0 wrote
+    no codes, and an operator with another key wrote other codes. So until all records in use have a valid
+    code, the operator also trusts a record without one, if the name of the record is the hash of its spec and
+    the operator would accept this spec today. An operator without a key always trusts such records.
     """
     prefix = identity.revision_record(signer.owner, "")
     all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
@@ -196,13 +199,12 @@ def read_records(
         is_signed = signer.is_signed_by_us(stored)
         any_signed = any_signed or is_signed
         has_right_name = record is not None and (is_signed or _is_named_by_content(record))
-        if record is not None and (
-            is_signed or (not all_signed and has_right_name and _is_accepted(record, allowed))
-        ):
+        may_lack_code = not all_signed and has_right_name
+        if record is not None and (is_signed or (may_lack_code and _is_accepted(record, allowed))):
             records.append(record)
             if not is_signed:
                 unsigned.add(record.name)
-        elif signer.key is not None and not is_signed and (all_signed or not has_right_name):
+        elif signer.key is not None and not is_signed and not may_lack_code:
             forged.append(name)
     return KeptRecords(
         records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed
@@ -210,7 +212,7 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    """Checks that the name of a record is a hash of its spec. They differ if someone edited only the spec."""
+    """Reports whether the name of a record is a hash of its spec, so that nobody edited only the spec."""
     hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
     return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 
@@ -227,7 +229,11 @@ def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
 def find_revisions(
     recorded: Collection[RevisionRecord], target: Target, commit: str | None, owner: Owner, options: Options
 ) -> Mapping[str, Revision]:
-    """Finds the revisions from which pods can be created, by name."""
+    """Finds the revisions from which pods can be created, by name.
+
+    These are the revision of the current spec and all stored revisions. If the current spec's revision is
+    stored too, the spec and source of the resource count, and the record adds the mode and the commit.
+    """
     revisions: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
         revisions[target.name] = Revision(
@@ -245,10 +251,11 @@ def find_revisions(
             commit=record.commit,
             chosen=record.chosen,
         )
-        current = revisions.get(record.name, stored).with_mode(record.chosen)
-        if current.commit is None:
-            current = replace(current, source=current.source.at_commit(record.commit), commit=record.commit)
-        revisions[record.name] = current
+        revision = revisions.get(record.name, stored).with_mode(record.chosen)
+        if revision.commit is None:
+            source_at_commit = revision.source.at_commit(record.commit)
+            revision = replace(revision, source=source_at_commit, commit=record.commit)
+        revisions[record.name] = revision
     return revisions
 
 
@@ -258,9 +265,10 @@ def with_modes_of_plans(
     plans: Mapping[str, Plan],
     defaults: PodResources,
 ) -> Mapping[str, Revision]:
-    """Adds the modes of revisions whose record is lost, from the plans of their pods.
+    """Adds the modes of revisions whose record is lost. The plans of their pods have these modes.
 
-    The status cannot be used for this: between epochs it names the next revision beside the last plan.
+    The status does not tell which plan belongs to a revision: between epochs it has the next revision and the
+    last plan.
     """
     with_modes = dict(revisions)
     for pod in pods:

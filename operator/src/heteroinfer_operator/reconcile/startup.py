@@ -19,16 +19,18 @@ from heteroinfer_operator.reconcile.reading import index_of
 CHECK_EVERY_S = 15.0
 """Seconds between checks while ranks connect, load and warm up: no event reports their progress."""
 _WRITE_EVERY = timedelta(seconds=60)
+"""Time between two writes of loaded bytes to the status."""
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
 _CHECK_MARGIN_S = 0.1
-"""Margin that makes a check run after the time that it waits for, not at it."""
+"""Extra seconds of a wait, so that the check runs after its time limit and not exactly at it."""
 _PHASE_MESSAGES = {
     StartupPhase.CONNECTING: "the ranks are connecting",
     StartupPhase.LOADING: "reading weights",
     StartupPhase.WARMING_UP: "warming up",
 }
 _NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
+"""The kubelet's reasons for a container that it still creates, without an error."""
 
 
 def begin_phase(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
@@ -46,16 +48,18 @@ def observe_startup(
     all_pods_exist: bool,
     now: datetime,
 ) -> StartupStatus:
-    """Returns the progress of a group that is not ready."""
+    """Returns the startup phase of a group that is not ready, with the bytes that its ranks have loaded.
+
+    The bytes stay as they are for a minute (`_WRITE_EVERY`), because each change is a write of the status.
+    """
     status = begin_phase(_find_phase(old, pods, report, all_pods_exist=all_pods_exist), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
     loaded_bytes = sum(rank.loaded_bytes for rank in report.ranks)
     total_bytes = sum(rank.total_bytes for rank in report.ranks)
     measured_before = old if old is not None and old.measured_time is not None else None
-    if not total_bytes or (
-        measured_before is not None and _keeps_progress(measured_before, loaded_bytes, now)
-    ):
+    keeps_old = measured_before is not None and _keeps_progress(measured_before, loaded_bytes, now)
+    if not total_bytes or keeps_old:
         return status if measured_before is None else _with_old_measurement(status, measured_before)
     return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
 
@@ -63,13 +67,13 @@ def observe_startup(
 def _find_phase(
     old: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, all_pods_exist: bool
 ) -> StartupPhase:
-    """Returns the phase of a starting group: the first step that not all of its pods have finished."""
+    """Returns the phase of a starting group: the first phase that not all its pods have finished."""
     if not all_pods_exist or not all(pod.node for pod in pods):
         return StartupPhase.SCHEDULING
     if not all(pod.started for pod in pods):
         return StartupPhase.IMAGE
     if report is None:
-        # The leader may miss one answer. Its last report holds.
+        # The leader may miss a single request of the operator, so the phase of its last report stays.
         return StartupPhase.CONNECTING if old is None or old.phase in BEFORE_RANKS else old.phase
     phases = {rank.phase for rank in report.ranks}
     if phases & {RankPhase.STARTING, RankPhase.CONNECTING}:
@@ -78,13 +82,13 @@ def _find_phase(
 
 
 def _keeps_progress(measured_before: StartupStatus, loaded_bytes: int, now: datetime) -> bool:
-    """Reports whether the status keeps its last progress: it is unchanged, or less than a minute old."""
+    """Reports whether the loaded bytes in the status stay: they are unchanged, or younger than a minute."""
     assert measured_before.measured_time is not None
     return measured_before.bytes_done == loaded_bytes or now - measured_before.measured_time < _WRITE_EVERY
 
 
 def _with_old_measurement(status: StartupStatus, measured_before: StartupStatus) -> StartupStatus:
-    """Returns the status with the progress that was written last."""
+    """Returns the status with the loaded bytes that the last status has."""
     return status.changed(
         bytes_done=measured_before.bytes_done,
         bytes_total=measured_before.bytes_total,
@@ -93,25 +97,28 @@ def _with_old_measurement(status: StartupStatus, measured_before: StartupStatus)
 
 
 def is_connecting(startup: StartupStatus | None) -> bool:
-    """Reports whether all pods of a starting group run but its ranks are not connected yet."""
+    """Reports whether all pods of a starting group run but their ranks are not connected yet."""
     return startup is not None and startup.phase is StartupPhase.CONNECTING
 
 
 def describe_progress(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
-    """Describes what a starting group waits for; `expected` is its number of pods."""
+    """Describes what a starting group waits for.
+
+    Args:
+        expected: number of pods that the group needs.
+    """
     ended = next((pod for pod in pods if pod.ended), None)
     if ended is not None:
         return f"{describe_end(ended)}; the operator replaces it"
     unknown = next((pod for pod in pods if pod.unknown), None)
     if unknown is not None:
         return f"the state of pod {unknown.name} is unknown: {unknown.unknown}"
-    late = sorted(
-        (pod for pod in pods if not pod.started and pod.node), key=is_container_blocked, reverse=True
-    )
-    if late:
-        return describe_wait(late[0])
+    placed_but_not_started = [pod for pod in pods if not pod.started and pod.node]
+    if placed_but_not_started:
+        # A pod that an error blocks comes before a pod that only waits.
+        return describe_wait(max(placed_but_not_started, key=is_container_blocked))
     if startup.phase is StartupPhase.CONNECTING:
         return _describe_connecting(pods, report)
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
@@ -122,18 +129,18 @@ def describe_progress(
 
 
 def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
-    """Describes the pod that does not reach the leader, if the leader answers the operator."""
+    """Describes the first pod that does not reach the leader, or the leader that gives no answer."""
     message = _PHASE_MESSAGES[StartupPhase.CONNECTING]
-    by_index = {index_of(pod): pod.name for pod in pods}
+    name_by_index = {index_of(pod): pod.name for pod in pods}
     if report is None:
-        leader, port = by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
+        leader, port = name_by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
         return f"{message}; the leader, pod {leader}, does not answer the operator at port {port} yet"
-    missing = [by_index[index] for index in report.missing_pods if index in by_index]
+    missing = [name_by_index[index] for index in report.missing_pods if index in name_by_index]
     if not missing:
         return message
     others = f" and {len(missing) - 1} more pods do" if len(missing) > 1 else " does"
     return (
-        f"{message}; pod {missing[0]}{others} not reach the leader, pod {by_index.get(0)}, at port "
+        f"{message}; pod {missing[0]}{others} not reach the leader, pod {name_by_index.get(0)}, at port "
         f"{names.DEFAULT_CONTROL_PORT} yet. If this persists, check the NetworkPolicies of the namespace, "
         f"the network between the two nodes, and the log of pod {missing[0]}"
     )
@@ -155,12 +162,13 @@ def lacks_configuration(pod: PodView) -> bool:
 
 
 def find_uncreated_containers(pods: Sequence[PodView], blocked_before: Collection[int]) -> dict[int, PodView]:
-    """Returns, by index, the pods whose containers could not be created, until they run.
+    """Returns, by index, the pods whose containers could not be created and have not run since.
 
-    The kubelet's reason changes back and forth between ErrImagePull, ImagePullBackOff and ContainerCreating.
+    A pod stays in the result until it runs: the kubelet's reason alternates between an error (ErrImagePull)
+    and no error (ContainerCreating), and each change would be reported again.
 
     Args:
-        blocked_before: indices of the pods that were in this set when the status was last written.
+        blocked_before: indices of the pods in the last result, from the status.
     """
     by_index = {index_of(pod): pod for pod in pods}
     return {

@@ -37,7 +37,7 @@ from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 
 _TURN_EVERY_S: Final = 1.0
-"""Seconds between checks of a group that waits for another group to start, if no event wakes it earlier."""
+"""Seconds between checks of a group that waits for the start of another group."""
 _NOT_ANSWERED: Final = "waiting for the API server to validate the new revision (dry run)"
 
 
@@ -57,6 +57,7 @@ def decide_between_epochs(
     status, events = attribute_loss_to_node(context, status, pods)
     if pods or restarts.used_up(status.failures, context.life.restart):
         return continue_stopping(context, status, pods, events)
+    # The epoch has begun and no object is refused, but there are no pods.
     if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
         return end_epoch(context, status, pods, end_because_never_seen(status.epoch))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
@@ -81,25 +82,29 @@ def decide_between_epochs(
 def _find_pod_refusal(
     context: Context, status: GroupStatus, starts_after: int | None
 ) -> tuple[Refusal | None, float]:
-    """Returns the refused pod that delays a group's start, and the wait in seconds.
+    """Returns the refusal of a pod that delays a group's start, and the wait in seconds.
 
-    Returns None instead of a refusal if the group may start.
+    The refused pod is the group's own, or that of another group: then groups start one at a time. Returns
+    None instead of a refusal if the group may start.
+
+    Args:
+        starts_after: index of a group that must have its pods first, or None.
     """
-    own = context.pod_refusal_of(status.index)
-    if own is not None and own.retry_at > context.now:
-        return own, (own.retry_at - context.now).total_seconds()
+    own_refusal = context.pod_refusal_of(status.index)
+    if own_refusal is not None and own_refusal.retry_at > context.now:
+        return own_refusal, (own_refusal.retry_at - context.now).total_seconds()
     if starts_after is None or context.refused_worker is None:
         return None, 0.0
-    group, refused = (status.index, own) if own is not None else context.refused_worker
+    group, refusal = context.refused_worker if own_refusal is None else (status.index, own_refusal)
     message = (
         f"a pod of group {group} was refused, so groups start one at a time, and this group waits for the "
-        f"pods of group {starts_after}. The refusal: {refused.message}"
+        f"pods of group {starts_after}. The refusal: {refusal.message}"
     )
-    return replace(refused, message=message), _TURN_EVERY_S
+    return replace(refusal, message=message), _TURN_EVERY_S
 
 
 def next_revision_name(context: Context, status: GroupStatus) -> str | None:
-    """Returns the name of the revision of a group's next epoch; None if none can start now."""
+    """Returns the name of the revision of a group's next epoch; None if no revision can start now."""
     last = _last_revision_and_plan(context, status)
     if last is None or not _keeps_last_revision(context, status):
         return context.target.name if context.problem is None else None
@@ -109,8 +114,11 @@ def next_revision_name(context: Context, status: GroupStatus) -> str | None:
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
     """Reports whether a group's next epoch waits until the API server has validated the target revision.
 
-    Every group waits a moment for the answer. If none comes, a group with an older revision starts with its
-    own revision.
+    Every group waits a moment for the answer. If the API server gives none, a group with an older revision
+    starts with its own revision, and only groups of the target revision wait.
+
+    Args:
+        revision: name of the next epoch's revision, or None.
     """
     if not context.waits_for_admission:
         return False
@@ -118,11 +126,11 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
 
 
 def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
-    """Reports whether a group keeps its last revision.
+    """Reports whether a group's next epoch keeps the last revision instead of the current spec's (target).
 
-    It does if the target cannot start, has failed, or was not validated by the API server yet. Exception: a
-    group that already has the target revision waits while the model is inspected again, because a change of
-    the model may have ended the group.
+    It does if the target cannot start, has failed, or has no answer of the API server yet. A group that has
+    the target already also keeps it if the target cannot start now. But while the model is inspected again,
+    such a group waits, because a change of the model may have ended the group.
     """
     problem = context.problem
     has_target = status.revision == context.target.name
@@ -139,15 +147,13 @@ def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revi
 
 
 def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
-    """Chooses revision and plan of the next epoch.
-
-    They come from the spec, unless the group keeps those that it used last.
+    """Chooses revision and plan of the next epoch: those of the current spec, or those of the last epoch.
 
     Returns:
         The revision, the plan, and the hash under which the plan is stored.
 
     Raises:
-        HeteroInferError: neither is available now.
+        HeteroInferError: the spec cannot start now, and the group does not keep its last revision.
     """
     last = _last_revision_and_plan(context, status)
     if last is None or not _keeps_last_revision(context, status):
@@ -166,21 +172,22 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
 def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     """Returns the decision that starts the next epoch; without a plan, the reason why the group waits.
 
-    If an object that the pods need was refused, the epoch begins later, without a new number.
+    If the API server refused an object that the pods need, the epoch begins later and keeps its number.
     """
     try:
         revision, planned, plan_hash = _plan_epoch(context, status)
     except (PlanError, SpecError) as problem:
         phase = StartupPhase.MODEL if problem.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
-        begun = startup.begin_phase(phase, status.startup, context.now)
+        waiting = startup.begin_phase(phase, status.startup, context.now)
         return GroupDecision(
-            status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
+            status=transitions.not_planned(status, message=problem.message, startup=waiting), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # An epoch begins with the request for its first pod. So it does not begin while an object that pods need
-    # is refused, or while the next attempt at a refused pod is not due.
+    # An epoch begins when the operator requests its first pod. So the epoch does not begin while an object
+    # that pods need is refused, or before the next attempt at a refused pod.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
-    # After the epoch began, pods that the operator never saw may have run. So a new epoch needs a new number.
+    # If the last epoch has begun, pods that the operator never saw may have run. So a new epoch needs a new
+    # number.
     next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
     first_pod = EpochRef(owner=context.owner, index=status.index, epoch=next_number).pod_name(0)

@@ -1,9 +1,9 @@
 """Decides what to do with one group. Pure.
 
-From its first run on, every pod must stay for its epoch to continue. If the operator sees a pod end before
-the pod ran, or vanish without a node, it replaces only that pod, and the others wait. Under Kueue it ends the
-whole epoch. A pod that disappeared unseen may have run, and may still run on an unreachable node, so its name
-is not used again.
+Once a pod has run, its epoch ends with the pod. If the operator sees a pod end before the pod ran, or vanish
+before the pod had a node, it replaces only this pod, and the other pods wait. (Under Kueue it ends the whole
+epoch.) A pod that disappeared unseen may have run, and may still run on an unreachable node. So its name is
+not used again, and the epoch ends.
 
 A running epoch continues without the spec and without its plan: the operator stores the revision that the
 epoch was created with, and the labels of the pods identify it.
@@ -46,7 +46,7 @@ def decide_group(
     report: GroupReport | None = None,
     starts_after: int | None = None,
 ) -> GroupDecision:
-    """Decides the changes that a group needs.
+    """Decides the changes that a group needs now: stop, wait, start, replace, end its epoch, or continue.
 
     Args:
         status: its `epoch` is 0 before the first epoch.
@@ -66,7 +66,7 @@ def decide_group(
         status,
         origin.missing_indices(current) & _indices_in_begun_epoch(context, status, context.never_placed),
     )
-    # Without pods, members that never ran prove an epoch only if its plan or revision is still stored.
+    # Without pods, entries of pods that never ran prove an epoch only if its plan or revision is stored.
     members_prove_epoch = names_of_run_pods(status) or (status.members and origin.knows_pod_count)
     has_epoch = (
         current or members_prove_epoch or (never_created and _can_still_start(context, status, origin))
@@ -90,8 +90,8 @@ def decide_group(
     if missing := sorted(epoch.missing - set(status.spare_pods) - never_created):
         return _end_because_pod_missing(epoch, pods, missing[0])
     running = _with_deletes_of_older_pods(context, decide_living(epoch, report), pods)
-    overdue = find_late_ranks(epoch, running.status.startup, report)
-    return running if overdue is None else end_epoch(context, status, pods, overdue)
+    timed_out = find_late_ranks(epoch, running.status.startup, report)
+    return running if timed_out is None else end_epoch(context, status, pods, timed_out)
 
 
 def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collection[str]) -> set[int]:
@@ -109,26 +109,29 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
 
 
 def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupStatus:
-    """Marks the epoch as not begun if its first pod was never requested.
+    """Marks the epoch as not begun if the operator never requested its first pod.
 
-    The operator requests the other pods only after it has created the first.
+    Then no other pod was requested either, because the operator first waits for the creation of the first.
     """
-    first = context.epoch_ref(status).pod_name(0)
-    return transitions.without_start_time(status) if first in context.never_requested else status
+    first_pod = context.epoch_ref(status).pod_name(0)
+    return transitions.without_start_time(status) if first_pod in context.never_requested else status
 
 
 def _can_still_start(context: Context, status: GroupStatus, origin: EpochOrigin) -> bool:
-    """Reports whether an epoch without any pod so far can still start with its revision and plan."""
-    has_all = (
-        origin.plan is not None and origin.revision is not None and context.refusal_of(status.index) is None
-    )
-    return has_all and origin.revision_name == next_revision_name(context, status)
+    """Reports whether an epoch without any pod so far can still start with its revision and plan.
+
+    Both must be stored, no refusal may delay the pods, and the next epoch must not need another revision.
+    """
+    is_stored = origin.plan is not None and origin.revision is not None
+    is_refused = context.refusal_of(status.index) is not None
+    return is_stored and not is_refused and origin.revision_name == next_revision_name(context, status)
 
 
 def _end_because_pod_missing(epoch: BegunEpoch, pods: Sequence[PodView], index: int) -> GroupDecision:
-    """Ends an epoch because a pod is missing that was, or may have been, created.
+    """Returns the decision that ends an epoch, because a pod is missing that was, or may have been, created.
 
-    If the API server refuses the pod, the other pods give up their resources until the next attempt.
+    If the API server refuses a pod of the group, the other pods give up their resources until the next
+    attempt.
     """
     context, status = epoch.context, epoch.status
     refusal = context.pod_refusal_of(status.index)
@@ -140,7 +143,7 @@ def _end_because_pod_missing(epoch: BegunEpoch, pods: Sequence[PodView], index: 
 def _with_deletes_of_older_pods(
     context: Context, running: GroupDecision, pods: Sequence[PodView]
 ) -> GroupDecision:
-    """Adds deletes of pods that belong to older epochs and appeared only after those epochs ended."""
+    """Adds deletes of pods of older epochs, which appeared only after the end of their epochs."""
     older = [pod for pod in pods if epoch_of(pod) < running.status.epoch]
     deletes = context.node_loss.build_deletes(older, grace_s=ENDED_EPOCH_GRACE_S)
     return replace(running, deletes=(*running.deletes, *deletes))

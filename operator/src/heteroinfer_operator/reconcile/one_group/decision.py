@@ -15,15 +15,15 @@ class GroupDecision:
     Attributes:
         key_creates: creation of the Secret with the group's key, if a pod waits for that Secret.
         creates: creation of the group's pods, after the Secret with its key.
-        runs: whether the group has an active epoch.
+        runs: whether the group has an active epoch, perhaps one that starts now.
         new_plan: plan that the operator must store from now on.
         notes: notes for users on a plan made in this reconcile; None for an older plan.
         unplaced: the pod that has no node, and the reason, or "".
         gang_object: object that describes the epoch to a gang scheduler, or None.
         lost_labels_message: the labels that a pod of the epoch has lost, and the fix, or "".
         is_cut_off: whether the lost labels remove the group from the Service of clients.
-        silent_leader: why it is unknown whether the Ready leader still serves, or "".
-        limit_range_defaults: resources that a LimitRange gave the group's pods, by role, or "".
+        silent_leader: message that the Ready leader does not answer the operator, or "".
+        limit_range_defaults: resources that a LimitRange added to the group's pods, by role, or "".
     """
 
     status: GroupStatus

@@ -18,7 +18,7 @@ from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, names_of_r
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _SUPERVISORS_FIRST_S: Final = 30.0
-"""Extra seconds for the supervisor: its own timeout has the same length, and its report names the rank."""
+"""Extra seconds, so that the supervisor's time-out of the same length ends first: it reports the rank."""
 EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
@@ -35,86 +35,91 @@ def pod_ended(epoch: BegunEpoch) -> EpochEnd | None:
 def node_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if the node of a pod is lost; otherwise None.
 
-    A pod that its node rejected does not count, because it never ran.
+    A pod that the node had rejected does not count, because the pod never ran.
     """
     pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
     return epoch.context.node_loss.find_epoch_end(pods)
 
 
 def kueue_holds_pod_name(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns the end if a pod ended before it ran and Kueue keeps its name; otherwise None.
+    """Returns the end if, under Kueue, a pod ended before it ran; otherwise None.
 
-    Kueue would not let a new pod take the name, so the pod cannot be replaced alone.
+    Without Kueue, a new pod with the same name would replace this pod. But Kueue keeps the name.
     """
-    if read_gang(epoch.pods) is not Gang.KUEUE or not epoch.replaceable_pods:
-        return None
     replaceable = epoch.replaceable_pods
-    message = (
-        f"{startup.describe_end(replaceable[0])}; Kueue cannot replace one pod, so the whole group restarts"
-    )
-    deleted = replaceable[0].deleting
-    lost = epoch.context.node_loss.find_epoch_end(replaceable)
-    return lost or EpochEnd(
-        reason=POD_DELETED if deleted else POD_ENDED, message=message, counted=not deleted
+    if read_gang(epoch.pods) is not Gang.KUEUE or not replaceable:
+        return None
+    first = replaceable[0]
+    message = f"{startup.describe_end(first)}; Kueue cannot replace one pod, so the whole group restarts"
+    lost_node = epoch.context.node_loss.find_epoch_end(replaceable)
+    return lost_node or EpochEnd(
+        reason=POD_DELETED if first.deleting else POD_ENDED, message=message, counted=not first.deleting
     )
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if a pod that had run no longer exists; otherwise None."""
-    present = {pod.name for pod in epoch.pods}
-    gone = [pod for pod in names_of_run_pods(epoch.status) if pod not in present]
-    return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
+    existing_names = {pod.name for pod in epoch.pods}
+    lost_names = [name for name in names_of_run_pods(epoch.status) if name not in existing_names]
+    return EpochEnd(reason=POD_DELETED, message=f"pod {lost_names[0]} is gone") if lost_names else None
 
 
 def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns the end if a pod must be created, but its plan or revision is gone; otherwise None.
+    """Returns the end if a pod or its container needs a lost plan or revision; otherwise None.
 
-    A pod that exists but never ran may still wait for its container. It needs only the plan: the container
-    cannot be created without the plan's ConfigMap.
+    A missing pod can only be created from its plan and revision. The container of a pod that has not run yet
+    can only be created with the plan's ConfigMap.
     """
     origin = epoch.origin
-    to_be_made = epoch.missing and (origin.plan is None or origin.revision is None)
-    waiting = next((pod.name for pod in epoch.pods if not has_run(pod)), "") if origin.plan is None else ""
-    if not to_be_made and not waiting:
+    cannot_create_pod = epoch.missing and (origin.plan is None or origin.revision is None)
+    pods_not_run = [pod.name for pod in epoch.pods if not has_run(pod)]
+    cannot_create_container = origin.plan is None and pods_not_run
+    if cannot_create_container:
+        missing_part = f"the container of pod {pods_not_run[0]}"
+    elif cannot_create_pod:
+        missing_part = f"a pod of epoch {epoch.status.epoch}"
+    else:
         return None
-    missing_object = f"the container of pod {waiting}" if waiting else f"a pod of epoch {epoch.status.epoch}"
     return EpochEnd(
         reason=PlanReason.PLAN_LOST.value,
-        message=f"cannot create {missing_object}: the ConfigMap of its plan or revision was deleted or "
+        message=f"cannot create {missing_part}: the ConfigMap of its plan or revision was deleted or "
         "damaged; the group restarts with a new plan",
     )
 
 
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns the end if a pod must be created, but the operator's key has changed; otherwise None.
+    """Returns the end if a pod or container must be created, but the operator's key has changed; else None.
 
-    The group's key is derived from the operator's key. A container would wait indefinitely for the Secret
-    with the old key; a pod with the new key could not join the other pods.
+    The group's key is derived from the operator's key. A new pod has the current key, so it could not join
+    pods with another key. An existing pod whose container waits for the Secret with its key would wait
+    forever, because the operator no longer creates this Secret.
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = derive_group_key(epoch.context.options.operator_key, group)
     current_secret = "" if key is None else group_key_secret_name(group, key)
-    missing, lacks = epoch.missing, startup.lacks_configuration
-    waiting = (pod for pod in epoch.pods if missing or (lacks(pod) and pod.key_secret))
-    old = next((pod for pod in waiting if pod.key_secret != current_secret), None)
-    if old is None:
+    must_match = epoch.pods
+    if not epoch.missing:
+        must_match = [pod for pod in epoch.pods if startup.lacks_configuration(pod) and pod.key_secret]
+    with_old_key = next((pod for pod in must_match if pod.key_secret != current_secret), None)
+    if with_old_key is None:
         return None
-    old_key = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
+    old_key = f"the key of Secret {with_old_key.key_secret}" if with_old_key.key_secret else "no key"
     message = (
-        f"pod {old.name} was created with {old_key}, but the operator's key has changed since; the group "
-        "restarts with the current key"
+        f"pod {with_old_key.name} was created with {old_key}, but the operator's key has changed since; the "
+        "group restarts with the current key"
     )
     return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
 def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns the end if a pod must be created again with another image than the others; otherwise None.
+    """Returns the end if a pod must be created again, but the worker images have changed; otherwise None.
 
-    The operator's default images change with an upgrade of the chart. Pods that an older version created do
-    not record their images.
+    All pods of an epoch must have images of the same version, and an upgrade of the chart changes the default
+    images. Pods that an older version of the operator created do not record their images.
     """
     origin = epoch.origin
-    if origin.plan is None or origin.revision is None or not epoch.missing & set(epoch.status.spare_pods):
+    must_be_recreated = epoch.missing & set(epoch.status.spare_pods)  # spare pods vanished before they ran
+    if origin.plan is None or origin.revision is None or not must_be_recreated:
         return None
     images = epoch.context.options.images.images_of_plan(origin.revision.spec, origin.plan)
     old = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
@@ -136,9 +141,10 @@ ENDS: Final[tuple[EndCheck, ...]] = (
     key_lost,
     images_changed,
 )
-"""The checks in order of precedence; the first that finds a cause decides.
+"""The checks in order of precedence; the first check that finds a cause decides.
 
-The end of a Ready group must be visible in its pods: `believed_group` revokes any other end.
+A check may end a Ready group only for a cause that is visible in the pods: `believed_group` revokes any other
+end.
 """
 
 
@@ -158,7 +164,8 @@ def find_late_ranks(
     return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
         message=f"all pods run, but their ranks did not connect within {timeout_s:g} s (startup.timeout): "
-        f"{report.message}. Check the log of that pod, and the network between its node and the leader's",
+        f"{report.message}. Check the log of the pod that did not connect, and the network between its node "
+        "and the leader's node",
     )
 
 
@@ -172,7 +179,7 @@ def end_because_pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
 def end_because_never_seen(epoch: int) -> EpochEnd:
     """Returns the end of an epoch whose pods the operator never saw.
 
-    After each further such epoch, the group waits longer.
+    The wait before the next epoch doubles with each such epoch.
     """
     message = (
         f"the operator never saw a pod of epoch {epoch}: the pods were not created, or another controller "

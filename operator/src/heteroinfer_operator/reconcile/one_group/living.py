@@ -45,9 +45,10 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
             or startup.describe_progress(startup_status, current, report, len(origin.pods))
         )
     ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
-    # The operator creates the next pod of this name only after it has seen that the name is free.
+    # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
+    # only after it has seen the name free. So each rejection is counted once.
     counted = ended_before_run & set(before.rejected_pods)
-    rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted
+    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
     status = transitions.with_active_epoch(
         before,
@@ -58,10 +59,10 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         startup=startup_status,
         all_pods_exist=not missing,
         now=context.now,
-        # Only this process knows which pods were never created. The next process could not know it.
+        # Pods that were never created are not stored: only this process of the operator knows them for sure.
         spare_pods=ended_before_run | (missing & set(before.spare_pods)),
-        rejected_pods=counted | rejected,
-        newly_rejected=len(rejected),
+        rejected_pods=counted | newly_rejected,
+        newly_rejected=len(newly_rejected),
         stuck_pods=stuck,
     )
     creates, gang = _create_missing_pods(epoch, status)
@@ -96,14 +97,14 @@ def _create_missing_pods(
     gang = build_epoch_gang_object(context, origin.revision, status, origin.plan, read_gang(epoch.pods))
     if not epoch.missing:
         return (), gang
-    assigned = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
-    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, assigned), gang
+    conditions = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
+    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, conditions), gang
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
     """Reports whether the leader reports a sleeping rank."""
     if report is None:
-        # The leader may miss one answer. Its last report holds as long as no pod ends.
+        # The leader may miss a single request of the operator, so the group keeps its phase.
         return status.phase is GroupPhase.SLEEPING
     return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
@@ -111,7 +112,12 @@ def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
 def _events(
     before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], replaceable: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
-    """Returns the events about changes of an active epoch."""
+    """Returns the events about changes of an active epoch.
+
+    Args:
+        stuck: pods whose containers could not be created for the first time now.
+        replaceable: pods that never ran and that the operator replaces now.
+    """
     epoch_name = describe_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
         return (RecordEvent(reason="GroupReady", message=f"{epoch_name} serves"),)
@@ -137,7 +143,7 @@ def _wake_message(pods: Sequence[PodView]) -> str:
 
 
 def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
-    """Describes the resources that a LimitRange gave the pods of each role, or ""."""
+    """Describes the resources that a LimitRange added to the pods of each role, or ""."""
     given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
         f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "

@@ -32,7 +32,11 @@ class EpochOrigin:
 
     @classmethod
     def from_pods(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "EpochOrigin":
-        """Reads revision and plan from the labels of the pods, otherwise from the status."""
+        """Reads revision and plan from the labels of the epoch's pods, otherwise from the status.
+
+        The number of pods comes from the plan, otherwise from the revision, otherwise from the highest index
+        of an existing pod.
+        """
         revision_name = revision_of(context, status, current)
         plan_hash = _label_or_status(current, names.LABEL_PLAN, context.plans, status.plan_hash)
         plan = context.plans.get(plan_hash or "")
@@ -58,7 +62,7 @@ class EpochOrigin:
         return self.plan is not None or self.revision is not None
 
     def can_have_pod(self, index: int) -> bool:
-        """Reports whether the epoch can have a pod with this index."""
+        """Reports whether the epoch can have a pod with this index; True if its number of pods is unknown."""
         return index in self.pods or not self.knows_pod_count
 
     def missing_indices(self, current: Sequence[PodView]) -> set[int]:
@@ -82,7 +86,7 @@ class BegunEpoch:
 
     @property
     def replace_after_s(self) -> float:
-        """Seconds from the creation of a pod that its node rejected to its replacement."""
+        """Seconds from the creation of a pod that its node rejects until a new pod may replace it."""
         return restarts.backoff_s(self.status.rejections, self.context.life.restart)
 
     @property
@@ -107,17 +111,18 @@ def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) 
 def _label_or_status(
     pods: Sequence[PodView], label: str, stored: Mapping[str, Any], status_value: str | None
 ) -> str | None:
-    """Returns the label's value if it is stored, otherwise the status's if stored, otherwise either.
+    """Returns the name of a plan or revision from the pods' label or from the status.
 
-    Returns None if no pod has the label and the status has no value.
+    The first in this order counts: a label whose object is stored, a status value whose object is stored, any
+    label, any status value. Returns None without all of these.
 
     Args:
-        stored: stored plans or revisions, by the values of the label.
+        stored: stored plans or revisions, by name.
     """
-    values = sorted({value for pod in pods if (value := pod.labels.get(label))})
-    known_values = [value for value in values if value in stored]
-    if known_values:
-        return known_values[0]
-    if status_value in stored or not values:
+    labels = sorted({value for pod in pods if (value := pod.labels.get(label))})
+    stored_labels = [value for value in labels if value in stored]
+    if stored_labels:
+        return stored_labels[0]
+    if status_value in stored or not labels:
         return status_value
-    return values[0]
+    return labels[0]

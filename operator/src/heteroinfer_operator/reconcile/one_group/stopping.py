@@ -20,13 +20,15 @@ from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 ENDED_EPOCH_GRACE_S: Final = 2
-"""Grace period for pods of an epoch that has ended: they can no longer answer any request."""
+"""Grace period for pods of an epoch that has ended, which can no longer answer any request."""
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
+"""Reasons of an epoch end that a lost node can have caused."""
 
 
 def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
     """Returns the decision that stops a group that must not run; running requests may finish first."""
-    # One pod is enough: all pods may have run and disappeared before the next reconcile.
+    # A single pod shows that the epoch has begun. Its other pods may have run and disappeared already, so
+    # the next epoch needs a new number.
     had_epoch = status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods)
     return GroupDecision(
         status=transitions.stopped(
@@ -41,7 +43,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
 
 
 def replace_group(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns the decision that stops a group so that the new revision can replace it."""
+    """Returns the decision that stops a group, whose next epoch uses the new revision."""
     message = context.node_loss.describe_blocked(pods) or "replaced by the new revision"
     return GroupDecision(
         status=transitions.replaced(status, revision=context.target.name, message=message),
@@ -95,9 +97,9 @@ def end_epoch(
 def continue_stopping(
     context: Context, status: GroupStatus, pods: Sequence[PodView], events: tuple[RecordEvent, ...]
 ) -> GroupDecision:
-    """Returns the decision while old pods of a group still exist.
+    """Returns the decision for a group whose epoch has ended but whose pods still exist.
 
-    A group that has used up its restarts keeps the pods that have logs.
+    A group that has used up its restarts stays Failed and keeps the pods that have logs.
     """
     if restarts.used_up(status.failures, context.life.restart):
         status = transitions.failed(status, blocked_pod=describe_still_running(pods))
@@ -117,19 +119,20 @@ def continue_stopping(
 def attribute_loss_to_node(
     context: Context, status: GroupStatus, pods: Sequence[PodView]
 ) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
-    """Attributes a counted loss of a pod to its node if the node turns out to be lost too.
+    """Changes the last failure of a group from a lost pod to a lost node, if the pod's node is lost.
 
-    Returns the status, changed or not, and the event about the change.
+    The failure then no longer counts as a restart. Returns the status, changed or not, and the event about
+    the change.
     """
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
         return status, ()
-    lost = context.node_loss.find_epoch_end([pod for pod in pods if epoch_of(pod) == last.epoch])
-    if lost is None:
+    node_lost = context.node_loss.find_epoch_end([pod for pod in pods if epoch_of(pod) == last.epoch])
+    if node_lost is None:
         return status, ()
-    failures = restarts.attribute_to_lost_node(status.failures, lost.message)
-    message = f"group {status.index} epoch {last.epoch}: {lost.message}"
-    event = RecordEvent(reason=lost.reason, message=message[:1000], warning=True)
+    failures = restarts.attribute_to_lost_node(status.failures, node_lost.message)
+    message = f"group {status.index} epoch {last.epoch}: {node_lost.message}"
+    event = RecordEvent(reason=node_lost.reason, message=message[:1000], warning=True)
     next_epoch_time = restarts.next_epoch_time(failures, context.life.restart)
     return transitions.with_uncounted_failure(status, failures, next_epoch_time=next_epoch_time), (event,)
 
@@ -137,7 +140,11 @@ def attribute_loss_to_node(
 def free_resources_of_pods(
     context: Context, status: GroupStatus, current: Sequence[PodView], refusal: Refusal
 ) -> GroupDecision:
-    """Deletes the other pods of a group with a refused pod to free their resources; the group retries."""
+    """Returns the decision that deletes the existing pods of a group, because one pod was refused.
+
+    A group cannot run without the refused pod. Until the next attempt, its other pods would only occupy
+    resources. If one of them has started, the end of the epoch is recorded, but not counted as a restart.
+    """
     if any(pod.started for pod in current):
         message = f"cannot create all pods of the group: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
@@ -152,9 +159,13 @@ def free_resources_of_pods(
 def status_of_refused_group(
     context: Context, status: GroupStatus, refusal: Refusal, *, had_epoch: bool
 ) -> GroupStatus:
-    """Returns the status of a group with a refused pod."""
-    begun = startup.begin_phase(StartupPhase.SCHEDULING, status.startup, context.now)
-    return transitions.refused(status, message=refusal.message, startup=begun, had_epoch=had_epoch)
+    """Returns the status of a group that waits because the API server refused a pod.
+
+    Args:
+        had_epoch: whether the epoch has begun, so that the next epoch needs a new number.
+    """
+    scheduling = startup.begin_phase(StartupPhase.SCHEDULING, status.startup, context.now)
+    return transitions.refused(status, message=refusal.message, startup=scheduling, had_epoch=had_epoch)
 
 
 def _has_logs(pod: PodView) -> bool:
