@@ -201,7 +201,7 @@ def test_the_chart_has_the_same_defaults() -> None:
     ],
 )
 def test_a_fetch_egress_without_valid_addresses_is_refused(text: str) -> None:
-    with pytest.raises(HeteroInferError, match=r"fetchEgress of the chart.*Correct it"):
+    with pytest.raises(HeteroInferError, match=r"fetchEgress of the chart.*Correct fetchEgress"):
         FetchEgress.from_json(text)
 
 

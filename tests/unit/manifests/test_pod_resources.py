@@ -91,7 +91,7 @@ def test_an_installation_without_defaults_does_not_change_a_spec() -> None:
 def test_a_wrong_setting_is_reported(text: str, said: str) -> None:
     with pytest.raises(
         HeteroInferError,
-        match=rf"HETEROINFER_POD_RESOURCES \(podResources of the chart\): .*{said}.*Correct it",
+        match=rf"HETEROINFER_POD_RESOURCES \(podResources of the chart\): .*{said}.*Correct podResources",
     ):
         PodResources.from_json(text)
 

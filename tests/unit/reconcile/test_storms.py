@@ -186,7 +186,7 @@ def test_two_operators_write_a_status_rarely_and_report_each_other() -> None:
     assert 5 <= writes_in(world, 20) <= 40
     words = world.message("Progressing")
     assert "another operator (field manager another) writes the status of this resource." in words
-    assert "Uninstall one of the two or separate their namespaces" in words
+    assert "Uninstall one of the two operators, or give each its own namespaces" in words
     assert world.condition("Progressing") == ("False", "StatusWrittenByOthers")
     assert writes_in(world, 600) <= 30, "an unchanged status waits"
     world.live(120)

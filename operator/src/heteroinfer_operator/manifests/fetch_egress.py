@@ -72,9 +72,9 @@ class FetchEgress:
         return egress
 
     def rules(self) -> list[Manifest]:
-        """Returns the egress rules of a policy; empty if nothing is open.
+        """Returns the egress rules of a policy; no rule if nothing is open.
 
-        An empty rule would open everything.
+        (A rule without destinations and ports would open everything.)
         """
         excepted_networks = [_parse_network(cidr) for cidr in self.excepted]
         blocks = []
@@ -82,7 +82,7 @@ class FetchEgress:
             network = _parse_network(cidr)
             if any(_is_within(network, each) for each in excepted_networks):
                 continue
-            # The API server requires that each exception is a proper part of the range.
+            # The API server refuses an exception outside its range.
             exceptions = [str(each) for each in excepted_networks if _is_within(each, network)]
             blocks.append(
                 {"ipBlock": {"cidr": str(network), **({"except": exceptions} if exceptions else {})}}
@@ -102,16 +102,16 @@ class FetchEgress:
                 continue
             if variable.value is None:
                 yield (
-                    f"the NetworkPolicy of the fetch opens ports {open_ports}, and the operator cannot read "
-                    f"the port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, set "
-                    "the URL as a plain value, or add the port to the chart's fetchEgress.ports"
+                    f"the NetworkPolicy of the fetch opens only ports {open_ports}, and the operator cannot "
+                    f"read the port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, "
+                    "set the URL as a plain value, or add its port to the chart's fetchEgress.ports"
                 )
                 continue
             port = _port_of(variable.value)
             if port is not None and port not in self.ports:
                 yield (
-                    f"the NetworkPolicy of the fetch opens ports {open_ports}, and {variable.name} "
-                    f"(engine.env) needs port {port}. Use another port, or add it to the chart's "
+                    f"the NetworkPolicy of the fetch opens only ports {open_ports}, but {variable.name} "
+                    f"(engine.env) needs port {port}. Use an open port, or add {port} to the chart's "
                     "fetchEgress.ports"
                 )
 
@@ -151,6 +151,7 @@ def _port_of(url: str) -> int | None:
 def _build_error(message: str) -> HeteroInferError:
     """Returns the error for an invalid fetchEgress of the chart."""
     return HeteroInferError(
-        f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. Correct it",
+        f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. "
+        "Correct fetchEgress in the chart's values",
         reason=FailureReason.BAD_SETTINGS.value,
     )

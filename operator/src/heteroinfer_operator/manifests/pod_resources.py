@@ -1,4 +1,4 @@
-"""Requests and limits of pods: those of the resource, with the installation's as defaults. Pure."""
+"""Requests and limits of pods: those of the spec, completed by the chart's podResources. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class PodResources:
 
     Attributes:
         fetch: for the pod that downloads a hub's model. It holds pieces of 10 MiB of four files at a time;
-            the rest is page cache, which the kernel can reclaim.
+            the rest of its memory is page cache, which the kernel can reclaim.
         inspect: for the pod that only reads a model.
         worker: for workers.
     """
@@ -60,7 +60,7 @@ class PodResources:
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
 
     def _complete_role(self, role: RoleSpec) -> RoleSpec:
-        """Returns a role with the default resources for those that it does not set."""
+        """Returns a role with default resources in place of those that the role does not set."""
         resources = add_defaults(role.resources, self.worker)
         return role.changed(
             resources=Resources(requests=resources.get("requests"), limits=resources.get("limits"))
@@ -80,7 +80,10 @@ def add_defaults(given: Resources | None, defaults: Resources) -> dict[str, Any]
 
 
 def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
-    """Returns the size limit of a scratch volume, which counts as ephemeral storage of the container."""
+    """Returns the size limit of a scratch volume: `limit`, or less if the container may use less storage.
+
+    The volume counts as ephemeral storage of the container.
+    """
     allowed = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
     return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
 
@@ -108,7 +111,7 @@ def _with_defaults(
 
 
 def _parse_part(name: str, part: object) -> Resources:
-    """Parses the requests and limits of one sort of pods."""
+    """Parses the requests and limits for one kind of pod (fetch, inspect or worker)."""
     if not isinstance(part, Mapping):
         raise _build_error(f"{name}: must be an object with requests and limits")
     try:
@@ -127,5 +130,6 @@ def _numbers_as_texts(part: Any) -> Any:
 
 def _build_error(message: str) -> HeteroInferError:
     return HeteroInferError(
-        f"{_ENV} (podResources of the chart): {message}. Correct it", reason=FailureReason.BAD_SETTINGS.value
+        f"{_ENV} (podResources of the chart): {message}. Correct podResources in the chart's values",
+        reason=FailureReason.BAD_SETTINGS.value,
     )

@@ -63,6 +63,7 @@ def _build_error(text: str) -> HeteroInferError:
     """Returns the error for an invalid workerPods of the chart."""
     return HeteroInferError(
         f"HETEROINFER_POD_SECURITY (workerPods of the chart): must be a JSON object with the objects "
-        f"{' and '.join(_PARTS)} (got {text[:200]!r}). Correct workerPods",
+        f"{' and '.join(_PARTS)} (got {text[:200]!r}). "
+        "Correct workerPods in the chart's values",
         reason=FailureReason.BAD_SETTINGS.value,
     )

@@ -35,7 +35,7 @@ class CheckedGroup:
 
 
 def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> CheckedGroup:
-    """Separates what the operator wrote and created from what only other users can have written.
+    """Removes status values and pods that the operator cannot have written or created.
 
     The current epoch is the epoch that runs, otherwise the highest that the operator can have created.
     """

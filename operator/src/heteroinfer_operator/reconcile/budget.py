@@ -1,8 +1,8 @@
 """Limits the new pods and status writes of one resource, independent of the decisions. Pure.
 
 A defect, a webhook or another controller can undo each write, and each undone write triggers the next
-reconcile. Backoffs slow down the known causes; this budget limits all others. Deletes are never delayed,
-except for deletes that must follow a status write: they wait with it, for at most a second.
+reconcile. Back-offs slow down the known causes; this budget limits all others. Deletes are not limited. But a
+delete that must follow a status write waits for this write, at most a second.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ STATUS_WRITES_WITHIN: Final = timedelta(seconds=1)
 UNDONE_BY_OTHERS: Final = 5
 """Number of consecutive status writes that another writer changed, after which the operator reports it."""
 _SENT_KEPT: Final = 8
-"""Number of sent statuses to remember, to recognize the stored status."""
+"""Number of sent statuses to remember, so that the operator recognizes its own in the resource."""
 _IN_A_ROW: Final = timedelta(minutes=1)
 """Status writes that are further apart do not count as consecutive."""
 _LONGEST_WAIT: Final = timedelta(seconds=30)
@@ -68,23 +68,25 @@ class Window:
     _moments: list[datetime] = field(default_factory=list)
 
     def time_until_space(self, count: int, limit: int, now: datetime) -> timedelta:
-        """Returns the time that `count` more actions must wait.
+        """Returns the time that `count` more actions must wait until the window has space for them.
 
-        The wait ends when the window has space: it has at most `limit` actions. If `count` alone is larger
-        than `limit`, the actions wait until the window is empty; otherwise they would never run.
+        The window has space for `limit` actions. If `count` alone is larger, the actions wait until the
+        window is empty; otherwise they would never run.
         """
         # A clock that was set back must not prolong the wait.
         recent = [min(moment, now) for moment in self._moments if now - moment < self.within]
         self._moments = recent
-        excess = min(len(recent) + count - limit, len(recent))
-        return recent[excess - 1] + self.within - now if excess > 0 else timedelta()
+        num_must_leave = min(len(recent) + count - limit, len(recent))
+        if num_must_leave <= 0:
+            return timedelta()
+        return recent[num_must_leave - 1] + self.within - now
 
     def add(self, now: datetime) -> None:
         """Records that an action runs now."""
         self._moments.append(now)
 
     def remove_newest(self) -> None:
-        """Removes the newest action because it did not happen."""
+        """Removes the newest action, because it did not run after all."""
         if self._moments:
             self._moments.pop()
 
@@ -94,7 +96,7 @@ class Budget:
     """Recent actions of a resource; the operator keeps the budget as long as it knows the resource.
 
     Attributes:
-        undone: number of consecutive stored status writes that another writer then changed.
+        undone: number of consecutive status writes that were stored and then changed by another writer.
         report: callback for each action that had to wait; the argument is its kind.
     """
 
@@ -107,17 +109,18 @@ class Budget:
     """Whether the last sent status was stored, so that another writer can have changed it."""
 
     def record_sent_status(self, stored: Manifest, sent: Manifest, now: datetime) -> None:
-        """Records a status that is sent now, and whether another writer changed the status before it.
+        """Records a status that is sent now, and counts whether another writer changed the one before.
 
-        The API server may have stored a status even if its write got no answer.
+        If the stored status is one that this operator sent, no other writer changed it. (The API server may
+        have stored a status even if its write got no answer.)
 
         Args:
-            stored: status in the resource on which the decision is based.
+            stored: status of the resource that the decision has read.
             sent: status that is sent now.
         """
         is_consecutive = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
-        is_ours = _digest(stored) in {digest for _, digest in self._sent}
-        if is_ours or not is_consecutive:
+        was_sent_here = _digest(stored) in {digest for _, digest in self._sent}
+        if was_sent_here or not is_consecutive:
             self.undone = 0
         elif self._is_stored:
             self.undone += 1
@@ -136,11 +139,11 @@ class Budget:
         wait = self.status_writes.time_until_space(1, STATUS_WRITES, now)
         if self.undone < UNDONE_BY_OTHERS:
             return wait
-        last, sent = self._sent[-1]
-        if sent != _digest(status):
+        last_sent_at, last_digest = self._sent[-1]
+        if last_digest != _digest(status):
             return wait
         backoff = min(timedelta(seconds=2.0 ** min(self.undone - UNDONE_BY_OTHERS, 16)), _LONGEST_WAIT)
-        return max(wait, min(last, now) + backoff - now)
+        return max(wait, min(last_sent_at, now) + backoff - now)
 
 
 @dataclass(slots=True)
@@ -158,7 +161,7 @@ class Spending:
     _pods: Counter[frozenset[str]] = field(init=False)
     _granted: set[frozenset[str]] = field(init=False, default_factory=set)
     _reserved: int = field(init=False, default=0)
-    """Pods of granted groups that are not counted yet: the pods of several groups are created in turn."""
+    """Number of granted pods that `spend` has not counted yet: groups create their pods in turn."""
 
     def __post_init__(self) -> None:
         """Counts the pods to create for each group."""
@@ -179,18 +182,18 @@ class Spending:
         return 0.0
 
     def _wait_for_pods(self, scopes: frozenset[str]) -> timedelta:
-        """Returns how long the pods of a group must wait.
+        """Returns how long the next pod of a group must wait.
 
-        If the budget grants one pod of a group, it grants all pods of the group.
+        If the budget grants one pod of a group, it grants all pods of the group, and reserves their share.
         """
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
             return timedelta()
-        most, count = max_pods_per_minute(wanted_pods(self.resource)), max(self._pods[scopes], 1)
-        wait = self.budget.pods.time_until_space(count + self._reserved, most, self.now)
+        limit, num_pods = max_pods_per_minute(wanted_pods(self.resource)), max(self._pods[scopes], 1)
+        wait = self.budget.pods.time_until_space(num_pods + self._reserved, limit, self.now)
         if not wait:
             self._granted.add(scopes)
-            self._reserved += count - 1
+            self._reserved += num_pods - 1
         return wait
 
     def _count_or_report(self, kind: str, window: Window, wait: timedelta) -> float:
@@ -202,16 +205,16 @@ class Spending:
         return wait.total_seconds()
 
     def uncount(self, action: Action) -> None:
-        """Removes an action from the counts because its pod was not created."""
+        """Takes a create of a pod back from the count, because the pod was not created."""
         if creates_pod(action):
             self.budget.pods.remove_newest()
 
     def release_inputs(self) -> None:
-        """Frees the objects that only `spend` reads, because each resource keeps its last Spending."""
+        """Frees the objects that only `spend` reads, because the last Spending stays in memory."""
         self.resource, self.actions = self.resource.without_fields(), ()
 
     def describe_pods(self, scopes: frozenset[str]) -> str:
-        """Describes why the pods of a group wait, and the failure that led to it."""
+        """Describes why the pods of a group wait, with the group's last failure."""
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "
@@ -222,8 +225,8 @@ class Spending:
     def _describe_last_failure(self, scopes: frozenset[str]) -> str:
         """Returns a sentence about the last failure of the groups with these scopes, or ""."""
         groups = [group for group in self.resource.status.get("groups") or () if isinstance(group, Mapping)]
-        ours = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
-        failures = [failure for group in ours for failure in group.get("failures") or ()]
+        in_scope = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
+        failures = [failure for group in in_scope for failure in group.get("failures") or ()]
         if not failures or not isinstance(failures[-1], Mapping):
             return ""
         last = failures[-1]
@@ -231,16 +234,16 @@ class Spending:
         return f". Fix the cause of the last failure: {failure}"
 
     def describe_other_writer(self) -> str:
-        """Describes another operator that writes the status; returns "" if there is none."""
+        """Describes another operator that undoes each status write; returns "" without one."""
         if self.budget.undone < UNDONE_BY_OTHERS:
             return ""
         others = ", ".join(sorted(self.resource.status_managers - {names.MANAGER}))
         manager = (
-            f"field manager {others}" if others else f"field manager {names.MANAGER}, the same as this one"
+            f"field manager {others}" if others else f"field manager {names.MANAGER}, like this operator"
         )
         return (
             f"another operator ({manager}) writes the status of this resource. "
-            "Uninstall one of the two or separate their namespaces"
+            "Uninstall one of the two operators, or give each its own namespaces"
         )
 
 

@@ -48,9 +48,11 @@ class Children:
     """All wanted children.
 
     Attributes:
-        kept: names of children that stay unchanged because their content cannot be built now.
-        kept_groups: indices of groups whose children stay for the same reason, except children of an epoch.
-        kept_kinds: kinds whose existing children all stay: claims hold models, and a refused spec names none.
+        kept: names of children that stay as they are, because their content cannot be built now.
+        kept_groups: indices of groups whose children stay for the same reason. Children with the number of an
+            epoch do not stay.
+        kept_kinds: kinds whose existing children all stay. For example, no claim is deleted while the spec
+            is refused, because the operator does not know which claims the spec needs.
         readable: names of stored plans and revisions that can be read.
         forged: names of stored plans and revisions that another user wrote or damaged.
     """
@@ -73,7 +75,7 @@ def find_children(
     `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
-    in_use: dict[str, set[str]] = {}
+    in_use: dict[str, set[str]] = {}  # scopes of the groups that use a revision, by its name
     wanted: list[Child] = []
     kept_names: set[str] = set()
     kept_groups: set[str] = set()
@@ -93,7 +95,7 @@ def find_children(
             wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        if decision.runs:  # keep it by name: a cluster may list one object under several API versions
+        if decision.runs:  # keep the gang object by name: a cluster may list it under several API versions
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
@@ -122,16 +124,19 @@ def find_children(
 
 
 def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
-    """Returns the revision of a group's pods, or of its next pods; None if unknown."""
-    wanted = context.target.name if context.target.refusal is None else None
-    name = revision_of(context, decision.status, pods) or wanted
+    """Returns the revision of a group's pods; without pods, that of its status or of the current spec.
+
+    Returns None if the revision is not stored.
+    """
+    target_name = context.target.name if context.target.refusal is None else None
+    name = revision_of(context, decision.status, pods) or target_name
     return context.revisions.get(name or "")
 
 
 def _build_group_children(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
-    """Builds the Service, policies and disruption budget of a group.
+    """Builds the Service and the policies of a group, and the disruption budget of a single group.
 
-    Groups of a resource with several groups share a budget instead.
+    Several groups share one budget (`_build_shared_budget`). A group of one pod needs none.
     """
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
@@ -156,30 +161,36 @@ def _build_group_children(context: Context, decision: GroupDecision, revision: R
 def _build_shared_budget(
     context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
 ) -> list[Child]:
-    """Builds the disruption budget of several groups.
+    """Builds the disruption budget that several groups share.
 
-    It allows the eviction of one pod while all groups with pods serve and at least two groups have pods. A
-    group without pods (it waits for capacity or for its next start) does not count, so that it does not block
-    a drain. A sleeping group does not count either, because a user put it to sleep. While a rollout stops a
-    group, the budget allows no eviction.
+    It allows the eviction of one pod while all groups with pods serve, if at least two groups have pods or
+    all other groups sleep. A group without pods (it waits for capacity or for its next start) does not count,
+    so that it does not block a drain. A sleeping group does not count either, because a user put it to sleep.
+    While a rollout stops a group, the budget allows no eviction.
     """
     wanted = [decision for decision in decisions if decision.status.index < context.replicas]
     if len(wanted) < 2:
         return []
     awake = [decision for decision in wanted if decision.status.phase is not GroupPhase.SLEEPING]
-    sizes = [
+    pods_of_groups = [
         len(decision.plan.pods) if decision.plan is not None else len(by_group.get(decision.status.index, ()))
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    may_evict = (len(sizes) > 1 or len(awake) == 1) and not context.eviction_block.wanted
-    evictable_pods = 1 if may_evict else 0
-    manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - evictable_pods, 0))
+    may_evict = (len(pods_of_groups) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    num_evictable = 1 if may_evict else 0
+    manifest = build_shared_budget(context.owner, min_available=max(sum(pods_of_groups) - num_evictable, 0))
     return [Child(manifest=manifest, last=True)]
 
 
 def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
-    """Builds the records of revisions; a record is immutable, so it waits until the mode is known."""
+    """Builds the records of the revisions in use whose mode is known.
+
+    A record is immutable and contains the mode, so it cannot be written earlier.
+
+    Args:
+        in_use: scopes of the groups that use a revision, by its name.
+    """
     scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
     return [
         Child(manifest=build_revision_record(context.owner, revision.record), scopes=frozenset(scopes))
@@ -204,7 +215,14 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
 
 
 def _build_resource_children(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
-    """Builds the clients' Service, the claims of models, and the policies of a fetch pod."""
+    """Builds the clients' Service, the claims of models, and the policies of a fetch pod.
+
+    Groups that run with an older revision still need its port and its claim.
+
+    Args:
+        in_use: names of the revisions of groups.
+        ports: ports of these revisions.
+    """
     spec = context.target.spec if context.target.refusal is None else None
     children: list[Child] = []
     port = spec.engine.port if spec is not None else next(iter(ports), None)
@@ -226,11 +244,16 @@ def decide_children(
 ) -> tuple[list[Action], list[Action]]:
     """Decides the writes and deletes of children.
 
-    The operator writes only objects that are missing or have drifted. It only creates claims: the user may
-    enlarge them. It keeps plans that a group still names (`used_plans`, hashes). It writes a budget only once
-    a group has pods, because the disruption controller reports a budget without pods as a problem. It deletes
-    unwanted policies only after the wanted policies exist: the API server may refuse a new policy, and a
-    serving pod needs one of them.
+    - The operator writes only objects that are missing or differ from their manifest.
+    - It creates claims but never changes them, because the user may enlarge them.
+    - It writes a budget only once a group has pods, because the disruption controller reports a budget
+      without pods as a problem.
+    - It deletes unwanted policies only once all wanted policies exist: the API server may refuse a new
+      policy, and a serving pod needs the old or the new one.
+
+    Args:
+        used_plans: hashes of plans that pods or groups name; these plans stay.
+        has_pods: whether a group has pods, or gets pods now.
 
     Returns:
         The actions before the creation of pods, and the actions after it (budgets and deletes).
@@ -272,7 +295,7 @@ def decide_children(
 
 
 def _must_stay(manifest: Manifest, children: Children) -> bool:
-    """Reports whether an existing child stays although its content cannot be built now."""
+    """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
     belongs_to_kept_group = (
@@ -295,12 +318,12 @@ def _build_delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Reports whether the stored plan or revision is unreadable, so that it must be created again."""
+    """Reports whether an object is an unreadable plan or revision, which must be created again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
 def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
-    """Reports whether another user wrote an object with the name of ours; False once it is being deleted."""
+    """Reports whether another user wrote or damaged a plan or revision; False while it is being deleted."""
     metadata = stored["metadata"]
     return (
         stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata
@@ -330,10 +353,10 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
 
 
 def _may_be_deleted(manifest: Manifest, used_plans: Collection[str]) -> bool:
-    """Reports whether an object that is not among the wanted ones may be deleted.
+    """Reports whether an unwanted object may be deleted, unless it must stay (`_must_stay`).
 
-    The operator must have made the object, no group may use it as a plan, and its deletion must not have
-    begun. The caller keeps some such objects nevertheless.
+    The operator must have created the object, no group may use it as a plan, and its deletion must not have
+    begun.
     """
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})

@@ -136,7 +136,8 @@ def _find_disruption(pod: PodView) -> EpochEnd | None:
 def _find_termination(pod: PodView) -> EpochEnd | None:
     """Returns the end if the pod's container failed without a report, otherwise None.
 
-    Exit code 0 during the deletion of the pod is no failure: `_find_deletion` finds this end.
+    A container that ended with exit code 0 during the deletion of the pod has not failed. `_find_deletion`
+    finds this end.
     """
     if pod.termination is None or _read_failure(pod) is not None:
         return None

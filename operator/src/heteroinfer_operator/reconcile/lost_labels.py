@@ -45,7 +45,7 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Reports whether the Service for clients selects none of these pods, because the leader lost labels.
+    """Reports whether the Service for clients selects no pod of the epoch, because the leader lost labels.
 
     The Service selects only the leader, the pod with index 0.
     """

@@ -20,10 +20,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 def join_events(events: Sequence[RecordEvent]) -> list[RecordEvent]:
-    """Returns one event for each reason, with the messages of all groups.
-
-    A resource may have only ten new events a minute.
-    """
+    """Joins events of the same reason into one event, because a resource may have only ten a minute."""
     messages: dict[tuple[str, bool], list[str]] = {}
     for event in events:
         messages.setdefault((event.reason, event.warning), []).append(event.message)
@@ -54,8 +51,9 @@ def lost_label_events(
 
 def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
     """Returns an event for each ConfigMap that the operator deletes because another user wrote it."""
-    refused = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
-    deleted = {action.name for action in actions if isinstance(action, DeleteObject)} - refused
+    waiting_for_retry = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
+    deletes = {action.name for action in actions if isinstance(action, DeleteObject)}
+    deleted_now = deletes - waiting_for_retry
     return [
         RecordEvent(
             reason="RecordNotSigned",
@@ -65,15 +63,15 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
             warning=True,
         )
         for name in context.forged
-        if name in deleted
+        if name in deleted_now
     ]
 
 
 def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
     """Returns an event for each new problem in the conditions.
 
-    While a condition keeps its reason, the reason is reported once for each revision of the spec. A reason
-    that means missing capacity is reported once for all revisions.
+    A problem is new if the conditions before did not have it for the same revision of the spec. Missing
+    capacity is not new if they had it for any revision.
     """
     reported = {
         _identity_of_problem(before, condition)
@@ -97,10 +95,10 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
 
 
 def _identity_of_problem(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
-    """Returns the identity of a problem; the operator writes one event for each identity.
+    """Returns the identity of a problem: condition, reason and revision of the spec.
 
-    The revision of the spec is part of it, except for missing capacity: that is reported once for all
-    revisions.
+    The operator writes one event for each identity. Missing capacity has no revision in its identity, so it
+    is reported once for all revisions.
     """
     is_capacity = condition.reason in CAPACITY_REASONS
     return condition.type, condition.reason, None if is_capacity else status.update_revision

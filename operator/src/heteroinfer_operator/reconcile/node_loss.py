@@ -96,7 +96,7 @@ class NodeLoss:
         )
 
     def next_check_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns the seconds until the next time limit of these pods, or None if no limit is ahead.
+        """Returns the seconds until the next time limit of these pods, or None without one.
 
         A silent node has a limit: the time from which it counts as lost. A pod has a limit if it has a
         finalizer or its node does not exist: the end of its grace period.

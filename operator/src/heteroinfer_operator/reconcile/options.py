@@ -16,8 +16,8 @@ from heteroinfer_operator.stored_fields import version_number
 _MAX_EXACT_VERSION: Final = 10**14
 """A resourceVersion below this number counts in full. Pod names have no space for a larger one."""
 _NANOSECONDS_PER_EPOCH: Final = 10**5
-"""Divisor of a larger resourceVersion, which is taken for a time in nanoseconds: no group begins two epochs
-within 0.1 ms."""
+"""Divisor of a larger resourceVersion, which counts as a time in nanoseconds: no group begins two epochs within
+0.1 ms."""
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of the milliseconds in an epoch: pod names stay shorter than with milliseconds since 1970."""
 _MAX_CLOCK_STEP: Final = timedelta(days=1)
@@ -55,7 +55,7 @@ class Options:
         The epoch is the sum of two counts. The milliseconds since _SINCE survive a restore of etcd. The
         resourceVersion distinguishes two writes in one millisecond, and the operator writes each epoch to the
         status. A stored value could not replace the sum: the status, a scaled group or the whole resource may
-        be lost, and a restore of etcd resets all of them.
+        be lost, and a restore of etcd resets all three.
 
         The sum is larger under two assumptions: between a backup and its restore, the API server accepts
         fewer than 1,000 writes a second, and the operator's clock is not set back.

@@ -17,7 +17,7 @@ from heteroinfer_operator.reconcile.reading import index_of
 _WRITE_EVERY: Final = timedelta(seconds=60)
 """Time between two writes of step times."""
 _NEW_SLOWEST_EVERY: Final = timedelta(seconds=10)
-"""Time between two writes if another rank has become the slowest."""
+"""Time between two writes of step times if another rank has become the slowest."""
 _MIN_CHANGE: Final = 0.10
 """Relative change of a step time that causes a write."""
 
@@ -31,9 +31,13 @@ def with_rank_entries(
     now: datetime,
     profile: ModelProfile | None = None,
 ) -> GroupStatus:
-    """Returns the group with an entry for each rank, and with new step times if they are due.
+    """Returns the group with an entry for each rank, and with new step times if their write is due.
 
-    Without a plan, the existing entries stay.
+    Without a plan, the entries of existing pods stay.
+
+    Args:
+        pods: pods of the group's current epoch.
+        report: the leader's last report, or None.
     """
     old_entries = {entry.rank: entry for entry in group.members}
     if plan is None:
@@ -44,23 +48,23 @@ def with_rank_entries(
         return transitions.with_members(group, kept_entries)
     by_index = {index_of(pod): pod for pod in pods}
     is_current = report is not None and report.epoch == group.epoch and report.covers(plan)
-    times = {rank.rank: rank for rank in report.ranks} if report is not None and is_current else {}
-    is_due = _is_write_due(group, old_entries, times, now)
+    reported = {rank.rank: rank for rank in report.ranks} if report is not None and is_current else {}
+    is_due = _is_write_due(group, old_entries, reported, now)
     entries = []
     for rank in plan.ranks:
         pod = by_index.get(rank.pod)
         if pod is None:
             continue
         entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
-        old_entry, status = old_entries.get(rank.rank), times.get(rank.rank)
+        old_entry, status = old_entries.get(rank.rank), reported.get(rank.rank)
         entry = _with_new_times(entry, status) if status and is_due else _with_old_times(entry, old_entry)
         entries.append(_with_resources(entry, old_entry, status, is_due=is_due))
     return transitions.with_ranks(
         group,
         entries,
         measured_time=now if is_due else group.measured_time,
-        kv=_build_kv_status(plan, times, profile) or group.kv,
-        long_prompts=_describe_long_prompts(plan, times) or group.long_prompts,
+        kv=_build_kv_status(plan, reported, profile) or group.kv,
+        long_prompts=_describe_long_prompts(plan, reported) or group.long_prompts,
     )
 
 
@@ -72,9 +76,10 @@ def _with_pod_state(entry: RankEntry, pod: PodView) -> RankEntry:
 def _build_kv_status(
     plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None
 ) -> KvStatus | None:
-    """Returns the size of the group's KV cache after every rank has reported, otherwise None.
+    """Returns the size of the group's KV cache, or None until every rank has reported its own.
 
-    The size changes only with the epoch.
+    The rank with space for the fewest blocks limits the cache of all ranks. It is limited by memory if its
+    free memory is smaller than the plan requires, otherwise by the plan.
     """
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
@@ -93,7 +98,7 @@ def _build_kv_status(
 
 
 def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str | None:
-    """Describes how many tokens a step needs so that the GPU computes some experts; None if unknown."""
+    """Describes from how many tokens in a step on the GPU computes some of the experts; None if unknown."""
     rank = next((rank.rank for rank in plan.ranks if rank.ring_bytes), None)
     first = None if rank is None or rank not in reported else reported[rank].gpu_experts_from
     if first is None:
@@ -106,7 +111,8 @@ def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str |
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
     """Returns the number of tokens that `blocks` blocks hold.
 
-    Each sequence takes blocks for every kind of layer.
+    Each sequence takes blocks for every kind of layer. Without the model's profile the kinds are unknown, and
+    the result counts a single kind.
     """
     engine = plan.engine
     if profile is None:
@@ -119,10 +125,7 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
 def _is_write_due(
     group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
 ) -> bool:
-    """Reports whether new step times must be written.
-
-    They must if they have changed and the last write is old enough.
-    """
+    """Reports whether the status gets new step times: one has changed, and the last write is old enough."""
     if not times or not any(status.steps for status in times.values()):
         return False
     every = _NEW_SLOWEST_EVERY if _has_new_slowest(before, times) else _WRITE_EVERY
@@ -132,7 +135,7 @@ def _is_write_due(
 
 
 def _has_new_slowest(old_entries: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
-    """Reports whether a rank is clearly slower than the rank that is the slowest in the status."""
+    """Reports whether another rank is now clearly slower than the rank that is slowest in the status."""
     slowest = max(times, key=lambda rank: times[rank].compute_s)
     old_slowest = max(old_entries, key=lambda rank: old_entries[rank].compute_ms or 0.0, default=slowest)
     return (
@@ -161,7 +164,8 @@ def _with_resources(
 ) -> RankEntry:
     """Returns the entry with the rank's locked memory and transports.
 
-    They are read from the first report of a rank that is ready, and again when step times are written.
+    They come from the first report that has them, and then change only together with the step times: each
+    change is a write of the status.
     """
     is_known = before is not None and before.pod == entry.pod and before.locked_memory_bytes is not None
     if status is not None and status.locked_memory_bytes is not None and (is_due or not is_known):

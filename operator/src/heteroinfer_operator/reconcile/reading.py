@@ -31,7 +31,7 @@ def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView
 
 
 def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
-    """Restores the labels that follow from the pod's name, and records which of them were wrong.
+    """Restores the labels that follow from the pod's name, and records the labels that were wrong.
 
     The name of a worker pod contains group, epoch and index, and no user can change it.
 

@@ -307,7 +307,7 @@ def _decide_groups(
     context = replace(context, admission=decide_admission(context, observation, old_groups, by_group))
     context = replace(context, eviction_block=decide_eviction_block(context, old_groups, by_group))
     wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
-    context = context.with_chosen_mode()  # the plans of these decisions may have chosen the mode
+    context = context.with_chosen_mode()  # a plan above may have chosen the mode
     unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)
     wanted_groups = [
         _update_rank_entries(observation, context, decision, by_group) for decision in wanted_groups

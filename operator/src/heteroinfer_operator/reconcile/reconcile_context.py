@@ -126,7 +126,7 @@ class Context:
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns the refusal that delays the pods of this group, or None.
 
-        A refused object that is no pod takes precedence over a refused pod, because pods need the object. Of
+        The refusal of another object takes precedence over that of a pod, because pods need the object. Of
         several refusals, the one with the latest retry counts.
         """
         of_other_objects = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]

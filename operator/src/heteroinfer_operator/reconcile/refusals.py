@@ -1,7 +1,7 @@
 """Tracks refused actions: the actions that they block, and the time of the next attempt. Pure.
 
-A refused child blocks only its own scopes, such as one group. The operator does not repeat a refused request
-before its time, so that the frequent reconciles of a resource do not cause requests that will be refused.
+A refused child blocks only the actions of its own scopes, such as one group. A resource is reconciled often,
+but the operator repeats a refused request only after a delay.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ DELETED_BY_OTHERS: Final = "DeletedByOthers"
 MADE_BY_OTHERS: Final = "MadeByOthers"
 """Another controller creates an unwanted object each time after the operator has deleted it."""
 NOT_ANSWERED: Final = "NotAnswered"
-"""The API server has not answered yet whether it accepts a revision or another write, or cannot answer."""
+"""The API server has not answered a write or a dry run yet, or cannot answer."""
 TOO_MANY_PODS: Final = "TooManyNewPods"
 """The resource's budget of new pods is spent."""
 WRITTEN_BY_OTHERS: Final = "StatusWrittenByOthers"
@@ -59,19 +59,19 @@ _MAX_STATUS_RETRY_S: Final = 1.0
 """Short, because clients and users act on the status."""
 REPORTED_TRIES: Final = 5
 _REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
-"""Number of attempts after which an event reports the refusal: a passing refusal is over by then."""
+"""Attempts after which an event reports a refusal, by reason: a passing refusal is over by then."""
 _POD_FIRST_S: Final = 5.0
 _MAX_POD_RETRY_S: Final = 300.0
 """Longest wait for a pod that a quota refuses: each attempt creates and deletes other pods of the group."""
 _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
-"""Time after a due retry at which a refusal is forgotten if no decision wants the object any more."""
+"""A refusal is forgotten this long after a due retry, because no decision wants the object any more."""
 _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
 """The same for pods. It is longer than the deletion of the group's other pods, which precedes the retry."""
 _MAX_BUDGET_RETRY_S: Final = 60.0
 """Longest wait for the budget, and time for which the operator reports a second writer of the status."""
 
 KindAndName: TypeAlias = tuple[str, str]
-"""Kind and name."""
+"""Kind and name of the object that an action writes."""
 _EPOCH_IN_NAME: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
     {
         "Pod": re.compile(r"-[0-9]+(?=-[0-9]+$)"),
@@ -98,9 +98,12 @@ def kind_and_name(action: Write, resource: str) -> KindAndName:
 
 
 def _delay_s(kind: str, reason: str, tries: int) -> float:
-    """Returns the delay before the next try.
+    """Returns the seconds until the next try.
 
-    The delay doubles with each try, up to a limit that depends on the kind and the reason.
+    The delay doubles with each try. The first delay and the longest depend on the kind and the reason.
+
+    Args:
+        tries: number of refused tries, at least 1.
     """
     first_s, max_s = (_POD_FIRST_S, _MAX_POD_RETRY_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
     if reason == NOT_ANSWERED:
@@ -115,10 +118,10 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
 
 
 def _jitter(action: Write, reason: str, refusal_key: KindAndName, tries: int) -> float:
-    """Returns the factor for a refused pod's delay, from 0.5 to 1; 1 for other objects.
+    """Returns the factor for the delay of a refused pod, from 0.5 to 1; 1 for other objects.
 
-    Resources and groups that a quota refused at the same time must not retry at the same time: each would get
-    only some of its pods, and would delete them again.
+    It spreads the retries of resources and groups that a quota refused at the same time. If all tried again
+    at the same time, each would get only some of its pods, and would delete them again.
     """
     if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not creates_pod(action):
         return 1.0
@@ -133,13 +136,10 @@ def _time_of_expiry(refusal: Refusal) -> datetime:
 
 
 def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Limits the retry times of refusals to those of new refusals, in case the clock was set back."""
+    """Moves each retry to at most one retry delay from now, in case the clock was set back."""
 
     def limited(refusal: Refusal) -> Refusal:
-        """Moves a retry to at most one retry delay from now.
-
-        A later time means that the clock was set back.
-        """
+        """Returns the refusal with a limited time of its retry."""
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
         return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
 
@@ -147,10 +147,11 @@ def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refus
 
 
 def retry_revisions_now(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Keeps only the refusals of revisions, with an immediate retry, after a change of the spec.
+    """Keeps only the refusals of revisions after a change of the spec, with an immediate retry.
 
-    A refused revision stays refused until the next dry run answers. A scale does not change the revision, so
-    it must neither start the rollout of the revision nor clear its refusal.
+    All other refusals are cleared, because the change may have fixed their cause. A refused revision stays
+    refused until the next dry run has an answer: a change of `replicas` alone does not change the revision,
+    so it must not start the rollout of a refused revision.
     """
     kept = (refusal for refusal in refusals if refusal.kind == REVISION)
     return tuple(replace(refusal, retry_at=min(refusal.retry_at, now)) for refusal in kept)
@@ -158,7 +159,7 @@ def retry_revisions_now(refusals: Iterable[Refusal], now: datetime) -> tuple[Ref
 
 @dataclass(slots=True)
 class ActionPermits:
-    """Decides, while the actions of one decision run, which further actions may run.
+    """Decides which actions of one decision may still run, from the answers to the actions before.
 
     Args:
         refusals: refusals from earlier decisions.
@@ -193,6 +194,7 @@ class ActionPermits:
         if self._is_blocked(action):
             return False
         refusal = self.known.get(self._key(action))
+        # A second writer of the status is only reported; the budget limits the writes.
         if refusal is None or refusal.retry_at <= self.now or refusal.reason == WRITTEN_BY_OTHERS:
             return self._fits_budget(action)
         if refusal.blocks:
@@ -214,7 +216,10 @@ class ActionPermits:
         return False
 
     def record_success(self, action: Write) -> None:
-        """Records that an action succeeded."""
+        """Records that an action succeeded, which ends its refusal.
+
+        If another operator undoes each status write, the success of such a write is recorded as a refusal.
+        """
         if self.spending is not None and isinstance(action, PatchStatus):
             self.spending.budget.record_stored_status()
         if self._record_other_writer(action):
@@ -240,7 +245,8 @@ class ActionPermits:
         earlier = self.known.get(key)
         tries = earlier.tries + 1 if earlier is not None else 1
         delay = timedelta(seconds=_delay_s(kind, reason, tries) * _jitter(action, reason, key, tries))
-        # The operator does not recognize a changed pod as its own, so the whole group cannot start.
+        # An object that others change exists, so no other object waits for it. But the operator does not
+        # recognize a changed pod as its own, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
             kind=kind,
@@ -262,7 +268,7 @@ class ActionPermits:
         return refusal if is_reported else None
 
     def _record_other_writer(self, action: Write) -> bool:
-        """Records a refusal if another operator undoes each status write; returns whether it does."""
+        """Records a refusal if another operator undoes each status write. Returns True if so."""
         if self.spending is None or not isinstance(action, PatchStatus):
             return False
         other_writer = self.spending.describe_other_writer()
@@ -276,20 +282,20 @@ class ActionPermits:
             self.spending.uncount(action)
 
     def record_conflict(self, action: Write) -> None:
-        """Records a conflict, which means that the object has changed since the decision."""
+        """Records a conflict: the object has changed since the decision. Blocks the action's scopes."""
         self._block(action)
 
     def release_inputs(self) -> None:
-        """Records that no more actions begin; answers to earlier actions may still arrive."""
+        """Frees the inputs, because no more actions begin. Answers to earlier actions may still arrive."""
         if self.spending is not None:
             self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
         """Returns the seconds until a refused or delayed action may be tried again; None without one.
 
-        The answer is 0.0 after a new refusal and after the end of a refusal. If a refused action was due and
-        the decision did not contain it, no decision wants it now. The next check is then at the time at which
-        the refusal is forgotten.
+        Returns 0.0 after a new refusal and after the end of a refusal, so that the status shows the change. A
+        refused action that was due but not in the decision is not wanted now. Its next check is when its
+        refusal is forgotten.
         """
         if self.new or self._refusal_is_over:
             return 0.0
@@ -316,12 +322,12 @@ class ActionPermits:
         return False
 
     def _block(self, action: Write) -> None:
-        """Blocks the scopes of an action; a status that cannot be written blocks all creates."""
+        """Blocks later actions with the scopes of this action; a failed status write blocks all creates."""
         match action:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes
             case PatchStatus():
-                # If pods of an epoch existed without the status, the epoch would begin a second time.
+                # If pods were created without the status of their epoch, the epoch would begin a second time.
                 self._creates_blocked = True
                 self._status_write_failed = True
 
@@ -332,7 +338,11 @@ def scopes_of(action: Write) -> frozenset[str]:
 
 
 def _refusal_key(kind_name: KindAndName, scopes: frozenset[str]) -> KindAndName:
-    """Returns the key of a refusal: kind and name, without the number of the epoch."""
+    """Returns the key of a refusal: kind and name, without the number of the epoch.
+
+    So a refusal counts for the same object of the next epoch, too. Actions without scopes (deletes, status
+    writes) keep the number.
+    """
     kind, name = kind_name
     if kind not in _EPOCH_IN_NAME or not scopes:
         return kind_name

@@ -16,12 +16,12 @@ _MESSAGE_CHARACTERS = 400
 
 
 def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns the number of failures within the window that ends at the last failure.
+    """Returns the number of failures that count against `maxRestarts` now.
 
-    Failures before the window count if their epochs never served, back to the last epoch that served.
-    Otherwise two failing starts of 30 minutes each in a window of one hour would repeat without end. The
-    window ends at the last failure, not now: a group that has used up its restarts stays failed however much
-    time passes.
+    These are the failures within the window that ends at the last failure. (It does not end now, so a group
+    that has used up its restarts stays failed.) If more failures have come since the last epoch that served,
+    these count instead: otherwise starts that fail after 30 minutes would repeat without end in a window of
+    one hour.
     """
     if not failures:
         return 0
@@ -45,7 +45,10 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 
 
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
-    """Reports whether stored failures still delay or prevent the next start."""
+    """Reports whether stored failures still delay or prevent the next start.
+
+    They do if the last failure is within the window or its epoch never served, or if no restart is left.
+    """
     if not failures:
         return False
     since = now - timedelta(seconds=parse_duration_s(restart.window))
@@ -56,8 +59,8 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
     """Returns the time of the next start of a group whose epoch has ended; None if it may start immediately.
 
-    Uncounted ends, such as evictions, also delay the next start. Restarts for an upgrade delay only further
-    restarts for an upgrade.
+    Ends that do not count as restarts, such as evictions, also delay the next start. An end because of an
+    upgrade (ImageChanged) delays only starts after another such end.
     """
     last = failures[-1]
     count = count_recent(failures, restart) if last.counted else _count_recent_uncounted(failures, restart)
@@ -75,23 +78,22 @@ def backoff_s(num_waits: int, restart: RestartSpec) -> float:
 
 
 def _count_recent_uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns how many of the last epoch ends did not count as restarts, within the window.
+    """Returns how many epoch ends within the window did not count as restarts.
 
-    If the last end was a restart for an upgrade, only such ends are included; otherwise only other ends.
+    If the last end was because of an upgrade, only such ends are included; otherwise only other ends.
     """
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))
-    same_cause = [
-        failure for failure in failures if (failure.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)
-    ]
-    return sum(not failure.counted and failure.time >= since for failure in same_cause)
+    was_upgrade = last.reason == IMAGE_CHANGED
+    of_same_sort = [failure for failure in failures if (failure.reason == IMAGE_CHANGED) == was_upgrade]
+    return sum(not failure.counted and failure.time >= since for failure in of_same_sort)
 
 
 def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
-    """Attributes the last failure to a lost node, so that it does not count.
+    """Attributes the last failure to a lost node, so that the failure no longer counts.
 
-    Other pods notice a lost pod within seconds; the cluster notices a lost node only after most of a minute.
-    The failure was therefore counted as a lost pod first.
+    Other pods notice a lost pod within seconds, but the cluster notices a lost node only after most of a
+    minute. Until then, the failure counted as a lost pod.
     """
     last = failures[-1]
     reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
@@ -100,10 +102,13 @@ def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> t
 
 
 def add_failure(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
-    """Returns the failures with one more; drops the oldest uncounted failures first, then the oldest."""
+    """Adds a failure to the failures of a group, and keeps at most MAX_FAILURES.
+
+    The oldest failures that do not count as restarts are dropped first, then the oldest.
+    """
     shortened = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
-    failures_kept = [*failures, shortened]
-    while len(failures_kept) > MAX_FAILURES:
-        dropped = next((old for old in failures_kept[:-1] if not old.counted), failures_kept[0])
-        failures_kept.remove(dropped)
-    return tuple(failures_kept)
+    kept = [*failures, shortened]
+    while len(kept) > MAX_FAILURES:
+        dropped = next((old for old in kept[:-1] if not old.counted), kept[0])
+        kept.remove(dropped)
+    return tuple(kept)

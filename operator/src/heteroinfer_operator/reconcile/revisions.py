@@ -212,7 +212,7 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    """Reports whether the name of a record is a hash of its spec, so that nobody edited only the spec."""
+    """Reports whether the name of a record is a hash of its spec. It is not if only the spec was edited."""
     hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
     return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 
@@ -267,8 +267,7 @@ def with_modes_of_plans(
 ) -> Mapping[str, Revision]:
     """Adds the modes of revisions whose record is lost. The plans of their pods have these modes.
 
-    The status does not tell which plan belongs to a revision: between epochs it has the next revision and the
-    last plan.
+    The status cannot give the plan of a revision: between epochs it has the next revision and the last plan.
     """
     with_modes = dict(revisions)
     for pod in pods:

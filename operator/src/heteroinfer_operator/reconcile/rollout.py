@@ -56,8 +56,8 @@ def decide_eviction_block(
 ) -> EvictionBlock:
     """Decides whether the disruption budget must block evictions while a rollout stops a serving group.
 
-    Without the block, an eviction at the same time could stop a second group, so that fewer groups would
-    serve than `rollout.maxUnavailable` allows. A single group needs no block, because no other group could
+    Without the block, an eviction could stop a second group at the same time. Then fewer groups would serve
+    than `rollout.maxUnavailable` allows. A single group needs no block, because no other group could
     serve meanwhile. If the API server refuses the budget, the rollout continues without it.
     """
     if (

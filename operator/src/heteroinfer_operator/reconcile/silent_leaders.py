@@ -14,16 +14,21 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
 MIN_SILENT_S: Final = 0.8
-"""Seconds in which every connection failed (at least three): too long for a lost packet."""
+"""Shortest silence to report: in this time at least three connections failed, not one lost packet."""
 _CERTAIN_AFTER_S: Final = 5.0
+"""Silence after which checks are rare."""
 _SOON_S: Final = 1.0
+"""Seconds until the next check of a leader that has been silent for a short time."""
 _LATER_S: Final = 10.0
+"""Seconds until the next check of a leader that has been silent for a long time."""
 
 
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
-    """Marks the leader in a group's decision as silent, and asks for an early next check.
+    """Marks the leader of a Ready group as silent in the group's decision, and makes the next check early.
 
-    `silent_s` is None while the operator reaches the leader; then the decision stays as it is.
+    Args:
+        silent_s: seconds for which the leader has been silent; None while it answers the operator. Then the
+            decision stays as it is.
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
@@ -31,7 +36,8 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
     soonest_s = min(wait for wait in (decision.look_again_s, check_s) if wait is not None)
     message = (
         f"group {decision.status.index}: the operator cannot reach the leader, which answered before, and "
-        "Kubernetes reports its pod as Ready. Check the node of the leader, and the network to it."
+        "Kubernetes reports its pod as Ready. Check the leader's node, and the network between operator and "
+        "leader"
     )
     return replace(
         decision, look_again_s=soonest_s, silent_leader=message if silent_s >= MIN_SILENT_S else ""
@@ -39,20 +45,20 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 
 
 def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
-    """Marks the leader in a group's decision as silent if it does not report the group as ready.
+    """Marks the leader of a Ready group as silent if the leader does not report the group as ready.
 
-    The operator uses only the report while the API server does not show the pods. A leader that did not
-    accept the request's authentication reports epoch 0.
+    For the time in which the API server does not show the pods, so that only the leader's report is known. A
+    leader that does not accept the operator's authentication reports epoch 0.
     """
     status = decision.status
-    # A leader that never answered may be unreachable for the operator: its silence proves nothing.
+    # The operator may never have been able to reach this leader, so its silence proves nothing.
     if status.phase is not GroupPhase.READY or status.measured_time is None:
         return decision
     is_current = report is not None and report.epoch in {0, status.epoch}
     reports_ready = report is not None and is_current and report.ready
     message = (
         f"group {status.index}: the API server does not show the pods, and the leader does not report the "
-        "group as ready. Check the API server, and the log of the leader."
+        "group as ready. Check the API server, and the log of the leader"
     )
     soonest_s = min(wait for wait in (decision.look_again_s, _SOON_S) if wait is not None)
     return replace(

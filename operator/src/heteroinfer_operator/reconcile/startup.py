@@ -1,4 +1,4 @@
-"""Progress of a starting group, and what it waits for. Pure.
+"""Progress of a starting group, or the cause of its wait. Pure.
 
 Waiting for capacity, images and the model has no limit: a new epoch would begin the same wait again. Once all
 pods are connected, the leader's supervisor watches the start, because it sees every step. This module covers
@@ -104,7 +104,7 @@ def is_connecting(startup: StartupStatus | None) -> bool:
 def describe_progress(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
-    """Describes what a starting group waits for.
+    """Describes the wait or the progress of a starting group.
 
     Args:
         expected: number of pods that the group needs.
@@ -147,7 +147,7 @@ def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) ->
 
 
 def describe_wait(pod: PodView) -> str:
-    """Describes what a pod that has not run yet waits for."""
+    """Describes the wait of a pod that has not run yet."""
     return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not created yet'}"
 
 

@@ -114,7 +114,7 @@ def _label_or_status(
     """Returns the name of a plan or revision from the pods' label or from the status.
 
     The first in this order counts: a label whose object is stored, a status value whose object is stored, any
-    label, any status value. Returns None without all of these.
+    label, any status value. Returns None if there is no label and no status value.
 
     Args:
         stored: stored plans or revisions, by name.

@@ -143,7 +143,7 @@ def free_resources_of_pods(
     """Returns the decision that deletes the existing pods of a group, because one pod was refused.
 
     A group cannot run without the refused pod. Until the next attempt, its other pods would only occupy
-    resources. If one of them has started, the end of the epoch is recorded, but not counted as a restart.
+    resources. If a pod has started, the end of the epoch is recorded, but not counted as a restart.
     """
     if any(pod.started for pod in current):
         message = f"cannot create all pods of the group: {refusal.message}"
