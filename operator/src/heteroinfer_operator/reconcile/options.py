@@ -16,8 +16,8 @@ from heteroinfer_operator.stored_fields import version_number
 _MAX_EXACT_VERSION: Final = 10**14
 """A resourceVersion below this number counts in full. Pod names have no space for a larger one."""
 _NANOSECONDS_PER_EPOCH: Final = 10**5
-"""Divisor of a larger resourceVersion, which counts as a time in nanoseconds: no group begins two epochs within
-0.1 ms."""
+"""Divisor of a larger resourceVersion, which counts as a time in nanoseconds: no group begins two epochs
+within 0.1 ms."""
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of the milliseconds in an epoch: pod names stay shorter than with milliseconds since 1970."""
 _MAX_CLOCK_STEP: Final = timedelta(days=1)

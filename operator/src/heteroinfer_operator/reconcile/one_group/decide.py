@@ -2,8 +2,8 @@
 
 Once a pod has run, its end is also the end of its epoch. If the operator sees a pod end before the pod ran,
 or vanish before the pod had a node, it replaces only this pod, and the other pods wait. (Under Kueue it ends
-the whole epoch.) A pod that disappeared unseen may have run, and may still run on an unreachable node. So its name is
-not used again, and the epoch ends.
+the whole epoch.) A pod that disappeared unseen may have run, and may still run on an unreachable node. So its
+name is not used again, and the epoch ends.
 
 A running epoch continues without the spec and without its plan: the operator stores the revision that the
 epoch was created with, and the labels of the pods identify it.
