@@ -1,4 +1,4 @@
-"""Policies that let pods out: of those alone that others keep in, and no further than they need."""
+"""Egress policies: they select only pods that other policies isolate, and open no more than needed."""
 
 import json
 from ipaddress import ip_network
@@ -178,7 +178,7 @@ def test_the_installation_decides_where_downloads_may_connect() -> None:
         assert rules_of_fetch(asked(), FetchEgress.from_json(text)) == [], "an empty list would open all"
 
 
-def test_the_chart_has_the_same_defaults() -> None:
+def test_the_chart_has_the_same_defaults_of_fetch_egress() -> None:
     values = yaml.safe_load((REPOSITORY / "charts/heteroinfer/values.yaml").read_text())
     assert (
         FetchEgress.from_json(json.dumps(values["fetchEgress"])) == FetchEgress() == FetchEgress.from_json("")

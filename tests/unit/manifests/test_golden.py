@@ -138,7 +138,7 @@ def test_only_the_leader_is_an_endpoint() -> None:
     assert chosen == ["pod-0"]
 
 
-def test_host_paths_need_the_installations_leave() -> None:
+def test_host_paths_need_the_installations_permission() -> None:
     model = RESOURCE.spec.model.model_copy(update={"uri": "file:///models/llama"})
     spec = RESOURCE.spec.model_copy(update={"model": model})
     with pytest.raises(PlanError, match="allowHostPaths=true"):
@@ -180,7 +180,7 @@ def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
     assert pods.source.path == "/model/acme--llama/abc"
 
 
-def test_a_token_causes_another_fetch_but_no_new_revision() -> None:
+def test_another_token_causes_a_new_fetch_but_no_new_revision() -> None:
     without, with_one = (
         _hub_spec(cache={"claimName": "models"}, **token)
         for token in ({}, {"tokenSecretRef": {"name": "hub"}})
@@ -189,7 +189,7 @@ def test_a_token_causes_another_fetch_but_no_new_revision() -> None:
     assert model_pod_name(without, OWNER) != model_pod_name(with_one, OWNER)
 
 
-def test_other_settings_of_a_cache_are_another_claim() -> None:
+def test_other_settings_of_a_cache_get_another_claim() -> None:
     small, large = (build_model_claim(_hub_spec(cache={"size": size}), OWNER) for size in ("1Gi", "2Gi"))
     assert small is not None
     assert large is not None
@@ -198,8 +198,8 @@ def test_other_settings_of_a_cache_are_another_claim() -> None:
     assert build_model_claim(_hub_spec(cache={"claimName": "models"}), OWNER) is None
 
 
-def test_a_key_is_in_its_secret_only() -> None:
-    """And the Secret's name changes with it, so that one that exists holds the right one."""
+def test_only_the_secret_contains_the_groups_key() -> None:
+    """The name of the Secret changes with the key, so an existing Secret has the right key."""
     secret = MANIFESTS[f"secret-llama-0-key-{KEY.fingerprint}"]
     assert base64.b64decode(secret["data"][names.GROUP_KEY_KEY]).decode() == KEY.text
     others = [yaml.safe_dump(manifest) for name, manifest in MANIFESTS.items() if manifest is not secret]

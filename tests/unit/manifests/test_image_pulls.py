@@ -1,4 +1,4 @@
-"""Pull policy and pull secrets of an installation: in new pods of every kind, and no reason to end one."""
+"""Pull policy and pull secrets of an installation: all new pods get them, and no pod ends for them."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def test_without_settings_no_pull_policy_or_secret_is_added() -> None:
         assert {"name": "own"} not in spec.get("imagePullSecrets", [])
 
 
-def test_another_policy_touches_no_pod() -> None:
+def test_other_pull_settings_change_no_existing_pod() -> None:
     world = pulling(ImagePulls())
     before = dict(world.pods)
     world.options = replace(OPTIONS, images=replace(OPTIONS.images, pulls=PULLS))

@@ -1,4 +1,4 @@
-"""What Prometheus asks pods for is open: the policy of a group lets everybody to the metrics of each rank."""
+"""The policy of a group opens the metrics port of each rank to all, so that Prometheus can read it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a platform's fields make of pods: users, volumes, claims, authorities and files."""
+"""Fields for platforms: their effect on users, volumes, claims, CA bundle and files of pods."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def test_a_pod_that_reads_the_model_has_the_fields_for_its_files() -> None:
         ),
     ],
 )
-def test_authorities_are_in_the_pods_that_fetch_and_serve(
+def test_pods_that_fetch_and_serve_mount_the_ca_bundle(
     bundle: dict[str, Any], source: dict[str, Any]
 ) -> None:
     model = {"uri": "hf://org/model", "cache": {"size": "1Gi"}, "caBundle": bundle}
@@ -98,7 +98,7 @@ def test_authorities_are_in_the_pods_that_fetch_and_serve(
         assert env(pod)[names.ENV_CA_BUNDLE] == "/etc/heteroinfer/ca-bundle/ca.crt"
 
 
-def test_other_authorities_cause_a_new_fetch_and_no_authorities_change_nothing() -> None:
+def test_another_ca_bundle_causes_a_new_fetch_and_no_ca_bundle_changes_no_key() -> None:
     model = {"uri": "hf://org/model", "cache": {"size": "1Gi"}}
     plain, trusting = spec(model=model), spec(model={**model, "caBundle": BUNDLE})
     assert model_pod_name(plain, OWNER) == "llama-fetch-10a901296a", "as 5ba4481 named it"

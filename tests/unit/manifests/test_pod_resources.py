@@ -1,4 +1,4 @@
-"""Resources of pods: the resource's own go before the installation's, and are in no revision."""
+"""Resources of pods: the spec's override the installation's, whose defaults are in no revision."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def model_pod(spec: HeteroInferenceSpec) -> tuple[dict[str, Any], str]:
     return pod["containers"][0]["resources"], scratch["emptyDir"]["sizeLimit"]
 
 
-def test_helper_pods_take_the_installations_resources_and_the_resources_own_first() -> None:
+def test_the_specs_resources_for_the_model_pod_override_the_installations() -> None:
     assert model_pod(spec_of()) == (
         {"limits": {"cpu": "0.5", "memory": "1Gi", "ephemeral-storage": "32Gi"}},
         "16Gi",
@@ -60,7 +60,7 @@ def test_defaults_stay_within_the_users_requests_and_limits() -> None:
 
 
 @pytest.mark.parametrize("uri", ["pvc://models/small", "hf://acme/llama"])
-def test_resources_of_the_model_pod_are_another_pod_and_no_revision(uri: str) -> None:
+def test_other_resources_for_the_model_pod_create_another_pod_and_no_revision(uri: str) -> None:
     cache = {"cache": {"size": "1Gi"}} if uri.startswith("hf") else {}
     without, given = spec_of(uri, **cache), spec_of(uri, **cache)
     resources = Resources(limits={"cpu": "1"})
@@ -88,7 +88,7 @@ def test_an_installation_without_defaults_does_not_change_a_spec() -> None:
         ),
     ],
 )
-def test_a_wrong_setting_is_reported(text: str, said: str) -> None:
+def test_invalid_pod_resources_are_reported_with_the_chart_value(text: str, said: str) -> None:
     with pytest.raises(
         HeteroInferError,
         match=rf"HETEROINFER_POD_RESOURCES \(podResources of the chart\): .*{said}.*Correct podResources",

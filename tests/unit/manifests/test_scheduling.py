@@ -1,4 +1,4 @@
-"""Fields of a pod's spec that say where it may be: the user's, and what was decided."""
+"""Fields of a pod's spec that restrict its nodes: the user's, and the operator's decisions."""
 
 from typing import Any
 

@@ -66,7 +66,7 @@ def test_the_dry_run_also_covers_a_group_between_epochs(world: World) -> None:
 
 
 def test_adding_a_group_of_a_refused_revision_stops_no_other_group(world: World) -> None:
-    """Its first pod was created before the answer came, and then counted as an accepted revision's pod."""
+    """Earlier, the group's first pod was created before the answer, and showed the revision as accepted."""
     before = world.workers()
     world.refuses["Pod", "demo-*-1"] = WORDS
     world.change_spec(replicas=2, engine={"maxModelLen": 512})
@@ -78,7 +78,7 @@ def test_adding_a_group_of_a_refused_revision_stops_no_other_group(world: World)
     assert WORDS in world.status["groups"][1]["message"]
 
 
-def test_each_revision_is_validated_once_and_none_at_rest() -> None:
+def test_each_revision_is_validated_once_and_a_settled_resource_sends_no_dry_run() -> None:
     world = World(spec=cpu_pair(replicas=3))
     world.serve()
     assert world.tried == []
@@ -112,7 +112,7 @@ def fail_again_and_again(world: World, times: int) -> int:
 
 @pytest.mark.parametrize("happens", ["nothing", "scale", "restart"])
 def test_a_refused_revision_does_not_clear_failures(happens: str) -> None:
-    """Each new dry run treated failures as those of another revision and cleared them."""
+    """Earlier, each dry run took the failures for those of another revision and cleared them."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 2}))
     world.serve()
     world.refuses[RECORD] = WORDS
@@ -148,7 +148,7 @@ def test_scaling_does_not_clear_a_refusal(world: World) -> None:
 
 
 def test_without_an_answer_groups_keep_running_and_stopped_groups_restart(world: World) -> None:
-    """Unanswered requests failed each reconcile, so that a group that died stayed down."""
+    """Earlier, each unanswered dry run failed the reconcile, so that a group that had ended stayed down."""
     before, revision = world.workers(), world.status["groups"][0]["revision"]
     world.silent = True
     world.change_spec(engine={"maxModelLen": 512})
@@ -202,7 +202,7 @@ def test_a_revision_that_is_accepted_later_is_rolled_out(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_the_previous_spec_is_ready_at_once(world: World) -> None:
+def test_a_return_to_the_previous_spec_clears_the_refusal_and_replaces_no_pod(world: World) -> None:
     before, spec = world.workers(), world.spec
     world.refuses[RECORD] = WORDS
     world.change_spec(engine={"maxModelLen": 512})

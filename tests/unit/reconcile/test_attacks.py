@@ -52,7 +52,7 @@ def create_pods(world: World) -> None:
 
 @pytest.mark.parametrize("refused", [REFUSED, {"roles": "none"}], ids=["by a rule", "not to be read"])
 def test_a_refused_spec_deletes_no_claim(refused: dict[str, object]) -> None:
-    """A typo in the spec during the first fetch deleted the claim with the fetched files."""
+    """Earlier, a typo in the spec during the first fetch deleted the claim with the fetched files."""
     world = World(spec=cpu_pair(model=HUB))
     world.settle()
     assert CLAIM in kinds(world)
@@ -106,7 +106,7 @@ def test_unseen_loss_of_all_pods_ends_their_epoch() -> None:
 def test_a_reverted_change_is_not_a_failure(
     world: World, away: dict[str, object], back: dict[str, object]
 ) -> None:
-    """The operator counted draining pods as deleted by a user, and so as a restart."""
+    """Earlier, the operator counted draining pods as deleted by a user, and so as a restart."""
     world.change_spec(**away)
     world.settle()
     world.change_spec(**back)
@@ -251,7 +251,7 @@ def test_a_pod_lost_together_with_the_status_is_not_created_again(world: World) 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_refused_group_does_not_remove_the_plan_of_another_group(group: int) -> None:
-    """Groups share a plan; a block of either group prevented its creation, so the other's pods hung."""
+    """Earlier, one blocked group prevented the creation of a shared plan, so the other group's pods hung."""
     world = World(spec=cpu_pair(replicas=2))
     world.refuses["Service", f"demo-{group}-ranks"] = "it is somebody else's"
     world.serve()
@@ -263,7 +263,7 @@ def test_a_refused_group_does_not_remove_the_plan_of_another_group(group: int) -
 
 
 def test_a_pod_that_appears_after_its_epoch_is_deleted(world: World) -> None:
-    """Its create had no answer and the watch was behind: the pod would have kept its devices indefinitely."""
+    """Its create had no answer, and the watch was late. Undeleted, the pod would keep its devices."""
     follower = world.pods[world.workers()[1]]
     world.end_pod(world.workers()[0])
     world.settle()
@@ -285,7 +285,7 @@ def test_a_pod_that_appears_after_its_epoch_is_deleted(world: World) -> None:
 
 
 def test_epochs_that_begin_at_the_same_time_have_different_names() -> None:
-    """First epochs were seconds of a clock: two lost statuses within a second led to the same epoch."""
+    """Earlier, first epochs were seconds of a clock: two lost statuses within a second led to one epoch."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     for lost in ({}, {"groups": "what is this"}, {}):
@@ -372,7 +372,7 @@ def test_a_pod_that_may_have_run_on_a_silent_node_is_not_created_again(world: Wo
     assert world.status["groups"][0]["failures"][-1]["reason"] == "NodeLost"
 
 
-def test_released_pods_are_not_created_again(world: World) -> None:
+def test_pods_deleted_for_a_refused_pod_are_not_created_again(world: World) -> None:
     """The pods may have run before their forced deletion, which does not show how they ended."""
     world.change_spec(replicas=2)
     world.refuses["Pod", "demo-1-*-1"] = "exceeded quota"
@@ -392,7 +392,7 @@ FINALIZER = "example.test/hold"
 
 @pytest.mark.parametrize("why", ["suspend", "scale", "scale to zero", "failure", "rollout", "deletion"])
 def test_reports_a_pod_with_the_finalizer_that_blocks_it(world: World, why: str) -> None:
-    """The pod stays `Terminating`; the group reported Stopping indefinitely without the reason."""
+    """The pod stays `Terminating`. Earlier, the group reported Stopping without the reason."""
     world.change_spec(replicas=2)
     world.settle()
     world.all_ready()
@@ -441,7 +441,7 @@ def waits_for_configuration(world: World, words: str) -> None:
 
 
 def test_a_key_lost_during_image_pulls_is_created_again() -> None:
-    """The operator created the Secret only with the pods, so the pods waited for it indefinitely."""
+    """Earlier, the operator created the Secret only with the pods, so existing pods waited without end."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -461,7 +461,7 @@ def test_a_key_lost_during_image_pulls_is_created_again() -> None:
 
 @pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
 def test_a_pod_that_waits_for_a_previous_key_is_replaced(now: bytes | None) -> None:
-    """The operator lost its key before the containers were created; the group's Secret stayed missing."""
+    """The operator lost its key before the containers were created. Earlier, the Secret stayed missing."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -656,7 +656,7 @@ def test_a_plan_lost_during_image_pulls_ends_the_epoch(how: str) -> None:
 @pytest.mark.parametrize("away", [1, 0])
 @pytest.mark.parametrize("seconds", [30, 7200])
 def test_scaling_does_not_clear_failures(away: int, seconds: float) -> None:
-    """An autoscaler scaled down and up between two failed starts, so that restarts never ended."""
+    """Earlier, restarts never ended if an autoscaler scaled down and up between two failed starts."""
     world = World(spec=cpu_pair(replicas=2), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     for _ in range(12):

@@ -152,7 +152,7 @@ def test_a_users_claim_is_cleaned_only_on_request() -> None:
     assert cleanup.keep == 2
 
 
-def test_the_claim_is_read_only_while_a_fetch_may_begin() -> None:
+def test_only_a_resource_whose_fetch_may_begin_names_a_claim_to_clean() -> None:
     assert claim_to_clean(resource(**CACHE)) == "models"
     assert claim_to_clean(resource(status=serving(A), **CACHE)) == ""
     assert claim_to_clean(resource(status={**serving(A), "observedGeneration": 1}, **CACHE)) == "models"

@@ -276,7 +276,7 @@ def test_the_newest_gang_api_of_kube_scheduler_is_used() -> None:
 
 
 def test_a_gang_object_listed_under_two_api_versions_stays() -> None:
-    """The operator took the copy in the other version for unneeded, and deleted the only object."""
+    """Earlier, the operator regarded the entry in the other version as unneeded, and deleted the object."""
     world = CapacityWorld(spec=cpu_pair(), nodes=(node("a"),))
     world.gangs = frozenset({Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
     world.served_too = {"scheduling.k8s.io/v1beta1": "scheduling.k8s.io/v1alpha2"}
@@ -300,7 +300,7 @@ def test_no_gang_object_is_created_without_the_api_of_its_scheduler() -> None:
     assert world.workers() == pods
 
 
-def test_gang_always_needs_a_scheduler_and_never_uses_none() -> None:
+def test_gang_always_needs_a_gang_scheduler_and_gang_never_uses_none() -> None:
     world = started(cpu_pair(scheduling={"gang": "Always"}), node("a"))
     assert world.condition("Planned") == ("False", "NoGangScheduler")
     world.gangs = frozenset({Gang.KUEUE})
@@ -316,7 +316,7 @@ def test_gang_always_needs_a_scheduler_and_never_uses_none() -> None:
     assert names.LABEL_GANG not in alone.manifests[alone.workers()[0]]["metadata"]["labels"]
 
 
-def test_without_rights_on_nodes_groups_start_as_planned() -> None:
+def test_groups_start_if_the_operator_may_not_read_nodes() -> None:
     world = CapacityWorld(spec=gpu_and_cpu(), nodes=None)
     world.settle()
     world.answer_inspection()
@@ -343,7 +343,7 @@ def test_a_drain_may_evict_one_pod_until_the_group_serves_again() -> None:
 
 @pytest.mark.parametrize("stuck", ["ImagePullBackOff: no space left on device", ""], ids=["image", "no node"])
 def test_a_group_with_a_stuck_pod_does_not_block_a_drain(stuck: str) -> None:
-    """The other pod runs but cannot be Ready before the group serves, so a drain waited without end."""
+    """The other pod is not Ready before the group serves. Earlier, a drain waited for it without end."""
     world = started(cpu_pair(), node("a"))
     first, second = world.workers()
     world.pods[first] = replace(world.pods[first], phase="Running", started=True, node="a")

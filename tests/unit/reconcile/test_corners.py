@@ -316,7 +316,7 @@ def test_a_new_port_does_not_cut_off_old_groups(world: World) -> None:
         lambda spec: spec["ingress"][0].update({"ports": [{"port": 1}]}),
     ],
 )
-def test_added_drift_is_repaired(world: World, drift: Any) -> None:
+def test_fields_that_others_add_to_a_policy_are_removed(world: World, drift: Any) -> None:
     world.serve()
     import copy
 
@@ -413,7 +413,7 @@ def test_changes_without_new_pods_create_no_revision(world: World, change: dict[
 # Meaning of conditions
 
 
-def test_suspended_is_ready_and_not_available(world: World) -> None:
+def test_a_suspended_resource_is_ready_and_not_available(world: World) -> None:
     world.serve()
     world.change_spec(suspend=True)
     world.settle()

@@ -34,7 +34,7 @@ def test_the_status_shows_the_memory_of_gpus(given: str | None, shown: str) -> N
     assert plan_of(world)["roles"] == [{"name": "gpu", "deviceMemory": shown}]
 
 
-def test_the_status_has_times_as_integers_and_as_before() -> None:
+def test_the_status_has_step_times_in_microseconds_and_in_milliseconds() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     plan, summary = plan_of(world), world.status["summary"]
@@ -43,7 +43,7 @@ def test_the_status_has_times_as_integers_and_as_before() -> None:
 
 
 def test_a_node_label_of_any_length_stops_no_reconcile() -> None:
-    """Whoever may label nodes could otherwise hide the end of every rank there."""
+    """Otherwise a user who may label nodes could hide the end of every rank on them."""
     spec = gpu_and_cpu()
     del spec["roles"][0]["deviceMemory"]
     world = CapacityWorld(spec=spec, nodes=(node("node", gpus=1, labels={f"{GPU}.memory": "40960"}),))

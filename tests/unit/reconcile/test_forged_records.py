@@ -39,7 +39,7 @@ ALLOWED_EVIL = {
     "image": "evil/image:1",
     "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "prod-db", "key": "password"}}}],
 }
-"""As far as every rule and list allows: only the resource's own user may ask for it."""
+"""A spec that every rule and list allows, but that only the resource's own user may choose."""
 
 Stored = dict[str, Any]
 
@@ -117,7 +117,7 @@ def pods_with_nothing_evil(world: World) -> bool:
     return not any(word in text for word in ("evil", "prod-db", "vault.hashicorp.com"))
 
 
-def test_the_forged_record_passes_all_rules() -> None:
+def test_the_forged_spec_of_these_tests_passes_all_rules_for_specs() -> None:
     spec = parse_spec(cpu_pair(engine=ALLOWED_EVIL))
     assert OPTIONS.allowed.find_forbidden(spec) is None
 
@@ -187,7 +187,7 @@ def test_a_group_of_an_unknown_revision_keeps_its_children() -> None:
 
 
 def forget_codes(world: World) -> None:
-    """Stores everything as version 0.1.0 did, without codes."""
+    """Stores records and plans without codes, as version 0.1.0 did."""
     for key in list(world.objects):
         if key[0] == "ConfigMap":
             world.objects[key] = with_code(world.objects[key], None)
@@ -246,7 +246,7 @@ def test_a_record_with_forged_content_is_ignored(
 def test_an_unsigned_record_must_pass_the_current_rules(
     before: Callable[[World], None],
 ) -> None:
-    """A signed record is exempt: its user was once allowed it, and the serving group continues."""
+    """The rules do not apply to a signed record: its spec was allowed once, and its group continues."""
     spec = cpu_pair(engine={"args": ["--trust-remote-code"]})
     for unsigned in (False, True):
         world = World(spec=spec, options=replace(OPTIONS, allowed=ALL))
@@ -293,7 +293,7 @@ def test_records_must_be_signed_before_the_status_relies_on_it() -> None:
 
 
 def test_an_older_signed_record_of_the_same_resource_is_used() -> None:
-    """The resource's user chose it once, so no user gains a permission."""
+    """The resource's user chose the older record once, so nobody gains a permission."""
     world = served()
     key = config_map(world, "revision")
     old = world.objects[key]

@@ -387,7 +387,7 @@ def test_reports_the_rank_that_ran_out_of_memory(world: World) -> None:
     assert failure["message"].startswith("pod demo-0-1-1 reached its memory limit: rank 1 was killed")
 
 
-def test_failed_reports_rank_reason_exit_code_and_last_log_line(world: World) -> None:
+def test_the_condition_failed_reports_rank_reason_exit_code_and_last_log_line(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     world.serve()
     said = replace(CULPRIT, message="x" * 900, last_log="y" * 200 + " CUDA error: an illegal access")
@@ -571,7 +571,7 @@ def test_messages_do_not_contain_the_time_of_the_reconcile(world: World) -> None
 
 
 def test_ready_reports_the_failure_until_the_group_recovers() -> None:
-    """A suspension cleared the reason too early; it also stayed after the group had served for days."""
+    """Earlier, a suspension cleared the reason too early, and a group that served for days kept it."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 0}))
     world.serve()
     world.end_pod(world.workers()[1])

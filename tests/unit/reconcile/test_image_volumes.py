@@ -89,7 +89,7 @@ def test_a_model_in_an_image_is_refused_if_no_node_can_mount_it() -> None:
 
 
 def test_the_model_pod_waits_for_a_node_that_can_mount_the_image() -> None:
-    """A node that is cordoned or NotReady comes back, so the verdict does not count it out."""
+    """A node that is cordoned or NotReady may come back, so it counts as a node for the pod."""
     cordoned = replace(node("b", NEW), schedulable=False, problem="cordoned")
     world = world_with(node("a", OLD), cordoned, node("c", OLD))
     (inspect,) = world.pods

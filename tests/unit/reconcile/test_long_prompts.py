@@ -67,7 +67,7 @@ def test_a_group_whose_gpu_cannot_copy_experts_serves_and_reports_it(world: Worl
     assert "the GPU computes a part" in world.status["plans"][0]["longPrompts"], "the prediction stays"
 
 
-def test_the_measurement_ends_with_its_epoch(world: World) -> None:
+def test_the_status_drops_the_measured_long_prompts_after_the_epoch_ends(world: World) -> None:
     assert report(world, 257, None)
     world.end_pod(world.workers()[0])
     world.step()

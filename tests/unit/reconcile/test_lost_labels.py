@@ -49,7 +49,7 @@ def looks(**model: object) -> tuple[World, str]:
 def test_reports_a_lost_label_with_the_command_that_restores_it(
     world: World, pod: str, labels: dict[str, str | None], available: bool, command: str
 ) -> None:
-    """Ready and Available stayed True without an endpoint, or for ports without a policy."""
+    """Earlier, Ready and Available stayed True without an endpoint, or for ports without a policy."""
     before = list(world.events)
     world.relabel(pod, **labels)
     world.settle()
@@ -113,7 +113,7 @@ def test_reports_a_lost_label_and_the_wait_of_a_start_together() -> None:
 
 @pytest.mark.parametrize("component", ["inspect", "fetch", "other", None])
 def test_a_workers_name_restores_its_labels(world: World, component: str | None) -> None:
-    """A worker relabelled as `inspect` was deleted, and its epoch ended."""
+    """Earlier, a worker that got the label of an inspect pod was deleted, and its epoch ended."""
     world.relabel(FOLLOWER, component=component)
     decision = world.step()
     assert not [action for action in decision.actions if isinstance(action, DeleteObject)]
@@ -123,7 +123,7 @@ def test_a_workers_name_restores_its_labels(world: World, component: str | None)
 @pytest.mark.parametrize("labels", [{"component": None}, {"component": "worker"}, {"resource": None}])
 @pytest.mark.parametrize("uri", ["file:///models/tiny", "hf://org/model"])
 def test_the_inspect_pod_is_recognized_by_its_name(uri: str, labels: dict[str, str | None]) -> None:
-    """Without its label the operator created the existing pod again and again."""
+    """Earlier, the operator tried again and again to create a pod that existed without its label."""
     world, name = looks(uri=uri, **({"cache": {"size": "1Gi"}} if uri.startswith("hf") else {}))
     world.relabel(name, **labels)
     world.settle()

@@ -1,4 +1,4 @@
-"""Mode Auto from apply on: the plan chooses once for each revision, and the choice outlives all else."""
+"""Mode Auto: the first plan of a revision chooses the mode, which stays for all later epochs."""
 
 import json
 from typing import Any
@@ -106,7 +106,7 @@ def test_the_plan_chooses_and_reports_the_mode() -> None:
 
 
 def test_a_new_resource_on_the_larger_gpu_gets_another_mode() -> None:
-    """The tests below change the GPU, and rely on this."""
+    """The tests below change the GPU and expect that this changes the mode."""
     found = world(LARGE_GPU)
     assert mode(found) == "Pipeline"
     assert roles(found) == ["gpu"]
@@ -166,7 +166,7 @@ def test_a_lost_record_is_written_again_with_the_mode_of_the_plan() -> None:
     assert records(found) == [before]
 
 
-def test_a_new_revision_is_a_new_choice() -> None:
+def test_a_new_revision_chooses_its_mode_again() -> None:
     found = world()
     found.nodes = nodes(LARGE_GPU)
     found.change_spec(restartedAt="2026-01-01T00:00:00Z")
@@ -175,7 +175,7 @@ def test_a_new_revision_is_a_new_choice() -> None:
     assert found.events.count("ModeChosen") == 2
 
 
-def test_another_load_makes_no_revision() -> None:
+def test_another_planned_load_creates_no_revision() -> None:
     found = world()
     revision = found.status["updateRevision"]
     found.change_spec(planning={"load": {"requests": 1}})
@@ -185,7 +185,7 @@ def test_another_load_makes_no_revision() -> None:
     assert mode(found) == "FeedForward"
 
 
-def test_nothing_is_chosen_while_the_group_waits_for_capacity() -> None:
+def test_no_mode_is_chosen_while_the_group_waits_for_capacity() -> None:
     found = World(spec=world().spec, nodes=(node("b"),))
     found.settle()
     found.answer_inspection(shapes()["mixture"].to_json())

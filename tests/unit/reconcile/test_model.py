@@ -139,7 +139,7 @@ def test_a_resource_waits_for_a_fetch_that_may_remove_its_commit() -> None:
     assert [name for name in world.pods if "-inspect-" in name]
 
 
-def test_the_status_of_an_earlier_model_goes_while_a_fetch_may_remove_commits() -> None:
+def test_the_status_drops_an_earlier_model_while_a_fetch_may_remove_commits() -> None:
     world = Cleaned(spec=cpu_pair(model={"uri": "file:///models/tiny"}))
     world.serve()
     before, commit = world.status["model"], f"pvc://models/acme--llama/{NEXT_COMMIT}"
@@ -414,7 +414,7 @@ def test_reports_a_profile_that_is_too_large_for_the_status() -> None:
 
 
 def test_the_inspect_pod_stays_until_its_result_is_stored() -> None:
-    """Only the pod has the result: while a status write waited, the result was lost."""
+    """Only the pod has the result. Earlier, the result was lost while a status write waited."""
     world = World(spec=cpu_pair())
     world.settle()
     (inspect,) = world.pods

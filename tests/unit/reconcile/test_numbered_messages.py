@@ -169,7 +169,7 @@ def test_decisions_do_not_depend_on_stored_messages(seed: int) -> None:
 
 @pytest.mark.parametrize(("kept", "notes"), [("without notes", "of 0.1.0"), ("lost", "")])
 def test_notes_are_read_from_planned_only_for_an_older_versions_status(kept: str, notes: str) -> None:
-    """A status without the plan received any message of Planned as notes while the plan was in use."""
+    """Earlier, a status without the plan got any message of Planned as the plan's notes."""
     world = World(spec=cpu_pair())
     world.serve()
     (plan,) = world.status["plans"]

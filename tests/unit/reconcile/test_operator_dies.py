@@ -138,7 +138,7 @@ def group(world: World) -> GroupStatus:
 def test_a_group_keeps_serving_if_its_end_was_revoked_in_time(
     away: dict[str, Any], back: dict[str, Any]
 ) -> None:
-    """The status reported the end, but no pod was deleted, so the epoch continues."""
+    """The status has the end, but no pod was deleted, so the epoch continues."""
     world = MortalWorld(spec=cpu_pair())
     world.serve()
     pods = world.workers()

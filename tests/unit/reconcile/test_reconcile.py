@@ -31,7 +31,7 @@ def hold(world: World, *finalizers: str) -> None:
 
 
 def test_the_finalizer_of_earlier_versions_is_removed(world: World) -> None:
-    """Only an operator could remove it: without an operator, resource and namespace stayed."""
+    """Earlier versions set this finalizer: without an operator, resource and namespace stayed."""
     world.serve()
     before = dict(world.pods)
     assert not world.finalizers, "the operator sets no finalizer"
@@ -45,7 +45,7 @@ def test_the_finalizer_of_earlier_versions_is_removed(world: World) -> None:
 
 
 def test_a_finalizer_that_another_controller_restores_is_removed_rarely(world: World) -> None:
-    """An operator of an earlier version sets it each time: the two wrote without end."""
+    """An operator of an earlier version sets it each time. Earlier, both operators wrote without end."""
     world.serve()
     removals = 0
     for _ in range(200):
@@ -209,7 +209,7 @@ def test_pods_with_the_logs_of_a_failed_group_are_kept(world: World) -> None:
     assert world.workers() == ["demo-0-1-1"]
 
 
-def test_backoff_grows_and_ends_in_time(world: World) -> None:
+def test_backoff_grows_and_each_wait_ends_in_time(world: World) -> None:
     world.serve()
     world.end_pod("demo-0-1-0", message=CULPRIT.to_json())
     world.settle()
@@ -348,7 +348,7 @@ def test_reports_a_refused_plan(world: World) -> None:
     assert len(world.events) == len(set(world.events)), "reported once"
 
 
-def test_waits_for_gpus_and_reports_it(world: World) -> None:
+def test_reports_the_wait_for_gpus(world: World) -> None:
     roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, cpu_pair()["roles"][0]]
     world.change_spec(roles=roles)
     world.settle()

@@ -24,7 +24,7 @@ def create_model(world: World) -> None:
 
 @pytest.mark.parametrize("gang", [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE, Gang.NATIVE_BETA])
 def test_a_refused_gang_object_is_retried_with_backoff(gang: Gang) -> None:
-    """Its name contains the epoch: each refusal counted as new, which led to 5 epochs a second."""
+    """Its name contains the epoch. Earlier, each refusal counted as new, which led to 5 epochs a second."""
     world = World(spec=cpu_pair(), gangs=frozenset({gang}))
     create_model(world)
     for kind in ("PodGroup", "Workload"):
@@ -49,7 +49,7 @@ def test_a_refused_gang_object_is_retried_with_backoff(gang: Gang) -> None:
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "ConfigMap", "Secret"])
 def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
-    """Each attempt began a new epoch although the objects that pods need were refused."""
+    """Earlier, each attempt began a new epoch although the objects that pods need were refused."""
     world = World(spec=cpu_pair())
     world.refuses[kind, "demo-*"] = "a webhook says no"
     create_model(world)
@@ -67,7 +67,7 @@ def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
 
 
 def test_a_refusal_of_an_unwanted_object_causes_no_repeated_checks() -> None:
-    """An overdue refusal triggered checks without pause until it was forgotten ten seconds later."""
+    """Earlier, an overdue refusal caused checks without pause for ten seconds."""
     world = World(spec=cpu_pair(replicas=2))
     create_model(world)
     world.refuses["Pod", "demo-1-*"] = "exceeded quota"
@@ -81,7 +81,7 @@ HELD = "Service demo-0-ranks is being deleted, and held by example.test/slow"
 
 
 def test_reports_a_name_held_while_the_old_object_is_deleting() -> None:
-    """It was a conflict that only the log reported; each reconcile began another epoch."""
+    """Earlier, only the log reported the conflict, and each reconcile began another epoch."""
     world = World(spec=cpu_pair())
     world.holds["Service", "demo-0-ranks"] = HELD
     create_model(world)
@@ -111,8 +111,8 @@ def test_a_group_does_not_wait_for_a_pod_name_that_is_held() -> None:
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_not_available_if_clients_cannot_reach_a_group() -> None:
-    """Both conditions were True, and the endpoint was a foreign Service."""
+def test_a_resource_is_not_available_if_clients_reach_no_group() -> None:
+    """Earlier, Ready and Available were True, and the endpoint was a Service of another user."""
     world = World(spec=cpu_pair())
     words = "Service demo exists and belongs to somebody else"
     world.refuses["Service", "demo"] = words
@@ -138,7 +138,7 @@ def test_not_available_if_clients_cannot_reach_a_group() -> None:
     ],
     ids=["labels", "port", "selector"],
 )
-def test_an_unrepairable_service_is_judged_by_its_target(
+def test_conditions_show_whether_an_unrepairable_service_reaches_the_leaders(
     change: dict[str, object], available: str, ready: str
 ) -> None:
     world = World(spec=cpu_pair())
@@ -156,7 +156,7 @@ def test_an_unrepairable_service_is_judged_by_its_target(
 
 
 def test_an_object_changed_by_a_webhook_is_not_rewritten_without_end() -> None:
-    """The operator wrote it 14 times a second without reporting it."""
+    """Earlier, the operator wrote the object 14 times a second and reported nothing."""
     world = World(spec=cpu_pair(), webhook=with_another_rule)
     world.serve()
     assert world.condition("Ready") == ("True", "Serving")
@@ -169,7 +169,7 @@ def test_an_object_changed_by_a_webhook_is_not_rewritten_without_end() -> None:
 
 
 def test_a_failure_reason_survives_a_refused_status_write() -> None:
-    """The pods with the reason were deleted before the status was written; the reason became PodDeleted."""
+    """Earlier, the pods with the reason were deleted before the status write, and it became PodDeleted."""
     world = World(spec=cpu_pair())
     world.serve()
     world.refuses["HeteroInference/status", "*"] = "the object is too large"
@@ -188,7 +188,7 @@ def test_a_failure_reason_survives_a_refused_status_write() -> None:
 
 
 def test_a_rollout_waits_for_a_successful_status_write() -> None:
-    """Serving groups were deleted, and without a status no new pods were created."""
+    """Earlier, serving groups were deleted, and without a status write no new pods were created."""
     world = World(spec=cpu_pair())
     world.serve()
     before = world.workers()
@@ -208,7 +208,7 @@ POLICY = "NetworkPolicy", "demo-0-ranks"
 
 
 def test_an_object_changed_by_a_controller_is_not_rewritten_without_end() -> None:
-    """The operator wrote it 25 times a second without reporting it."""
+    """Earlier, the operator wrote the object 25 times a second and reported nothing."""
     world = World(spec=cpu_pair())
     world.serve()
     world.meddler = change_policies
@@ -267,7 +267,7 @@ def test_manual_changes_are_repaired_at_once_without_a_report() -> None:
 
 
 def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
-    """For example a tool with an exported child: 60 deletes a second without a report."""
+    """For example a tool that applies an exported child. Earlier: 60 deletes a second without a report."""
     world = World(spec=cpu_pair(replicas=2))
     world.serve()
     kept = {key: stored for key, stored in world.objects.items() if "demo-1-ranks" in key[1]}
@@ -302,7 +302,7 @@ def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
     ],
 )
 def test_available_is_false_if_a_webhook_redirects_the_service(changed: dict[str, Any]) -> None:
-    """The check covered only selector and port."""
+    """Earlier, the check covered only selector and port."""
     world = World(spec=cpu_pair())
 
     def webhook(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -318,8 +318,8 @@ def test_available_is_false_if_a_webhook_redirects_the_service(changed: dict[str
 
 
 @pytest.mark.parametrize("forgets", ["restart_operator", "change_spec"])
-def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) -> None:
-    """Refusals are only in memory: Ready and Available were written True, then False immediately."""
+def test_a_resource_stays_unavailable_while_its_refused_service_is_retried(forgets: str) -> None:
+    """Refusals are only in memory. Earlier, Ready and Available became True, then immediately False."""
     world = World(spec=cpu_pair())
     world.refuses["Service", "demo"] = "a webhook says no"
     world.serve()
@@ -339,7 +339,7 @@ def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) ->
 
 
 def test_slow_deletions_do_not_shorten_the_backoff() -> None:
-    """A refusal was forgotten after 10 s: this led to a pod, an epoch and an event every 22 s."""
+    """Earlier, a refusal was forgotten after 10 s, which led to a pod, an epoch and an event every 22 s."""
     world = World(spec=cpu_pair())
     create_model(world)
     world.refuses["Pod", "demo-0-*-1"] = "exceeded quota"

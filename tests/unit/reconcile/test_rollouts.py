@@ -127,7 +127,7 @@ def test_reports_a_revision_that_cannot_start_while_other_groups_serve() -> None
 
 
 def test_a_failed_revision_is_not_rolled_out_after_a_suspension() -> None:
-    """After a suspension no group was Failed, and all groups started with the failed revision."""
+    """Earlier, no group was Failed after a suspension, and all groups started with the failed revision."""
     world = fleet(restart={"maxRestarts": 1})
     world.change_spec(engine={"image": BROKEN})
     world.roll()

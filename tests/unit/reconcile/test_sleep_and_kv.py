@@ -61,7 +61,7 @@ def test_a_sleeping_group_is_not_ready_and_reports_how_to_wake_it(world: World) 
     assert world.status["summary"]["groups"] == "0/1"
 
 
-def test_sleep_is_never_a_failure(world: World) -> None:
+def test_a_sleeping_group_is_never_failed_or_restarted(world: World) -> None:
     go_to_sleep(world)
     for _ in range(5):
         world.advance_time(3600)
@@ -206,7 +206,7 @@ def test_a_rank_with_less_kv_memory_than_planned_is_reported(world: World) -> No
     assert (status["limitingRank"], status["limitedBy"], status["roomBlocks"]) == (0, "Memory", 80)
 
 
-def test_the_reported_kv_cache_ends_with_its_epoch(world: World) -> None:
+def test_the_status_drops_the_kv_cache_after_the_epoch_ends(world: World) -> None:
     report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
     world.settle()
     world.end_pod("demo-0-1-1")

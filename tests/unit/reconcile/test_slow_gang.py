@@ -50,7 +50,7 @@ class SlowGang(World):
 @pytest.mark.parametrize("gang", KINDS)
 @pytest.mark.parametrize("slow_s", [0.3, 1.0, 5.0])
 def test_a_gang_object_with_a_late_answer_is_created_once(gang: Gang, slow_s: float) -> None:
-    """Each late answer advanced the epoch number: 60 PodGroups a minute, and no pod."""
+    """Earlier, each late answer raised the number of the epoch: 60 PodGroups a minute, and no pod."""
     world = SlowGang(
         spec=cpu_pair(),
         gangs=frozenset({gang}),

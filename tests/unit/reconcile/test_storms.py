@@ -47,7 +47,7 @@ def start_anew(world: World) -> None:
 @pytest.mark.parametrize("webhook", HIDING)
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_pods_changed_by_a_webhook_are_retried_with_backoff(webhook: Webhook, replicas: int) -> None:
-    """The operator created 20 pods a second because it did not check the stored pods."""
+    """Earlier, the operator created 20 pods a second because it did not check the stored pods."""
     world = serving(replicas=replicas)
     world.pod_webhook = webhook
     for name in world.workers():
@@ -149,7 +149,7 @@ def without_conditions(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def writes_in(world: World, seconds: float) -> int:
-    """Counts our status writes in a time in which another operator undoes each write."""
+    """Counts the operator's status writes while another operator undoes each write."""
     before = world.version
     world.rival = contradict
     world.live(seconds)
@@ -159,7 +159,7 @@ def writes_in(world: World, seconds: float) -> int:
 
 @pytest.mark.parametrize("outage_s", [5, 15, 30, 120])
 def test_failed_status_writes_do_not_count_as_another_writer(outage_s: float) -> None:
-    """Each attempt counted as undone by another operator, and the status was 30 s late."""
+    """Earlier, each attempt counted as undone by another operator, and the status was 30 s late."""
     world = serving()
     for name in world.workers():
         world.pods[name] = replace(world.pods[name], ready=False)
@@ -178,7 +178,7 @@ def test_failed_status_writes_do_not_count_as_another_writer(outage_s: float) ->
 
 
 def test_two_operators_write_a_status_rarely_and_report_each_other() -> None:
-    """Both wrote it 44 times a second, and neither reported the other."""
+    """Earlier, both wrote the status 44 times a second, and neither reported the other."""
     world = serving()
     world.status_managers = frozenset({names.MANAGER, "another"})
     world.status = contradict(world.status)
@@ -205,7 +205,7 @@ def test_changes_are_written_within_two_seconds_despite_another_operator() -> No
 
 
 def test_each_pod_with_a_missing_image_is_reported_once() -> None:
-    """The group's message alternated between pods, so that each reconcile recorded an event."""
+    """Earlier, the group's message alternated between pods, so each reconcile recorded an event."""
     world = build_world()
     world.settle()
     world.answer_inspection()
@@ -367,7 +367,7 @@ TestStorms.settings = settings(max_examples=8, stateful_step_count=12, deadline=
 
 
 def test_groups_that_create_their_pods_in_turn_stay_within_the_limit_together() -> None:
-    """Found by TestStorms: each group fitted by itself, but both together made 23 pods in a minute."""
+    """TestStorms found it: each group fitted the limit, but both together created 23 pods in a minute."""
     state = Storms()
     state.begin(replicas=3, serves=True)
     state.a_controller_takes_labels_off_pods(takes=True)

@@ -1,4 +1,4 @@
-"""Foreign pods with a name and an owner of ours that the operator did not create."""
+"""Pods that another user created with the names and the owner of the operator's pods."""
 
 import copy
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_a_foreign_pod_does_not_affect_a_serving_group(name: str, state: str, na
 def test_foreign_pods_with_all_names_of_a_higher_epoch_do_not_end_a_group(
     served: bool, names_come_again: bool
 ) -> None:
-    """The higher epoch took precedence, and the operator deleted the group's own pods."""
+    """Earlier, the higher epoch took precedence, and the operator deleted the group's own pods."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
     if not served:

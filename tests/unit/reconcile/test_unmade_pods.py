@@ -223,7 +223,7 @@ def test_reports_a_lost_owner_with_the_command_that_restores_it() -> None:
 
 
 def test_a_refused_status_is_retried_each_second() -> None:
-    """The wait grew to 30 s, during which the stored status was out of date."""
+    """Earlier, the wait grew to 30 s, in which the stored status was out of date."""
     world = World(spec=cpu_pair(), refuses={("HeteroInference/status", "*"): "no"})
     world.live(60)
     (refusal,) = world.refusals

@@ -81,7 +81,7 @@ def check_storable(world: World) -> None:
 @example(changed(FAILURE.to_json(), ("message",), "\ud800"))
 @example("[" * 100_000)
 @settings(max_examples=60, deadline=None)
-def test_any_termination_message_is_data(message: str) -> None:
+def test_any_termination_message_of_a_pod_gives_a_storable_status(message: str) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[0], message=message)
@@ -96,7 +96,7 @@ def test_any_termination_message_is_data(message: str) -> None:
 @example(changed(REPORT.to_json(), ("ranks", 0, "step_s"), float("nan")))
 @example(changed(REPORT.to_json(), ("ranks", 0, "rank"), 1))
 @settings(max_examples=60, deadline=None)
-def test_any_report_of_a_leader_is_data(said: str) -> None:
+def test_any_report_of_a_leader_gives_a_storable_status(said: str) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     try:
@@ -214,7 +214,7 @@ def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object,
 
 @pytest.mark.parametrize("uri", ["[" * 5_000 + "]" * 5_000, "[" * 400 + "]" * 400])
 def test_a_too_deeply_nested_revision_record_is_ignored(uri: str) -> None:
-    """A user with write access to ConfigMaps could fail each reconcile of the resource."""
+    """Earlier, a user with write access to ConfigMaps could fail each reconcile of the resource."""
     world = World(spec=cpu_pair())
     world.serve()
     (_, name), record = next((k, v) for k, v in world.objects.items() if k[1].startswith("demo-revision-"))

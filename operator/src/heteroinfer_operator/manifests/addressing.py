@@ -1,7 +1,7 @@
-"""Addresses of the pods of a group, of their model, and for clients. Pure.
+"""Addresses of a group's pods, of their model, and of the API for clients. Pure.
 
-On a cluster these are DNS names and fixed ports. For `heteroinfer up` the package `local` uses the loopback
-address and free ports, with the same manifests.
+On a cluster these are DNS names and fixed ports. For `heteroinfer up`, the package `local` uses the loopback
+address and free ports in the same manifests.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class ModelSource:
 
     Attributes:
         path: path inside the pod; for a hub's model with an unknown commit, the root of the cache.
-        volume: the pod's volume without its name, mounted read-only at MODEL_MOUNT; None if the path is a
+        volume: volume of the pod, without a name, to mount read-only at MODEL_MOUNT; None if the path is a
             path of the host.
         fetch: settings of the download; None if the model needs none.
     """
@@ -66,7 +66,7 @@ class ModelSource:
         return replace(self, path=f"{self.fetch.cache}/{folder}")
 
     def with_revision(self, revision: str | None) -> "ModelSource":
-        """Returns the source with another revision to download; unchanged for None or without a hub."""
+        """Returns the source with another revision to download; unchanged for None or without a download."""
         if self.fetch is None or revision is None:
             return self
         return replace(self, fetch=replace(self.fetch, revision=revision))

@@ -7,10 +7,10 @@ blocks permanently: a group without free capacity has no pods, and a failing gro
 of a group that sleeps, or that waits for a pod that cannot start, may be evicted (`AlwaysAllow`), because the
 group may stay unready for long.
 
-Several groups share one budget. The API server subtracts an eviction from the budget before it answers, so
-two drains never end two groups. Kubernetes evicts no pod that two budgets select. If only one group serves,
-its pods are not evicted. Pods that are not Ready may be evicted at any time, even in the middle of a start:
-they serve no clients, and the number protects the Ready pods of the other groups. Source:
+Several groups share one budget, because Kubernetes evicts no pod that two budgets select. The API server
+subtracts an eviction from the budget before it answers, so two drains never end two groups. If only one group
+serves, its pods are not evicted. Pods that are not Ready may be evicted at any time, even in the middle of a
+start: they serve no clients, and the budget still protects the Ready pods of the other groups. Source:
 `pkg/registry/core/pod/storage/eviction.go@v1.36.3`: with `AlwaysAllow` the eviction of a pod that is not
 Ready neither checks nor changes the budget.
 """
@@ -25,7 +25,7 @@ KIND: Final = "PodDisruptionBudget"
 
 
 def build_disruption_budget(group: GroupRef, *, pods: int, protects_unready_pods: bool) -> dict[str, Any]:
-    """Returns the budget of a group of at least two pods; a single pod may always be evicted.
+    """Returns the budget of a group of at least two pods; a group of one pod has no budget.
 
     The budget has a number, not a percentage: for a percentage the disruption controller would read the
     number of pods from the resource's /scale, which counts groups.

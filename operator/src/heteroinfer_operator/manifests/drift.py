@@ -1,7 +1,7 @@
 """Finds differences between a stored child and its manifest, and the patch that removes them. Pure.
 
-A stored object must have all values of the manifest. In a spec it must not have more, because one more key in
-a selector or in a rule of a policy can let other pods in. Fields that the API server adds are listed by name.
+A stored object must have all values of the manifest. Its spec must not have more: one more key in a selector
+or in a rule of a policy can let other pods in. Exceptions are the fields that the API server adds.
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,18 @@ _FIELDS_OF_API_SERVER: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "PodDisruptionBudget": frozenset(),
     }
 )
-"""By kind: fields of the spec that the API server adds. Kinds that are not listed belong to other projects,
-and may have any additional field."""
+"""Fields of the spec that the API server adds, by kind. Objects of other kinds belong to other projects, and
+may have any additional field."""
 
 
 _SET_ON_CREATION_ONLY: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
 )
-"""By kind: fields of the spec that are set only in new objects. In an existing object an administrator of the
-network, or an older version, chose them."""
+"""Fields of the spec that are set only in new objects, by kind. In an existing object they stay, because an
+administrator of the network, or an older version, chose them."""
 
 _FORBIDDEN_LABELS: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
-"""By kind: labels that disable an object. The operator removes them."""
+"""Labels that disable an object, by kind. The operator removes them."""
 
 
 def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
             )
         elif key == "spec" and wanted["kind"] in _FIELDS_OF_API_SERVER:
             creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"], frozenset())
-            comparable = {field: each for field, each in value.items() if field not in creation_fields}
+            compared_fields = {field: each for field, each in value.items() if field not in creation_fields}
             difference = _find_spec_drift(
-                stored.get(key) or {}, comparable, _FIELDS_OF_API_SERVER[wanted["kind"]]
+                stored.get(key) or {}, compared_fields, _FIELDS_OF_API_SERVER[wanted["kind"]]
             )
         elif contains_value(stored.get(key), value):
             continue
@@ -66,7 +66,7 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
 
 
 def with_creation_fields(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a manifest for a stored object, with stored values for fields that only new objects get."""
+    """Returns a manifest that keeps the stored values of fields that are set only in new objects."""
     spec, stored_spec = wanted.get("spec"), stored.get("spec") or {}
     creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"])
     if not creation_fields or spec is None:
@@ -105,6 +105,7 @@ def _find_spec_drift(
 
 
 _SAME: Final = object()
+"""Result of `_patch_between` for equal values. (None would remove the field.)"""
 
 
 def _patch_between(stored: Any, wanted: Any) -> Any:
@@ -113,16 +114,16 @@ def _patch_between(stored: Any, wanted: Any) -> Any:
         return _SAME
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
         changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
-        gone = {key: None for key in stored if key not in wanted}
-        return {key: value for key, value in changed.items() if value is not _SAME} | gone
+        removals = {key: None for key in stored if key not in wanted}
+        return {key: value for key, value in changed.items() if value is not _SAME} | removals
     return wanted
 
 
 def contains_value(stored: Any, wanted: Any) -> bool:
-    """Reports whether a stored value contains a wanted value; it may contain more.
+    """Reports whether a stored value contains a wanted value. A stored object may have more keys.
 
-    Lists are compared item by item and must have the same length: the API server adds defaults to fields, but
-    no items to the operator's lists.
+    Lists are compared item by item and must have the same length: the API server adds defaults to objects,
+    but no items to the operator's lists.
     """
     if isinstance(wanted, Mapping):
         return isinstance(stored, Mapping) and all(

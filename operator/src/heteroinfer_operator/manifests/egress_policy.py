@@ -1,9 +1,8 @@
 """NetworkPolicies that allow egress of pods that other policies of their namespace isolate. Pure.
 
-Each egress policy isolates the pods that it selects: a pod without a policy can reach everything, and a
-selected pod only the destinations in the policy. Therefore these policies select only the operator's pods
-that another policy isolates anyway. In a namespace without such a policy there are none, so no pod loses a
-connection.
+An egress policy isolates the pods that it selects: they can reach only the destinations in the policy, while
+a pod without a policy can reach everything. So the operator's policies must not take connections from its
+pods: they select only pods that another policy isolates already.
 """
 
 import hashlib
@@ -29,8 +28,8 @@ _DNS_PORTS: Final = (53, 5353)
 They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MAX_SELECTORS: Final = 32
-"""At most this many policies of one group or one download are considered. Policies whose selectors certainly
-match its pods come first."""
+"""Largest number of policies for one group or one download. Selectors that certainly match its pods come
+first."""
 
 
 class Egress(StrEnum):
@@ -56,7 +55,12 @@ class Isolation:
 
     @classmethod
     def from_setting(cls, egress: Egress, selectors: Iterable[Manifest]) -> "Isolation":
-        """Returns the isolated pods, from the installation's setting and the policies' selectors."""
+        """Returns the isolated pods of a namespace.
+
+        Args:
+            egress: the installation's setting.
+            selectors: label selectors of the policies of other users that restrict egress.
+        """
         if egress is Egress.NEVER:
             return cls(selectors=())
         if egress is Egress.ALWAYS:
@@ -67,18 +71,21 @@ class Isolation:
 
 
 def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Isolation) -> list[Manifest]:
-    """Returns the policies that allow the pods of a group to reach each other and DNS."""
-    ours = identity.group_labels(group)
-    pods = [{**_template_labels(role.template), **ours} for role in spec.roles]
-    rules = [{"to": [{"podSelector": {"matchLabels": ours}}]}, _build_dns_rule()]
+    """Returns the policies that allow the pods of a group to reach each other and DNS.
+
+    There is one policy for each selector of isolated pods that may match a pod of the group.
+    """
+    group_labels = identity.group_labels(group)
+    labels_of_pods = [{**_template_labels(role.template), **group_labels} for role in spec.roles]
+    rules = [{"to": [{"podSelector": {"matchLabels": group_labels}}]}, _build_dns_rule()]
     name = identity.group_service(group.owner, group.index)
     return [
         _build_egress_policy(
             identity.group_metadata(group, f"{name}-egress-{_hash(selector)}"),
-            _narrow_selector(ours, selector),
+            _narrow_selector(group_labels, selector),
             rules,
         )
-        for selector in _find_matching_selectors(isolation, pods)
+        for selector in _find_matching_selectors(isolation, labels_of_pods)
     ]
 
 
@@ -87,13 +94,14 @@ def build_fetch_policies(
 ) -> list[Manifest]:
     """Returns the ingress and egress policies of the pod that downloads a model.
 
-    Only the installation decides about egress, because the author of the spec chooses the pod's image.
+    The installation alone decides which egress is open, because the author of the spec chooses the image that
+    the pod runs.
     """
-    ours = _own_fetch_labels(owner)
+    own_labels = _own_fetch_labels(owner)
     name = f"{owner.key.name}-{names.COMPONENT_FETCH}"
     rules = [_build_dns_rule(), *allowed.rules()]
     ingress_spec = {
-        "podSelector": {"matchLabels": ours},
+        "podSelector": {"matchLabels": own_labels},
         "policyTypes": ["Ingress"],
         "ingress": [{"ports": [{"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT}]}],
     }
@@ -107,7 +115,7 @@ def build_fetch_policies(
         *(
             _build_egress_policy(
                 identity.metadata(owner, f"{name}-egress-{_hash(selector)}", {}),
-                _narrow_selector(ours, selector),
+                _narrow_selector(own_labels, selector),
                 rules,
             )
             for selector in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
@@ -118,7 +126,7 @@ def build_fetch_policies(
 def describe_closed_ports(
     spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
 ) -> str:
-    """Describes the variables whose port the policies of a download close, with the fix; "" for none."""
+    """Describes variables whose port the policies of a download do not open, with the fix; "" for none."""
     is_isolated = bool(_find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)]))
     return allowed.describe_closed(spec) if is_isolated else ""
 
@@ -151,10 +159,10 @@ def _build_dns_rule() -> Manifest:
     return {"ports": [{"protocol": kind, "port": port} for port in _DNS_PORTS for kind in ("UDP", "TCP")]}
 
 
-def _narrow_selector(ours: Mapping[str, str], other: Manifest) -> Manifest:
-    """Returns the selector of pods that have the labels `ours` and match another selector."""
+def _narrow_selector(own_labels: Mapping[str, str], other: Manifest) -> Manifest:
+    """Returns the selector of pods that have these labels and also match another selector."""
     expressions = other.get("matchExpressions") or ()
-    labels = {**(other.get("matchLabels") or {}), **ours}
+    labels = {**(other.get("matchLabels") or {}), **own_labels}
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
 
 
@@ -175,24 +183,27 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 
 
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Removes selectors that select only pods of a wider selector in the list.
+    """Removes selectors whose pods another selector in the list selects, too.
 
-    A selector without terms selects all pods. A selector with several terms is narrower than a selector whose
-    only term is among them.
+    A selector without terms selects all pods. A selector with several terms selects fewer pods than a
+    selector that has only one of these terms.
     """
-    terms = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
-    if set() in terms:
+    terms_of_selectors = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
+    if set() in terms_of_selectors:
         return [{}]
-    single_terms = {term for selector_terms in terms if len(selector_terms) == 1 for term in selector_terms}
+    single_terms = {term for terms in terms_of_selectors if len(terms) == 1 for term in terms}
     return [
         selector
-        for selector, selector_terms in zip(selectors, terms, strict=True)
-        if len(selector_terms) == 1 or not selector_terms & single_terms
+        for selector, terms in zip(selectors, terms_of_selectors, strict=True)
+        if len(terms) == 1 or not terms & single_terms
     ]
 
 
 def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Merges selectors that each require one value of the same label into one that accepts these values."""
+    """Merges selectors that require one value of the same label into one selector with all these values.
+
+    So a label with many values needs only one policy. Other selectors stay as they are.
+    """
     values: dict[str, list[str]] = {}
     others = []
     for selector in selectors:
@@ -202,10 +213,12 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
             values.setdefault(key, []).append(value)
         else:
             others.append(selector)
-    for key, listed in values.items():
-        one_of = [{"key": key, "operator": "In", "values": sorted(listed)}]
-        others.append({"matchLabels": {key: listed[0]}} if len(listed) == 1 else {"matchExpressions": one_of})
-    return others
+    merged: list[Manifest] = []
+    for key, values_of_key in values.items():
+        one_of = [{"key": key, "operator": "In", "values": sorted(values_of_key)}]
+        is_single = len(values_of_key) == 1
+        merged.append({"matchLabels": {key: values_of_key[0]}} if is_single else {"matchExpressions": one_of})
+    return others + merged
 
 
 def _terms_of(selector: Manifest) -> list[tuple[str, str, list[str]]]:
@@ -218,14 +231,14 @@ def _terms_of(selector: Manifest) -> list[tuple[str, str, list[str]]]:
 
 
 def _has_unknown_label(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Reports whether a selector names a label that is not among these labels."""
+    """Reports whether a selector uses a label that is not among these labels."""
     return any(key not in labels for key, _, _ in _terms_of(selector))
 
 
 def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Reports whether a selector may match a pod with these labels and any further labels.
+    """Reports whether a selector may match a pod that has at least these labels.
 
-    Webhooks of meshes, tenants and teams add labels of their own.
+    The pod may have more labels, because webhooks (of meshes, for example) add labels.
     """
     return all(
         key not in labels or _is_term_met(operator, values, labels[key])

@@ -29,8 +29,8 @@ KUEUE_POD_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 """Label of a pod with the name of its gang, which is also the name of Kueue's Workload."""
 _VOLCANO_SCHEDULER: Final = "volcano"
 _COSCHEDULING_SCHEDULER: Final = "scheduler-plugins-scheduler"
-"""Scheduler of the chart as-a-second-scheduler. If the plugin is in the default scheduler, set
-schedulerName."""
+"""Name of the scheduler in the chart as-a-second-scheduler. If the default scheduler has the plugin, users
+set scheduling.schedulerName."""
 KNOWN_SCHEDULERS: Final = (
     "Kueue (kueue.x-k8s.io/v1beta1, v1beta2), Volcano (scheduling.volcano.sh/v1beta1), coscheduling "
     "(scheduling.x-k8s.io/v1alpha1) and kube-scheduler (scheduling.k8s.io/v1alpha1 of Kubernetes 1.35, "
@@ -53,12 +53,13 @@ _POD_GROUP_VERSIONS: Final[Mapping[Gang, str]] = MappingProxyType(
 def choose_gang(
     spec: HeteroInferenceSpec, present: Collection[Gang], unknown: Sequence[str] = ()
 ) -> Gang | None:
-    """Returns the gang scheduler for the groups of a resource, or None.
+    """Chooses the gang scheduler for the groups of a resource; None if the cluster has none.
 
-    Kueue handles only pods with a queue. An installed gang scheduler takes precedence over kube-scheduler,
-    and a newer version of kube-scheduler's API over an older version.
+    Kueue comes first, but only for pods with a queue, because it ignores all others. Then come other
+    installed gang schedulers, then kube-scheduler, with the newest version of its API first.
 
     Args:
+        present: gang schedulers whose API the cluster serves.
         unknown: API versions of gang schedulers that the cluster serves and the operator does not know.
 
     Raises:
@@ -71,12 +72,13 @@ def choose_gang(
         order.insert(0, Gang.KUEUE)
     chosen = next((gang for gang in order if gang in present), None)
     if chosen is None and spec.scheduling.gang is When.ALWAYS:
-        reasons = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
+        hints = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
         if unknown:
-            reasons.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
+            hints.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
         raise PlanError(
-            f"scheduling.gang: is Always, but the cluster has none of the gang schedulers {KNOWN_SCHEDULERS}"
-            f"{''.join(f'; {hint}' for hint in reasons)}. Install one, or set scheduling.gang: Auto",
+            "scheduling.gang: is Always, but the cluster has no gang scheduler that this resource can use "
+            f"(known: {KNOWN_SCHEDULERS}){''.join(f'; {hint}' for hint in hints)}. Install one, or set "
+            "scheduling.gang: Auto",
             reason="NoGangScheduler",
         )
     return chosen
@@ -88,7 +90,10 @@ def gang_name(group: EpochRef) -> str:
 
 
 def gang_labels(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, str]:
-    """Returns a pod's labels for its gang. LABEL_GANG records the scheduler, for groups that run."""
+    """Returns a pod's labels for its gang.
+
+    LABEL_GANG records the scheduler, so that a running group keeps it if the cluster gets another.
+    """
     if gang is None:
         return {}
     labels = {names.LABEL_GANG: gang.value}
@@ -130,7 +135,7 @@ def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -
 def build_gang_object(
     spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None, pods: int
 ) -> dict[str, Any] | None:
-    """Returns the object with the number of pods in the gang; None if the pods' fields suffice."""
+    """Returns the object that gives the scheduler the size of the gang; None if the pods' fields do."""
     body: dict[str, Any] = {"minMember": pods}
     match gang:
         case Gang.VOLCANO:
@@ -150,7 +155,7 @@ def build_gang_object(
             version, kind = _POD_GROUP_VERSIONS[gang], "PodGroup"
             body = {"schedulingPolicy": {"gang": {"minCount": pods}}}
             if gang is Gang.NATIVE_BETA:
-                # One preempted pod ends the whole epoch, so the scheduler may preempt all its pods.
+                # The loss of one pod ends the whole epoch, so the scheduler preempts all pods or none.
                 body["disruptionMode"] = {"all": {}}
                 if spec.scheduling.priority_class_name:
                     body["priorityClassName"] = spec.scheduling.priority_class_name

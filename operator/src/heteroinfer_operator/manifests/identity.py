@@ -18,10 +18,10 @@ _WORKER: Final = re.compile(
 )
 """Part of a worker pod's name after the resource's name: group, epoch and index of the pod.
 
-Each number has one spelling, so that a pod has only one name.
+Numbers have no leading zeros, so that a pod has only one name.
 """
 _MODEL_POD: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
-"""The same for a pod that reads or downloads the model: its component and a hash."""
+"""Part of a model pod's name after the resource's name: the component (inspect or fetch) and a hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +122,9 @@ def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
 
 
 def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that the name of a pod implies; a label is None if the pod must not have it.
+    """Returns the labels that follow from a pod's name. The value is None for a label that it must not have.
 
-    Returns None if the operator does not give such names, for example for a user's copy of a pod.
+    Returns None for a name that the operator does not give, for example of a user's copy of a pod.
     """
     prefix = f"{owner.key.name}-"
     if not name.startswith(prefix):
@@ -186,12 +186,12 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""Length of a revision: 40 bits distinguish revisions. They prove nothing: anyone can compute another spec
-with the same hash."""
+"""Length of a revision. Its 40 bits distinguish the specs of honest users, but do not prove which spec it is:
+an attacker can compute another spec with the same hash."""
 _KEY_CHARS: Final = 10
 """Length of the hashes in the names of model pods and claims."""
 _LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
-"""Fields that no version has counted as a part of a revision."""
+"""Fields that are not a part of a revision in any version of the operator."""
 _NOT_IN_PODS = _LIFE_FIELDS | {"planning", "startup"}
 """Fields whose change needs no new pods."""
 _NOT_IN_WORKERS = frozenset({"tokenSecretRef", "resources"})
@@ -209,7 +209,7 @@ def revision(spec: HeteroInferenceSpec) -> str:
 
 
 def longer_revision(spec: HeteroInferenceSpec) -> str:
-    """Returns a longer hash, for a spec whose `revision` another spec of the resource has already."""
+    """Returns a longer hash, for a spec whose `revision` already belongs to another spec of the resource."""
     return _hash(pod_fields_of_spec(spec))[: 2 * _REVISION_CHARS]
 
 
@@ -226,7 +226,9 @@ def first_revision(spec: HeteroInferenceSpec) -> str:
 def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
     """Returns the fields of a spec that differ from their first defaults.
 
-    Leaves out the excluded fields, and the fields of the model that only a download uses.
+    First defaults are those of the first version that had the field. Later versions must give the same hash,
+    even if they change a default. The excluded fields are left out, and the fields of the model that only a
+    download uses.
     """
     fields = {key: value for key, value in spec.fields_unlike_first_default().items() if key not in excluded}
     fields["model"] = {key: value for key, value in fields["model"].items() if key not in _NOT_IN_WORKERS}

@@ -17,7 +17,7 @@ class ImagePulls:
     secrets: tuple[str, ...] = ()
 
     def add_to(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Returns a pod's spec with these settings."""
+        """Returns a pod's spec with this pull policy, and with the secrets that it does not have yet."""
         new_spec = dict(spec)
         if self.policy:
             new_spec["containers"] = [{**each, "imagePullPolicy": self.policy} for each in spec["containers"]]

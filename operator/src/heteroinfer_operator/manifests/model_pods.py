@@ -1,8 +1,8 @@
 """The pod that downloads a model, or only reads its sizes, before a group starts. Pure.
 
-A bare pod like the workers, not a Job: the operator must read the pod anyway, for its progress and
-termination message. The operator also decides how long to wait after a failure, and stores that in the
-status. And `heteroinfer up` runs the same manifests.
+It is a pod without a Job, for three reasons. The operator must read the pod anyway, for its progress and its
+termination message. The operator itself decides how long to wait after a failure. And `heteroinfer up` runs
+the same manifests, and knows no Jobs.
 """
 
 from collections.abc import Mapping
@@ -41,10 +41,10 @@ def build_model_pod(
     *,
     security: PodSecurity = PodSecurity(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
-    """Returns the pod that downloads or reads the model.
+    """Returns the pod that downloads the model (fetch) or only reads its sizes (inspect).
 
-    Its termination message is a FetchedModel after a download, a ModelProfile after reading config.json and
-    the headers of the weight files, or a Failure.
+    The termination message of the pod is its result: a FetchedModel after a download, a ModelProfile after an
+    inspection, or a Failure.
     """
     template = model_template(spec)
     image = images.image_for(spec, Device.CPU)
@@ -76,16 +76,17 @@ def build_model_pod(
 
 
 def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
-    """Returns the name of the pod for the model of a spec. Another model or token gives another name."""
+    """Returns the name of the model's pod. Other inputs of the pod, such as the token, give another name."""
     if identity.is_hub_model(spec):
         return f"{owner.key.name}-fetch-{identity.fetch_key(spec)}"
     return f"{owner.key.name}-inspect-{identity.inspect_key(spec)}"
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
-    """Returns the template for the model's pod, or None if its role has no template.
+    """Returns the template for the model's pod, or None without one.
 
-    It is the template of the first CPU role, because the pod needs no GPU, or else of the first role.
+    It is the template of the first CPU role, because the pod needs no GPU. Without a CPU role, it is that of
+    the first role.
     """
     cpu_roles = [role for role in spec.roles if role.device is Device.CPU]
     return (cpu_roles or spec.roles)[0].template
@@ -124,9 +125,9 @@ def _build_fetch_container(
 def _build_fetch_env(
     spec: HeteroInferenceSpec, fetch: ModelFetch, cleanup: CacheCleanup | None
 ) -> list[dict[str, Any]]:
-    """Returns the environment of the download.
+    """Returns the environment of the download. The operator's variables override the user's.
 
-    The user's variables may name a mirror or a proxy; the operator's variables override them.
+    The user's variables may name a mirror or a proxy.
     """
     cleanup_variable = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
     own_variables = literal_variables(
@@ -144,7 +145,7 @@ def _build_fetch_env(
 
 
 def _make_writable(volume: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model's volume without its read-only claim; other volumes stay the same."""
+    """Returns the model's volume without `readOnly`, so that the pod can write; other volumes unchanged."""
     claim = volume.get("persistentVolumeClaim")
     if volume["name"] != MODEL_VOLUME or claim is None:
         return dict(volume)

@@ -1,4 +1,4 @@
-"""Files that pods mount in addition to the model: authorities, engine files and user volumes. Pure."""
+"""Files that pods mount in addition to the model: CA bundle, engine files and user volumes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class MountedFiles:
 
 
 def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
-    """Returns the files of `model.caBundle`."""
+    """Returns the file of `model.caBundle`, and the variable that names it."""
     bundle = spec.model.ca_bundle
     if bundle is None:
         return MountedFiles()

@@ -14,7 +14,7 @@ from heteroinfer_operator.manifests.identity import GroupRef
 
 def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str, Any]:
     """Returns the policy that closes a group's internal ports to other pods."""
-    most_ranks = max(role.pod_ranks for role in spec.roles)
+    most_ranks = max(role.pod_ranks for role in spec.roles)  # each rank of a pod has a metrics port
     open_ports = [
         {"protocol": "TCP", "port": spec.engine.port},
         {"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT},

@@ -1,7 +1,7 @@
 """The ConfigMap with a revision of a spec, for groups that run with an older spec. Pure.
 
-If the resource has a newer spec, or a spec that is refused, its groups keep running and restart with this
-record.
+If the resource has a newer spec, or a spec that is refused, its groups keep running with the older revision,
+and restart from this record.
 """
 
 import json
@@ -37,9 +37,9 @@ class RevisionRecord:
 
 def build_revision_record(owner: Owner, record: RevisionRecord) -> dict[str, Any]:
     """Returns the immutable ConfigMap of a revision."""
-    kept = {"spec": record.spec.dump(), "commit": record.commit}
+    content = {"spec": record.spec.dump(), "commit": record.commit}
     if record.chosen is not None:
-        kept["mode"] = record.chosen.dump()
+        content["mode"] = record.chosen.dump()
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -47,7 +47,7 @@ def build_revision_record(owner: Owner, record: RevisionRecord) -> dict[str, Any
             owner, identity.revision_record(owner, record.name), {names.LABEL_REVISION: record.name}
         ),
         "immutable": True,
-        "data": {KEY: json.dumps(kept, sort_keys=True, separators=(",", ":"))},
+        "data": {KEY: json.dumps(content, sort_keys=True, separators=(",", ":"))},
     }
 
 
@@ -59,9 +59,9 @@ def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRec
     if stored["kind"] != "ConfigMap" or not name.startswith(prefix) or text is None:
         return None
     try:
-        kept = json.loads(text)
-        spec, commit = parse_stored_spec(kept["spec"]), kept.get("commit")
-        chosen = read_chosen_mode(kept["mode"]) if "mode" in kept else None
+        content = json.loads(text)
+        spec, commit = parse_stored_spec(content["spec"]), content.get("commit")
+        chosen = read_chosen_mode(content["mode"]) if "mode" in content else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError):
         return None
     return RevisionRecord(

@@ -23,11 +23,11 @@ def assigned_fields(
     pod: PodAssignment,
     node_assignment: NodeAssignment,
 ) -> dict[str, Any]:
-    """Returns `role_fields` and the operator's decisions about the node of this pod.
+    """Returns `role_fields`, completed by the operator's decisions about the node of this pod.
 
-    With scheduling.topologyKey each pod has an affinity to the other pods of its epoch. If the operator chose
-    the value of the label, the pod also has a node selector with it: otherwise the first pod could start on a
-    value without enough free capacity.
+    With scheduling.topologyKey, each pod has an affinity to the other pods of its epoch, so that all run in
+    one domain. If the operator chose the domain, the pod also has a node selector for it. Otherwise the first
+    pod could start in a domain without enough free capacity for the others.
     """
     fields = role_fields(spec, role, pod.device)
     affinity = {kind: dict(terms) for kind, terms in fields.get("affinity", {}).items()}

@@ -13,10 +13,10 @@ _ALIAS: Final = "ExternalName"
 LEFT_TO_OTHER_PROXIES: Final = frozenset(
     {"service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"}
 )
-"""Labels with which kube-proxy ignores a Service (`cmd/kube-proxy/app/server.go`), so that it reaches no
+"""Labels with which kube-proxy ignores a Service (`cmd/kube-proxy/app/server.go`): clients then reach no
 pod."""
 _ALL_NODES: Final = "Cluster"
-"""Traffic policy of a Service that connects clients on every node to every leader."""
+"""Traffic policy with which clients on every node reach every leader."""
 
 
 def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
         "metadata": identity.metadata(owner, identity.client_service(owner), {}),
         "spec": {
             "type": "ClusterIP",
-            # On a single-stack cluster this gives the only family.
+            # A cluster with only one IP family gives the Service this family.
             "ipFamilyPolicy": "PreferDualStack",
             "internalTrafficPolicy": _ALL_NODES,
             "selector": identity.leader_labels(owner),
@@ -47,7 +47,10 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
 
 
 def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
-    """Returns the ports at which a stored Service for clients reaches the leaders; may be empty."""
+    """Returns the ports at which a stored Service for clients forwards to the leaders.
+
+    There are none if another user has changed the Service so that it forwards nowhere or to other pods.
+    """
     spec = stored.get("spec") or {}
     labels = stored["metadata"].get("labels") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
@@ -60,7 +63,8 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
     """Reports whether a port of a Service forwards to the API of the leaders."""
-    # Groups that run with an older spec have the Service's port in their pods.
+    # Without `targetPort`, or with the Service's own number, clients reach this number in the pods. The API
+    # listens there, because the Service has the port of each spec that groups run with.
     service_port = port["port"]
     is_tcp = port.get("protocol", "TCP") == "TCP"
     return is_tcp and port.get("targetPort", service_port) in (names.PORT_API, service_port)

@@ -1,9 +1,9 @@
 """Authentication codes of the ConfigMaps that the operator reads back: plans and revision records. Pure.
 
-Many more people may write ConfigMaps than pods and Secrets, and these ConfigMaps decide about the next pods.
-Therefore each has an authentication code, computed with the operator's key from its kind, owner, name and
-content. The code is valid for one resource (by uid) and one name only: a copy under another name, or for
-another resource, is invalid.
+More users may write ConfigMaps than pods and Secrets, but the next pods of a group are created from these
+ConfigMaps. So each has an authentication code, which the operator computes with its key from kind, owner,
+name and content. The code is valid only for one resource (by uid) and one name: a copy under another name, or
+for another resource, is not valid.
 """
 
 import json
@@ -39,10 +39,9 @@ class Signer:
         return None if self.key is None else self.key.fingerprint
 
     def sign(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the manifest with its authentication code in an annotation.
+        """Returns the manifest with its authentication code in an annotation; unchanged without a key.
 
-        The operator later recognizes changes by others with this code. Without a key the manifest stays the
-        same.
+        By the code the operator later recognizes content that another user wrote.
         """
         if self.key is None:
             return dict(manifest)

@@ -1,7 +1,7 @@
 """Worker pods, and the parts that all pods of the operator have in common. Pure.
 
-Pods have no controller, and restartPolicy Never: a group restarts as a whole. The epoch is in the pod's name,
-so that no old address or rank is mistaken for a new one.
+Pods have no controller, and restartPolicy Never, because a group restarts as a whole. The name of a pod, and
+so its address, contains the epoch. So ranks of a new epoch never connect to pods of an old epoch.
 """
 
 import math
@@ -49,8 +49,8 @@ NO_MESH_LABELS: Final[Mapping[str, str]] = MappingProxyType(
         "sidecar.istio.io/inject": "false",
     }
 )
-"""Labels that exclude pods from Istio (ambient and sidecars) and Kuma. A proxy between ranks delays each step
-twice, and a sidecar would keep a pod running."""
+"""Labels that exclude pods from Istio (ambient and sidecars) and Kuma. Proxies in both pods would delay each
+message between ranks, and a sidecar would keep a pod running after its worker has ended."""
 NO_MESH_ANNOTATIONS: Final[Mapping[str, str]] = MappingProxyType({"linkerd.io/inject": "disabled"})
 """The same for Linkerd, which reads no labels."""
 _OFFLINE = {names.ENV_HUB_OFFLINE: "1"}
@@ -86,7 +86,8 @@ class WorkerPods:
         images: the operator's default images.
         security: security contexts of the installation.
         key: key of the group, or None without one.
-        stored_plan_hash: hash in the name of the plan's ConfigMap, if another version wrote it; else "".
+        stored_plan_hash: hash in the name of the plan's stored ConfigMap; "" for the plan's own hash. They
+            differ if another version wrote the plan.
     """
 
     spec: HeteroInferenceSpec
@@ -172,7 +173,7 @@ class WorkerPods:
         }
 
     def _build_env(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
-        """Returns the environment of a pod; the operator's variables override the user's."""
+        """Returns the environment of a pod. The operator's variables override the user's."""
         launch = PodLaunch(
             group=self.group.display,
             group_uid=self.group.uid,
@@ -187,7 +188,7 @@ class WorkerPods:
         if self.spec.network.heartbeat_timeout is not None:
             heartbeat_timeout_s = parse_duration_s(self.spec.network.heartbeat_timeout)
             launch = replace(launch, heartbeat_timeout_s=heartbeat_timeout_s)
-        plan = {
+        plan_variable = {
             "name": names.ENV_PLAN,
             "valueFrom": {
                 "configMapKeyRef": {
@@ -197,21 +198,23 @@ class WorkerPods:
             },
         }
         fetched_marker = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
-        step = self.spec.step_timeout
-        step_limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
-        key = [build_key_variable(self.group, self.key)] if self.key is not None else []
-        # The value is a literal and no reference to the ConfigMap, because others may replace the ConfigMap
-        # before the container starts.
+        timeout = self.spec.step_timeout
+        step_timeout = (
+            {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(timeout))} if timeout is not None else {}
+        )
+        key_variables = [build_key_variable(self.group, self.key)] if self.key is not None else []
+        # The hash is a literal value. So the worker notices if another user replaced the plan's ConfigMap
+        # before the container started.
         plan_hash_variable = {names.ENV_PLAN_HASH: self.plan_hash}
         own_variables = [
-            plan,
-            *key,
+            plan_variable,
+            *key_variables,
             *literal_variables(
                 {
                     **plan_hash_variable,
                     **launch.to_env(),
                     **fetched_marker,
-                    **step_limit,
+                    **step_timeout,
                     **self._mounted_files(role).env,
                 }
             ),
@@ -236,7 +239,7 @@ def _spread_and_claim_fields(template: PodTemplate | None) -> dict[str, Any]:
 
 
 def _container_claims(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns the claims of the container, which are all claims of the pod."""
+    """Returns the resource claims of the container, which are all claims of the pod."""
     claims = template.resource_claims if template is not None else ()
     return {"claims": [{"name": claim.name} for claim in claims]} if claims else {}
 
@@ -249,7 +252,10 @@ def termination_grace_s(spec: HeteroInferenceSpec) -> int:
 def build_metadata(
     owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
 ) -> dict[str, Any]:
-    """Returns a pod's metadata: no mesh, then the user's labels and annotations, then the operator's."""
+    """Returns a pod's metadata: labels that exclude meshes, the user's labels, and the operator's labels.
+
+    Of equal labels or annotations, the later one in this order counts.
+    """
     metadata = identity.metadata(owner, name, labels)
     user_labels = (template.labels if template is not None else None) or {}
     user_annotations = (template.annotations if template is not None else None) or {}
@@ -278,7 +284,7 @@ def build_pod_spec(
 
 
 def build_container(image: str, source: ModelSource, security: PodSecurity) -> dict[str, Any]:
-    """Returns the fields that every container has: hardening, a scratch folder, and the model read-only."""
+    """Returns the fields that every container has: security context, scratch folder, and read-only model."""
     mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
     if source.volume is not None:
         mounts.append({"name": MODEL_VOLUME, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types

@@ -1,7 +1,7 @@
 """Restrictions of an installation on options, variables, annotations, images, host paths, accounts. Pure.
 
-Webhooks and container runtimes read annotations and may give pods volumes, devices or security profiles. Only
-annotations without such an effect are allowed, and annotations that the installation adds.
+Because of annotations, webhooks and container runtimes may give pods volumes, devices or security profiles.
+So an installation allows only annotations without such an effect, and those that its administrator adds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ ANNOTATIONS: Final = (
     "kubectl.kubernetes.io/default-container",
     "prometheus.io/",
 )
-"""Allowed keys, or prefixes that end with a slash.
+"""Allowed keys of annotations, or prefixes that end with a slash.
 
-Keys without dots and slashes are allowed too: keys of runtimes have dots.
+Keys without dots and slashes are allowed too, because the keys that runtimes read have dots.
 """
 
 _IMAGE_ENDS: Final = ("/", ":", "@")
@@ -56,10 +56,7 @@ class Allowed:
     service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Returns the first reason why this installation refuses a spec, or None.
-
-        The check does not need the model.
-        """
+        """Returns the first error of `find_all_forbidden`, or None. The check does not need the model."""
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
@@ -89,7 +86,7 @@ class Allowed:
                     )
 
     def _find_forbidden_images_and_paths(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Yields an error for each image, and for the model's node path, that is not allowed."""
+        """Yields an error for each image that is not allowed, and for a model's node path that is not."""
         for field, image in _images_of_pods(spec):
             if self.images and not _matches_entry(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
@@ -107,11 +104,10 @@ class Allowed:
             )
 
     def _find_forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Yields an error for each service account that is not listed.
+        """Yields an error for each service account that is not allowed.
 
-        The pods get no token of the account. But webhooks of cloud providers grant pods rights by the name of
-        the account, and admission may allow such pods more. The user who creates this resource may not have
-        those rights.
+        The pods get no token of the account. But cloud providers and admission grant pods rights by the name
+        of the account, and the user who creates this resource may not have these rights.
         """
         for role in spec.roles:
             name = role.template.service_account_name if role.template else None
@@ -151,5 +147,5 @@ def _matches_entry(key: str, allowed: Sequence[str], *, prefix_ends: tuple[str, 
 
 def _is_below(path: str, folder: str) -> bool:
     """Reports whether a path is this folder or inside it; the schema refuses paths with ".."."""
-    wanted = PurePosixPath(folder).parts
-    return PurePosixPath(path).parts[: len(wanted)] == wanted
+    folder_parts = PurePosixPath(folder).parts
+    return PurePosixPath(path).parts[: len(folder_parts)] == folder_parts

@@ -2,8 +2,8 @@
 
 Other options may load code, let clients read the pod's files, contain a secret, open more of the pod to the
 network, or make ranks need memory that the plan does not count. heteroinfer_contract.refused_args lists the
-options that the plan sets itself and the options that cannot work across ranks. The worker refuses those too.
-It does not check the list of this module: a group that started under an older list must be able to start
+options that the plan sets itself and the options that cannot work across ranks. The worker refuses those too,
+but does not check the list of this module: a group that started under an older list must be able to start
 again with its own plan.
 """
 
@@ -84,7 +84,7 @@ ARGS_BY_TOPIC: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         ),
     }
 )
-"""Allowed options, by what they configure; flags appear without `no-`."""
+"""Allowed options, by topic. A flag also allows its negation (`--no-...`)."""
 ALLOWED_ARGS: Final = frozenset().union(*ARGS_BY_TOPIC.values())
 """All allowed options."""
 KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
@@ -117,14 +117,19 @@ VALUES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 )
 """Allowed values of options; other values make ranks need memory that the plan does not count."""
 MAX_LOGPROBS: Final = 100
-"""Largest value of `--max-logprobs`, the vocabulary entries that a client may request for each token.
+"""Largest value of `--max-logprobs`: the number of probabilities that a client may request for each token.
 
-All entries (-1) take gigabytes for each request."""
+Without a limit (-1), a request can take gigabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnlistedOptions:
-    """Well-known options that are not listed: the reason, and an alternative."""
+    """Well-known options that are not allowed, with the cause and an alternative for the message.
+
+    Attributes:
+        why: predicate of a sentence about one of these options.
+        remedy: sentences in the imperative.
+    """
 
     options: tuple[str, ...]
     why: str
@@ -148,7 +153,7 @@ OFFLOADING: Final = _UnlistedOptions(
     remedy="Remove it. To run layers that do not fit on the GPUs, add a role of CPU pods; for experts, set "
     "parallelism.mode FeedForward",
 )
-"""Refused in every installation, because no plan counts it."""
+"""Options that every installation refuses, because no plan counts the offloaded weights."""
 UNLISTED_OPTIONS: Final = (
     _UnlistedOptions(
         options=(
@@ -206,7 +211,7 @@ def find_unlisted(
     Args:
         args: arguments for vLLM.
         more: additional options that the installation allows; None allows all but weight offloading.
-        remote_code: whether the code of a model may run.
+        remote_code: whether the model's own code may run.
     """
     for given in given_options(args):
         if refusal_of(given) is None:
@@ -217,6 +222,7 @@ def find_unlisted(
 
 def _find_problem(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
     """Returns why an argument is not allowed, or None; the parameters are those of `find_unlisted`."""
+    # An abbreviation of these options is refused, too, because vLLM accepts it.
     if any(map(given.may_mean, OFFLOADING.options)):
         return _refusal_error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
@@ -234,17 +240,20 @@ def _find_problem(given: GivenOption, more: Collection[str] | None, remote_code:
 
 def _find_value_problem(given: GivenOption, remote_code: bool) -> PlanError | None:
     """Returns why the value of a listed option is not allowed, or None."""
-    if (uncounted := _find_uncounted_memory(given)) is not None:
-        return uncounted
+    if (memory_error := _find_uncounted_memory(given)) is not None:
+        return memory_error
     value = _parse_json(given.value)
     all_keys = {*given.path, *_all_keys(value)}
-    if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in all_keys:
+    remote_code_key = REMOTE_CODE.removeprefix("--").replace(
+        "-", "_"
+    )  # the JSON of an option can have it, too
+    if not remote_code and remote_code_key in all_keys:
         return _remote_code_error(given)
     keys = KEYS.get(given.option)
     if keys is None:
         return None
     if not given.path and not isinstance(value, Mapping):
-        return _refusal_error(given.arg, "has no JSON object as its value", "Add a JSON object")
+        return _refusal_error(given.arg, "must have a JSON object as its value", "Add a JSON object")
     given_keys = given.path[:1] or tuple(value)  # `--opt.key=...` names one key, a JSON object all its keys
     unknown_key = next((key for key in given_keys if key not in keys), None)
     if unknown_key is None:
@@ -276,11 +285,13 @@ def _is_up_to(value: str | None, limit: int) -> bool:
 
 
 def _remote_code_error(given: GivenOption) -> PlanError:
+    """Returns the error for an argument that runs the model's own code."""
     remedy = "Remove it, or install the chart with allowRemoteCode=true"
     return _refusal_error(given.arg, "runs the model's own code", remedy, reason=_REMOTE_CODE_REASON)
 
 
 def _refusal_error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
+    """Returns the error for an argument; `why` and `remedy` are those of _UnlistedOptions."""
     return PlanError(f"engine.args: {given!r} is refused: it {why}. {remedy}", reason=reason)
 
 
@@ -293,7 +304,7 @@ def _parse_json(text: str | None) -> Any:
 
 
 class _RepeatedKeys(dict[str, Any]):
-    """A JSON object that keeps all values of a repeated key."""
+    """A JSON object that keeps all values of a repeated key, so that each value is checked."""
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
         super().__init__(pairs)

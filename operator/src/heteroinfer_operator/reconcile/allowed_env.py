@@ -1,8 +1,8 @@
 """The environment variables that `engine.env` may set in every installation. Pure.
 
 Other variables may load code, take devices, or open closed ports. An administrator can allow more variables.
-An image can set them too, and reviewers of images see such settings. api.env_vars lists the variables that
-belong to the plan; the schema refuses those.
+An image can set any variable, because a review of the image shows it. `api.env_vars` lists the variables that
+the plan sets; the schema refuses these.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from heteroinfer_operator.errors import PlanError
 
 
 def _words(text: str) -> tuple[str, ...]:
+    """Splits a text into its words, in their order."""
     return tuple(text.split())
 
 
@@ -131,4 +132,5 @@ def find_unlisted_env(env: Sequence[EnvVar], more: Sequence[str]) -> Iterator[Pl
 
 
 def _matches(entry: str, name: str) -> bool:
+    """Reports whether an entry of the chart's allowedEnvironment allows a variable."""
     return name.startswith(entry[:-1]) if entry.endswith("*") else name == entry

@@ -1,4 +1,9 @@
-"""Finds the used commits of a model cache, so that a fetch may remove the other commits. Pure."""
+"""Finds the used commits of a model cache, so that a fetch may remove the other commits. Pure.
+
+A fetch pod gets the list of used commits when it is created. Before it removes commits, it asks the operator
+whether the list is still complete (a *question*, with a number). The operator confirms with a secret token.
+The pod knows only the hash of each token, so no other program can confirm.
+"""
 
 import json
 import re
@@ -19,7 +24,7 @@ from heteroinfer_operator.manifests.model_pods import model_pod_name
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
 
 DEFAULT_KEEP: Final = 2
-"""Number of commits that stay in a claim that the operator created for the resource."""
+"""Default number of commits that stay in a claim that the operator created for the resource."""
 _CLAIM_SCHEME: Final = "pvc://"
 _COMMIT_OF_CLAIM: Final = re.compile(r"pvc://[^/]+/[^/]+/([0-9a-f]{40,64})/?")
 
@@ -27,7 +32,7 @@ _COMMIT_OF_CLAIM: Final = re.compile(r"pvc://[^/]+/[^/]+/([0-9a-f]{40,64})/?")
 def claim_to_clean(resource: ResourceView) -> str:
     """Returns the claim from which a fetch that begins now may remove commits, or "".
 
-    The check is cheap because each reconcile runs it.
+    Each reconcile runs this check, so it parses the spec only if the cheap checks before pass.
     """
     uri = _read_path(resource.spec, "model", "uri")
     is_ready = _read_path(resource.status, "model", "phase") == ModelPhase.READY.value
@@ -44,10 +49,10 @@ def claim_to_clean(resource: ResourceView) -> str:
 def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime, key: CleanupKey | None
 ) -> CacheCleanup | None:
-    """Returns the commits that a fetch must keep in its cache, or None if the fetch may remove no commit.
+    """Returns the rule by which a fetch removes old commits from its cache, or None if it may remove none.
 
     Args:
-        key: without this key the operator cannot confirm a removal.
+        key: key of the tokens; None if the operator has no key and so cannot confirm a removal.
     """
     num_kept, in_use = _num_kept_commits(spec), _find_all_commits(spec, observation)
     if num_kept is None or in_use is None or key is None:
@@ -60,10 +65,13 @@ def find_cleanup(
 
 
 def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> str | None:
-    """Returns the token that confirms a question of a fetch pod.
+    """Returns the token that confirms a question of a fetch pod, or None if the pod does not know this token.
 
-    Returns None if the pod does not know this token. For example, the operator's key was replaced after the
-    pod was created, or another program created the pod.
+    For example, the operator's key was replaced after the pod was created, or another program created the
+    pod.
+
+    Args:
+        number: number of the question.
     """
     cleanup = pod.cleanup
     if cleanup is None or number >= len(cleanup.token_hashes):
@@ -73,16 +81,16 @@ def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> st
 
 
 def _build_token(key: CleanupKey, owner_uid: str, pod_name: str, cleanup: CacheCleanup, number: int) -> str:
-    """Returns the token of one question of one pod about one list.
+    """Returns the token of one question of one pod about one list of commits.
 
-    The list has the time at which it was written, so a later pod of the same name has other tokens.
+    The list contains the time at which it was made, so a later pod of the same name has other tokens.
     """
     text = replace(cleanup, token_hashes=()).to_json()
     return key.token(owner_uid, pod_name, text, str(number))
 
 
 def is_list_complete(observation: ResourceObservation, pod: PodView) -> bool:
-    """Reports whether the list of a fetch pod has all commits that resources use now."""
+    """Reports whether the list of commits in a fetch pod still has all commits that resources use."""
     try:
         in_use = _find_all_commits(parse_stored_spec(observation.resource.spec), observation)
     except SpecError:
@@ -91,9 +99,10 @@ def is_list_complete(observation: ResourceObservation, pod: PodView) -> bool:
 
 
 def find_blocking_cleanup(observation: ResourceObservation) -> PodView | None:
-    """Returns a pod that may now remove a commit that the resource begins to use without a fetch, or None.
+    """Returns a fetch pod that may now remove a commit that the resource wants to use, or None.
 
-    The resource must not begin to use the commit meanwhile. A fetch marks its commit as used in the cache.
+    The resource must wait for this pod. Only a resource that uses a claim without a fetch has to wait,
+    because a fetch marks its own commit as used in the cache.
     """
     for cleanup_pod in observation.cleanup_pods:
         cleanup = cleanup_pod.pod.cleanup
@@ -122,7 +131,7 @@ class _UnknownUseError(Exception):
 
 
 def _find_all_commits(spec: HeteroInferenceSpec, observation: ResourceObservation) -> set[str] | None:
-    """Returns the commits in the cache of a spec that any resource uses, or None if they are unknown."""
+    """Returns the commits in the cache of a spec that any resource uses; None if not all are known."""
     if observation.other_cache_users is None:
         return None
     claim = _cache_claim(observation.resource, spec)
@@ -177,7 +186,7 @@ def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: st
         if text := data.get(names.PLAN_KEY):
             path = _read_path(json.loads(text), "engine", "model")
             if isinstance(path, str):
-                values |= set(path.split("/"))
+                values |= set(path.split("/"))  # one folder of the path has the name of the commit
     return {commit for commit in values if is_commit(commit)}
 
 
@@ -221,7 +230,10 @@ def _mounted_claims(spec: object) -> Iterator[str]:
 
 
 def _may_use_unnamed_commit(resource: ResourceView, uri: str, claim: str) -> bool:
-    """Reports whether a resource may use a commit of the model that its status does not name yet."""
+    """Reports whether a resource may use a commit of this model that its status does not name yet.
+
+    It may if it fetches the same model into the same claim and has no current commit in its status.
+    """
     claim_name = _read_path(resource.spec, "model", "cache", "claimName")
     is_cached_here = claim_name == claim if claim_name else identity.is_model_claim_of(resource.key, claim)
     if not is_cached_here or _read_path(resource.spec, "model", "uri") != uri:

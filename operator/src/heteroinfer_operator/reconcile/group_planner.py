@@ -1,6 +1,6 @@
 """Plans the groups that start in one reconcile, from the free capacity of the nodes. Pure.
 
-The planner counts the capacity once, and each planned group uses up its share.
+The planner counts the free capacity once. Each planned group reduces it by its share.
 """
 
 import json
@@ -50,9 +50,9 @@ WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable if pods exist that have no node."""
 _MAX_NAMED: Final = 3
-"""Largest number of pods that a message names."""
+"""Largest number of pods that a message lists by name."""
 _MAX_ANSWERS: Final = 2000
-"""Number of cached answers, one for each spec and model, a few KB each."""
+"""Number of cached results of `_find_plan_problem`, one for each spec and model, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
 """Reasons of missing capacity."""
 
@@ -64,7 +64,8 @@ class GroupPlanner:
     Attributes:
         request: spec and model to plan, or None while the spec is refused or the model is unknown.
         waits_for: message to report while the model is unknown.
-        shortage_age_s: how long GPUs have been missing; None if waiting cannot help.
+        shortage_age_s: seconds since GPUs have been missing; None if waiting cannot help, because no node can
+            be added.
         hints: whether pods name the node that the planner found for them; False on a single machine.
         groups: number of wanted groups.
         chosen: mode that this planner chose for a spec without a mode, or None.
@@ -104,7 +105,7 @@ class GroupPlanner:
         return replace(planned, node_assignment=self._finish_assignment(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
-        """Returns the plan of a group as if every node existed. It depends only on sizes.
+        """Returns the plan of a group without regard to nodes, for a dry run.
 
         Raises the same errors as `make`.
         """
@@ -114,7 +115,7 @@ class GroupPlanner:
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang), choice=planned.choice)
 
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
-        """Returns nodes for a group's next epoch, which keeps the group's plan.
+        """Chooses nodes for a group's next epoch, which keeps the group's plan.
 
         Args:
             group: index of the group.
@@ -135,7 +136,7 @@ class GroupPlanner:
     def constrain_added_pods(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
     ) -> NodeAssignment:
-        """Returns the conditions for the nodes of pods that an epoch lacks.
+        """Returns the requirements on nodes for pods that are added to a running epoch.
 
         The pods get the gang scheduler and the GPU memory of the epoch's other pods, but no preferred nodes.
 
@@ -162,6 +163,8 @@ class GroupPlanner:
     def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
         """Predicts the step times of a group's plan from measurements of the group's nodes.
 
+        A role has no measurements if one of its nodes is unknown; then its ranks get default rates.
+
         Returns:
             None if the plan belongs to another spec, or the model is unknown.
         """
@@ -171,23 +174,23 @@ class GroupPlanner:
         measured: dict[str, Calibration] = {}
         products: dict[str, str] = {}
         for role in self.request.spec.roles:
-            on_nodes = [entry.node for entry in group.members if entry.role == role.name]
-            known = [nodes[name].labels for name in on_nodes if name in nodes]
-            labels = known if len(known) == len(on_nodes) else []
+            node_names = [entry.node for entry in group.members if entry.role == role.name]
+            known_labels = [nodes[name].labels for name in node_names if name in nodes]
+            labels_of_nodes = known_labels if len(known_labels) == len(node_names) else []
             by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
-            calibration = slowest(self.observation.calibrations.of_nodes(labels), by_gpu=by_gpu)
+            calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
             if calibration is not None:
                 measured[role.name] = calibration
             products[role.name] = next(
-                (label.get(f"{role.gpu_resource}.product", "") for label in labels), ""
+                (labels.get(f"{role.gpu_resource}.product", "") for labels in labels_of_nodes), ""
             )
         inventory = Inventory(calibration=measured, gpu_product=products)
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:
-        """Returns why no plan exists even with unlimited capacity, or None if a plan exists.
+        """Returns why no plan is possible even with unlimited capacity, or None if one is possible.
 
-        The answer of the first call is stored for the later calls.
+        Later calls return the result of the first call.
         """
         if not self._problem_is_known:
             self._problem_is_known = True
@@ -198,10 +201,12 @@ class GroupPlanner:
                 self._problem = problem
             else:
                 spec_text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-                refusal = _find_plan_problem(
+                message_and_reason = _find_plan_problem(
                     spec_text, request.profile, request.served_name, request.model_path
                 )
-                self._problem = None if refusal is None else PlanError(refusal[0], reason=refusal[1])
+                if message_and_reason is not None:
+                    message, reason = message_and_reason
+                    self._problem = PlanError(message, reason=reason)
         return self._problem
 
     def _known_request(self) -> GroupRequest:
@@ -212,11 +217,11 @@ class GroupPlanner:
 
     def _with_reserving_pods(self, shortage: Shortage) -> Shortage:
         """Adds the unscheduled pods that reserve some of the capacity to the message of a shortage."""
-        reserved = [name for free_node in self._free_nodes or () for name in free_node.reserved]
-        reserving = describe_reserving_pods(reserved, self.observation.resource.key.namespace)
-        if not reserving:
+        pod_names = [name for free_node in self._free_nodes or () for name in free_node.reserved]
+        reserving_pods = describe_reserving_pods(pod_names, self.observation.resource.key.namespace)
+        if not reserving_pods:
             return shortage
-        return Shortage(f"{shortage.message}; {reserving}", reason=shortage.reason)
+        return Shortage(f"{shortage.message}; {reserving_pods}", reason=shortage.reason)
 
     def _choose_gang(self, spec: HeteroInferenceSpec) -> Gang | None:
         """Returns the gang scheduler for the pods of a group, or None."""
@@ -228,7 +233,10 @@ class GroupPlanner:
         return self.groups > 1 and self.hints
 
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
-        """Returns the capacity that one group may use: free nodes, calibrations and priority."""
+        """Returns the capacity that one group may use: free nodes, calibrations and priority.
+
+        With a gang scheduler, and if the user wants none, the pods may also wait for capacity.
+        """
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.reserved)
         return Capacity(
@@ -251,9 +259,9 @@ class GroupPlanner:
         return OtherGroups.on_nodes(occupied, self.observation.nodes or ())
 
     def _finish_assignment(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
-        """Completes an assignment with the gang scheduler, and records its nodes as used by the group.
+        """Adds the gang scheduler to an assignment of nodes, and records the nodes as used by the group.
 
-        On a single machine (`hints` is False), the pods name no node.
+        On a single machine (`hints` is False), the result has no nodes, so that pods prefer none.
         """
         if self._nodes_by_group is not None:
             self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
@@ -265,11 +273,10 @@ class GroupPlanner:
 def _find_plan_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str
 ) -> tuple[str, str] | None:
-    """Returns message and reason of the error that prevents a plan, or None.
+    """Returns message and reason of the error that prevents a plan with unlimited capacity, or None.
 
-    The capacity counts as unlimited. Every resync repeats the question for the same spec, so the answer is
-    cached. The answer is a pair of texts, because the traceback of a cached error would grow each time that
-    the error is raised.
+    The result is cached, because every resync needs it for the same spec. It is a pair of texts, because the
+    traceback of a cached error would grow each time that the error is raised.
     """
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
@@ -304,7 +311,7 @@ def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
 
 
 def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
-    """Returns the nodes that each group's pods use or are assigned to."""
+    """Returns the nodes of each group: those of its pods, and those that are reserved for its pods."""
     key = observation.resource.key
     nodes_by_group = defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
@@ -312,12 +319,8 @@ def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]
     for demand in observation.reserved:
         group = demand.labels.get(names.LABEL_GROUP, "")
         is_in_namespace = demand.name.startswith(f"{key.namespace}/")
-        if (
-            is_in_namespace
-            and demand.labels.get(names.LABEL_RESOURCE) == key.name
-            and group.isdecimal()
-            and demand.node
-        ):
+        is_of_resource = is_in_namespace and demand.labels.get(names.LABEL_RESOURCE) == key.name
+        if is_of_resource and group.isdecimal() and demand.node:
             nodes_by_group[int(group)].add(demand.node)
     return dict(nodes_by_group)
 

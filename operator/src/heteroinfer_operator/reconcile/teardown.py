@@ -29,7 +29,7 @@ _LEAVES_CHILDREN: Final = "orphan"
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Returns the deletes of a deleted resource's pods, whose running requests may finish first."""
+    """Returns the deletes of the pods of a resource in deletion; running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
     node_loss = NodeLoss.from_observation(
@@ -52,7 +52,7 @@ def _build_status(
     generation, now = observation.resource.generation, node_loss.now
     blocked_pod = node_loss.describe_finalizer(observation.pods)
     message = blocked_pod or describe_still_running(observation.pods) or ENDING
-    status_by_condition = {
+    holds_by_condition = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,
         ConditionType.STALLED: False,
@@ -61,11 +61,11 @@ def _build_status(
     }
     new_conditions = [
         build_condition(kind, holds, _reason(kind, blocked_pod), message, now=now, generation=generation)
-        for kind, holds in status_by_condition.items()
+        for kind, holds in holds_by_condition.items()
     ]
-    known = {kind.value for kind in ConditionType} - {kind.value for kind in status_by_condition}
+    unchanged_types = {kind.value for kind in ConditionType} - {kind.value for kind in holds_by_condition}
     other_conditions = {
-        condition.type: condition for condition in status.conditions if condition.type in known
+        condition.type: condition for condition in status.conditions if condition.type in unchanged_types
     }
     return status.changed(
         observed_generation=generation,

@@ -36,7 +36,7 @@ def seen_in_epoch(status: GroupStatus, epoch: int) -> GroupStatus:
 
 
 def with_spare_pods(status: GroupStatus, indices: Collection[int]) -> GroupStatus:
-    """Adds pods that vanished before they ran, by index."""
+    """Adds pods that vanished before they ran, by index. New pods may take their names."""
     return status.changed(spare_pods=tuple(sorted({*status.spare_pods, *indices})))
 
 
@@ -48,12 +48,12 @@ def with_revision_and_plan(
 
 
 def without_epoch(status: GroupStatus) -> GroupStatus:
-    """Drops an epoch that cannot be trusted."""
+    """Removes an epoch that the operator cannot have written."""
     return status.changed(epoch=0, epoch_start_time=None, spare_pods=())
 
 
 def without_start_time(status: GroupStatus) -> GroupStatus:
-    """Removes the start time of an epoch of which no pod was ever requested."""
+    """Marks the epoch as not begun, because none of its pods was ever requested."""
     return status.changed(epoch_start_time=None)
 
 
@@ -115,9 +115,10 @@ def ended(
     blocked_pod: str,
     next_epoch_time: datetime | None,
 ) -> GroupStatus:
-    """Ends an epoch because of the last of `failures`, which are the group's failures.
+    """Returns the status of a group whose epoch has ended: Failed or Stopping.
 
     Args:
+        failures: failures of the group; the last one ended the epoch.
         is_final: whether the group has used up its restarts.
         blocked_pod: message about a pod that does not end, or "".
         next_epoch_time: time of the restart; None for an immediate restart.
@@ -221,7 +222,7 @@ def starting(  # noqa: PLR0913 - the fields that a new epoch sets
         refusal: message of a refused object that delays the pods, or None.
         begun_at: time at which the operator requests the pods; None while it waits.
     """
-    rejections = status.rejections  # a start keeps the count, which `_without_running_epoch` clears
+    rejections = status.rejections  # the new epoch keeps the count, which `_without_running_epoch` clears
     return _without_running_epoch(status).changed(
         epoch=epoch,
         revision=revision,
