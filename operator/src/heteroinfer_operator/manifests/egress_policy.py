@@ -48,7 +48,7 @@ class Isolation:
     """The pods of a namespace that policies isolate.
 
     Attributes:
-        selectors: label selectors of these pods, as few as possible.
+        selectors: label selectors that together select these pods; none for a part of another's pods.
     """
 
     selectors: tuple[Manifest, ...] = ()
@@ -185,8 +185,8 @@ def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, s
 def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Removes selectors whose pods another selector in the list selects, too.
 
-    A selector without terms selects all pods. A selector with several terms selects fewer pods than a
-    selector that has only one of these terms.
+    A selector without terms selects all pods. A selector with several terms is narrower than a selector whose
+    only term is among them.
     """
     terms_of_selectors = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms_of_selectors:
