@@ -48,7 +48,7 @@ class Isolation:
     """The pods of a namespace that policies isolate.
 
     Attributes:
-        selectors: label selectors that together select these pods; none for a part of another's pods.
+        selectors: label selectors that together select these pods. Each selects pods that no other selects.
     """
 
     selectors: tuple[Manifest, ...] = ()
