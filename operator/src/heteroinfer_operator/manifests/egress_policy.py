@@ -48,7 +48,7 @@ class Isolation:
     """The pods of a namespace that policies isolate.
 
     Attributes:
-        selectors: label selectors that together select these pods. Each selects pods that no other selects.
+        selectors: label selectors that together select these pods.
     """
 
     selectors: tuple[Manifest, ...] = ()

@@ -51,6 +51,7 @@ def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[Pod
     epoch = newest if running_epoch is None else running_epoch
     current = by_epoch.get(epoch, ())
     origin = EpochOrigin.from_pods(context, status, current)
+    # Own pods are the pods of older epochs, and those of the current epoch whose index the epoch can have.
     own = {pod.uid for pod_epoch, older in by_epoch.items() if pod_epoch < epoch for pod in older}
     own |= {pod.uid for pod in current if origin.can_have_pod(index_of(pod))}
     return CheckedGroup(

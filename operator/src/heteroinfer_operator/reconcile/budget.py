@@ -79,6 +79,7 @@ class Window:
         num_must_leave = min(len(recent) + count - limit, len(recent))
         if num_must_leave <= 0:
             return timedelta()
+        # The wait ends when the last of these oldest actions leaves the window.
         return recent[num_must_leave - 1] + self.within - now
 
     def add(self, now: datetime) -> None:

@@ -83,13 +83,13 @@ def find_children(
         index = decision.status.index
         pods = by_group.get(index, ())
         if index >= context.replicas and not pods:
-            continue
+            continue  # the group was scaled away, and its last pod is gone
         revision = _find_revision(context, decision, pods)
         revisions_of_group = {decision.status.revision, revision.name if revision is not None else None}
         for name in revisions_of_group:
             if name is not None:
                 in_use.setdefault(name, set()).add(group_scope(index))
-        if revision is None:
+        if revision is None:  # its children cannot be built, so the existing children stay
             kept_groups.add(str(index))
         else:
             wanted += _build_group_children(context, decision, revision)
@@ -106,8 +106,10 @@ def find_children(
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _build_resource_children(context, sorted(in_use), ports)
+    # While the policies of the namespace are unknown, the operator's own policies stay.
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
-    if context.target.refusal is not None:  # a pod may still fetch the model of the previous spec
+    if context.target.refusal is not None:
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the previous spec.
         kept_names.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)

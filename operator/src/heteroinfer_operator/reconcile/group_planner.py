@@ -235,7 +235,8 @@ class GroupPlanner:
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
         """Returns the capacity that one group may use: free nodes, calibrations and priority.
 
-        With a gang scheduler, and if the user wants none, the pods may also wait for capacity.
+        With a gang scheduler, or if the user turned gang scheduling off, pods are created even without free
+        capacity and wait for it.
         """
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.reserved)

@@ -26,9 +26,10 @@ _LATER_S: Final = 10.0
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
     """Marks the leader of a Ready group as silent in the group's decision, and makes the next check early.
 
+    A silence below MIN_SILENT_S only makes the next check early.
+
     Args:
-        silent_s: seconds for which the leader has been silent; None while it answers the operator. Then the
-            decision stays as it is.
+        silent_s: seconds for which the leader has been silent; None while the leader answers the operator.
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
@@ -47,8 +48,8 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader of a Ready group as silent if the leader does not report the group as ready.
 
-    For the time in which the API server does not show the pods, so that only the leader's report is known. A
-    leader that does not accept the operator's authentication reports epoch 0.
+    This applies while the API server does not show the pods: then only the leader's report is known. A leader
+    that does not accept the operator's authentication reports epoch 0, which counts as the current epoch.
     """
     status = decision.status
     # The operator may never have been able to reach this leader, so its silence proves nothing.
