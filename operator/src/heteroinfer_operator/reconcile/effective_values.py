@@ -17,27 +17,28 @@ def add_effective_values(
     *,
     revision: str | None,
 ) -> tuple[PlanStatus, ...]:
-    """Returns the plans with the images of their pods and the memory of their GPUs.
+    """Adds the images of pods and the memory of GPUs to the plans in the status.
 
     Args:
-        revision: name of the spec's revision. Plans of other revisions keep their values.
+        spec: current spec, or None if it cannot be read.
+        revision: name of the current spec's revision. Plans of other revisions keep their memory of GPUs.
     """
-    by_plan: dict[str, list[GroupStatus]] = {}
+    groups_by_plan: dict[str, list[GroupStatus]] = {}
     for group in groups:
-        by_plan.setdefault(group.plan_hash or "", []).append(group)
+        groups_by_plan.setdefault(group.plan_hash or "", []).append(group)
     nodes = {node.name: node for node in observation.nodes or ()}
-    images = {pod.name: pod.images for pod in observation.pods if pod.images}
-    new_plans = []
+    images_by_pod = {pod.name: pod.images for pod in observation.pods if pod.images}
+    completed_plans = []
     for plan in plans:
-        groups_of_plan = by_plan.get(plan.hash, [])
+        groups_of_plan = groups_by_plan.get(plan.hash, [])
         pods = (entry.pod for group in groups_of_plan for entry in group.members)
-        pod_images = dict.fromkeys(images[pod] for pod in pods if pod in images)
-        changed = plan.changed(images=", ".join(pod_images)[:MAX_TEXT]) if pod_images else plan
+        images = dict.fromkeys(images_by_pod[pod] for pod in pods if pod in images_by_pod)
+        completed = plan.changed(images=", ".join(images)[:MAX_TEXT]) if images else plan
         current_groups = [group for group in groups_of_plan if group.revision == revision]
         if spec is not None and current_groups:
-            changed = changed.changed(roles=tuple(_build_gpu_roles(spec, current_groups, nodes)))
-        new_plans.append(changed)
-    return tuple(new_plans)
+            completed = completed.changed(roles=tuple(_build_gpu_roles(spec, current_groups, nodes)))
+        completed_plans.append(completed)
+    return tuple(completed_plans)
 
 
 def _build_gpu_roles(
@@ -54,10 +55,10 @@ def _build_gpu_roles(
 def _smallest_gpu_memory(
     role: RoleSpec, groups: list[GroupStatus], nodes: Mapping[str, NodeView]
 ) -> str | None:
-    """Returns the smallest GPU memory that labels of the groups' nodes report, or None."""
-    used = {
+    """Returns the smallest GPU memory that labels of the groups' nodes report, or None without a label."""
+    node_names = {
         entry.node for group in groups for entry in group.members if entry.role == role.name and entry.node
     }
-    known = (device_memory_mib(nodes[name], role.gpu_resource) for name in used if name in nodes)
-    sizes = [size for size in known if size is not None]
-    return f"{min(sizes)}Mi" if sizes else None
+    sizes = (device_memory_mib(nodes[name], role.gpu_resource) for name in node_names if name in nodes)
+    known_sizes = [size for size in sizes if size is not None]
+    return f"{min(known_sizes)}Mi" if known_sizes else None

@@ -42,9 +42,9 @@ def build_start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordE
 def build_epoch_gang_object(
     context: Context, revision: Revision, status: GroupStatus, plan: Plan, gang: Gang | None
 ) -> dict[str, Any] | None:
-    """Returns the object that describes an epoch to a gang scheduler, or None.
+    """Returns the object that gives a gang scheduler the size of an epoch, or None.
 
-    It is None without a gang scheduler, and if the cluster does not serve the scheduler's API.
+    Returns None without a gang scheduler, and if the cluster does not serve the scheduler's API.
     """
     if gang not in context.planner.observation.gangs:
         return None
@@ -59,7 +59,10 @@ def build_pod_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Returns the creates of the pods with these indices, after the create of the group's key Secret."""
+    """Returns the creates of the pods with these indices; before them, the create of the key's Secret.
+
+    Pods read the group's key from this Secret.
+    """
     group = context.epoch_ref(status)
     key = derive_group_key(context.options.operator_key, group)
     pods = WorkerPods(

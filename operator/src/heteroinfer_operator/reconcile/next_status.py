@@ -137,7 +137,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
 
 
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
-    """Returns the ports at which the clients' Service currently forwards to the leaders."""
+    """Returns the ports at which the stored Service for clients forwards to the leaders."""
     name = identity.client_service(context.owner)
     services = (stored_object for stored_object in observation.objects if stored_object["kind"] == "Service")
     stored = next((service for service in services if service["metadata"]["name"] == name), None)

@@ -13,9 +13,10 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 
 def build_plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
-    """Builds the rank table of a plan.
+    """Builds the status of a plan, with its table of ranks.
 
-    `predicted` is the plan with step times from current measurements of its nodes; None if unknown.
+    Args:
+        predicted: the plan with step times from current measurements of its nodes; None if these are unknown.
     """
     ranks = plan.ranks if predicted is None else predicted.plan.ranks
     step = predict(plan) if predicted is None else predicted.step
