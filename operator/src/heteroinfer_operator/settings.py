@@ -1,7 +1,7 @@
 """Settings of the operator, read from the environment once.
 
 The chart sets these variables, except HETEROINFER_RESYNC_SECONDS and HETEROINFER_WATCH_SILENCE_SECONDS. Only
-this module and the chart contain the names of the variables.
+this module and the chart contain their names.
 """
 
 import re
@@ -24,7 +24,9 @@ _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationSettings:
-    """Settings of an installation. In a variable, commas separate the items of a list.
+    """Settings of an installation.
+
+    `tests/settings_page.py` writes the page of the variables from this docstring.
 
     Attributes:
         watch_namespaces: HETEROINFER_WATCH_NAMESPACES: list of namespaces to serve. Empty: all namespaces,
@@ -33,8 +35,8 @@ class InstallationSettings:
             resources without a class.
         worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: default image of CPU pods.
         worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: default image of GPU pods.
-        worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: Always, IfNotPresent or Never. Empty: Kubernetes'
-            default.
+        worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: pull policy of the images of workers. Empty:
+            Kubernetes' default.
         worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS: list of pull secrets in the pod's namespace, in
             addition to those of the resource.
         allowed_worker_images: HETEROINFER_ALLOWED_WORKER_IMAGES: list of images that `engine.image` may name,
@@ -55,34 +57,33 @@ class InstallationSettings:
         allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS: list of service accounts that pods may
             use.
         http_port: HETEROINFER_HTTP_PORT: port of /healthz, /readyz and /metrics. 0: any free port.
-        workers: HETEROINFER_WORKERS: number of resources to reconcile at the same time, at least 1.
-        Reconciles
-            that run for longer than SLOW_S of the work queue do not count.
-        resync_s: HETEROINFER_RESYNC_SECONDS: seconds between resyncs, above 0.
-        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: the operator ends a watch after this time without
-            data. Must be more than 60, because the API server sends a bookmark every minute.
-        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether the operator creates
-        NetworkPolicies
-            that allow pods to reach their group, DNS and the hub.
-        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with the keys ports, cidrs and except: the destinations
-        that
-            these policies allow to pods that fetch a model. Empty: built-in defaults.
-        leader_election: HETEROINFER_LEADER_ELECTION: whether the operator works only while it holds the
-        Lease. lease_name: HETEROINFER_LEASE_NAME: name of the Lease.
-        lease_duration_s: HETEROINFER_LEASE_SECONDS: another process takes the Lease after this time without a
-            renewal. A whole number, at least 3.
+        workers: HETEROINFER_WORKERS: number of resources to reconcile at the same time. A reconcile that
+            takes longer than 0.25 s (SLOW_S of the work queue) no longer counts.
+        resync_s: HETEROINFER_RESYNC_SECONDS: seconds between resyncs.
+        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: the operator starts a watch again after this
+            number of seconds without data. Use more than 60, because the API server sends a bookmark every
+            minute.
+        pod_egress: HETEROINFER_POD_EGRESS: when the operator adds NetworkPolicies that let pods reach their
+            group, DNS and the hub. Auto: if other policies isolate these pods.
+        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with the `ports` and `cidrs` that these policies open to
+            pods that fetch a model, without those in `except`. Empty: built-in defaults.
+        leader_election: HETEROINFER_LEADER_ELECTION: whether the operator works only while it
+            holds the Lease.
+        lease_name: HETEROINFER_LEASE_NAME: name of the Lease.
+        lease_duration_s: HETEROINFER_LEASE_SECONDS: another process takes the Lease after this number of
+            seconds without a renewal.
         key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in the operator's
             namespace. Empty: groups start without keys, and only the network protects their ports.
         former_key_secret: HETEROINFER_FORMER_KEY_SECRET: name of the Secret in which charts before 0.2.0 kept
-            that key. Empty: none.
+            the operator's key. Empty: none.
         calibration_config_map: HETEROINFER_CALIBRATION_CONFIG_MAP: name of the ConfigMap with the measured
             rates of nodes, in the operator's namespace. Empty: default rates for all nodes.
         namespace: HETEROINFER_NAMESPACE: namespace of the operator, its Lease, key and calibrations.
-        identity: HETEROINFER_IDENTITY: name of this replica.
-        log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
+        identity: HETEROINFER_IDENTITY: name of this replica, which holds the Lease.
+        log_level: HETEROINFER_LOG_LEVEL: lowest level of the messages that the log contains.
         pod_security: HETEROINFER_POD_SECURITY: JSON with security contexts (pod, container) of workers and of
             pods that fetch or read a model. Empty: a fixed user id.
-        log_format: HETEROINFER_LOG_FORMAT: text, or json for one object per line.
+        log_format: HETEROINFER_LOG_FORMAT: form of the log. json: one object per line.
     """
 
     watch_namespaces: tuple[str, ...] = ()
@@ -127,7 +128,7 @@ class InstallationSettings:
     def lease_deadline_s(self) -> float:
         """Seconds without a renewal after which this process exits.
 
-        They are fewer than the duration, so that this process has stopped before another process starts.
+        Less than the duration, so that this process has stopped before another process starts.
         """
         return self.lease_duration_s * 2 / 3
 
@@ -198,7 +199,7 @@ class InstallationSettings:
 
 
 class _EnvReader:
-    """Reads and checks variables. Their names are given without the prefix HETEROINFER_."""
+    """Reads and checks variables by their names without the prefix HETEROINFER_."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
