@@ -9,6 +9,7 @@ from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.lines import build_line
 from heteroinfer_operator.fleet.summary import ResourceSummary
+from tests.cluster.folders import REPOSITORY
 
 NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
 FINE = {
@@ -91,6 +92,11 @@ def test_a_resource_that_serves_has_no_conditions_that_need_attention() -> None:
     detailed = shown(summary(), verbose=True)
     assert "0.0 MiB of 0.1 MiB  ranks:nccl_net_socket  llama-0-3-1" in detailed
     assert detailed.count("5m") == len(FINE), "all conditions"
+
+
+def test_the_page_shows_the_output_for_a_resource_that_serves() -> None:
+    page = (REPOSITORY / "docs" / "user" / "troubleshoot.md").read_text()
+    assert shown(summary()).replace("(Reason)", "(Serving)") in page
 
 
 @pytest.mark.parametrize(
