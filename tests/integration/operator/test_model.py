@@ -245,7 +245,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
             words = f"pod {name} cannot start: ConfigMap ours does not exist in namespace {namespace}"
             return found.get("reason") == "FailedMount" and words in found["message"]
 
-        await until("the name of the ConfigMap", named, timeout_s=40, said=lambda: process.said)
+        await until("the name of the ConfigMap", named, timeout_s=10, said=lambda: process.said)
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
 

@@ -40,6 +40,7 @@ def event(second: int, reason: str, note: str) -> dict[str, Any]:
 MISSING = event(2, "FailedMount", 'MountVolume.SetUp failed for volume "files" : configmap "a" not found')
 TIMED_OUT = event(3, "FailedMount", "Unable to attach or mount volumes: unmounted volumes=[files]")
 PULLING = event(4, "Pulling", "Pulling image x")
+SCHEDULING = event(2, "FailedScheduling", "0/2 nodes") | {"eventTime": "2026-01-01T00:00:02.291886Z"}
 
 
 class Server:
@@ -81,6 +82,7 @@ class Look:
         ),
         ((TIMED_OUT,), 'kubelet reports FailedMount: "Unable to attach or mount volumes'),
         ((MISSING, event(5, "FailedMount", "no route to the server"), TIMED_OUT), "no route to the server"),
+        ((SCHEDULING, MISSING), "ConfigMap a does not exist"),
         ((MISSING, TIMED_OUT, PULLING), ""),
         ((), ""),
     ],
@@ -94,14 +96,14 @@ async def test_names_the_reason_why_a_volume_is_not_mounted(
     assert waiting is not None
     assert (waiting.reason, words in waiting.message) == (("FailedMount" if words else CREATING.reason), True)
     assert look.woken == ([KEY] if words else [])
-    assert look.pending.next_check_s(KEY) == AGAIN_S
+    assert look.pending.next_check_s(KEY) == SILENT_S
 
 
 async def test_the_operator_reads_events_of_one_pod_per_role_only_while_the_kubelet_prepares_it() -> None:
     server = Server(MISSING)
     look = Look(server)
     pods = [pod("a"), pod("b"), pod("c", role="gpu")]
-    for now_s in (0, SILENT_S, SILENT_S + 1, SILENT_S + AGAIN_S):
+    for now_s in (0, SILENT_S, SILENT_S * 1.5, SILENT_S * 2):
         await look.at(now_s, *pods)
     questions = [f"regarding.kind=Pod,regarding.name={name}" for name in ("a", "c")]
     assert server.asked == questions * 2
@@ -111,3 +113,18 @@ async def test_the_operator_reads_events_of_one_pod_per_role_only_while_the_kube
     pulling = Waiting("ImagePullBackOff", "x")
     assert await look.at(200, pod("a", waiting=pulling)) == [pulling]
     assert server.asked == questions * 2
+
+
+async def test_the_operator_reads_the_events_of_a_pod_that_waits_for_long_less_and_less_often() -> None:
+    server = Server()
+    look = Look(server)
+    await look.at(0, pod("p"))
+    now_s, intervals_s = 0.0, []
+    for _ in range(8):
+        wait_s = look.pending.next_check_s(KEY)
+        assert wait_s is not None
+        intervals_s.append(wait_s)
+        now_s += wait_s
+        await look.at(now_s, pod("p"))
+    assert intervals_s == [SILENT_S, SILENT_S, 2, 4, 8, 16, AGAIN_S, AGAIN_S]
+    assert len(server.asked) == 8

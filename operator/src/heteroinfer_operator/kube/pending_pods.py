@@ -26,14 +26,20 @@ from heteroinfer_operator.stored_fields import as_object, as_objects, as_text, a
 
 logger = logging.getLogger(__name__)
 
-SILENT_S: Final = 5.0
+SILENT_S: Final = 1.0
 """How long a pod may wait before this module looks for the reason.
 
 A pod without a node and without a message of the scheduler may wait for a claim. A pod with a node but
 without a container may wait for a volume.
 """
 AGAIN_S: Final = 20.0
-"""Interval of requests about a claim or a pod while a pod waits."""
+"""Longest interval of requests about a claim or a pod while a pod waits.
+
+The first interval is SILENT_S, and each is twice as long as the one before. So users read the reason soon,
+and many pods that wait for long cause few requests.
+"""
+_SHORTEST_S: Final = 0.1
+"""Shortest time to the next check, so that checks never follow each other without a pause."""
 _MAX_EVENTS: Final = 50
 _MAX_NOTE: Final = 400
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
@@ -67,6 +73,7 @@ class _EventRequest:
     at_s: float
     task: asyncio.Task[None]
     reason: str = ""
+    again_s: float = SILENT_S
 
 
 @dataclass(slots=True)
@@ -132,13 +139,13 @@ class PendingPods:
             [pod.view for pod in without_container if waiting_s[pod.view.uid] >= SILENT_S]
         )
         has_unexplained = without_container or any(not pod.view.unschedulable for pod in without_node)
-        if for_claims or for_volumes:
-            waiting.next_s = AGAIN_S
-        else:
-            waiting.next_s = SILENT_S if has_unexplained else None
         claims = {(CLAIM.name, name) for pod in for_claims for name in pod.claims}
         late_pods = {(POD.name, pod.name) for pod in for_volumes}
         self._request_reasons(resource, waiting, claims | late_pods, now_s)
+        next_s = [request.at_s + request.again_s - now_s for request in waiting.requests.values()]
+        if has_unexplained:
+            next_s += [SILENT_S - seen_s for seen_s in waiting_s.values() if seen_s < SILENT_S]
+        waiting.next_s = max(min(next_s), _SHORTEST_S) if next_s else None
         reasons = {
             kind_and_name: request.reason
             for kind_and_name, request in waiting.requests.items()
@@ -171,12 +178,13 @@ class PendingPods:
             waiting.requests.pop(kind_and_name).task.cancel()
         for kind_and_name in sorted(subjects):
             request = waiting.requests.get(kind_and_name)
-            if request is not None and (not request.task.done() or now_s - request.at_s < AGAIN_S):
+            if request is not None and (not request.task.done() or now_s - request.at_s < request.again_s):
                 continue
             reason = request.reason if request is not None else ""
+            again_s = SILENT_S if request is None else min(2 * request.again_s, AGAIN_S)
             work = self._find_reason(resource.key, waiting, kind_and_name)
             task = start_task(work, name=" ".join(kind_and_name), failed=_report_error)
-            waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason)
+            waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason, again_s)
 
     async def _find_reason(self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _PodOrClaim) -> None:
         """Finds out why a claim or a pod waits. Wakes the resource if the reason has changed."""
@@ -188,6 +196,7 @@ class PendingPods:
         request = waiting.requests.get(kind_and_name)
         if request is not None and request.reason != reason:
             request.reason = reason
+            request.again_s = SILENT_S  # the next cause, such as a missing key, may follow soon
             self._wake(key)
 
     async def _find_claim_reason(self, namespace: str, name: str) -> str:
@@ -237,7 +246,7 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
 
     If the newest event is not about a failed mount, the kubelet has mounted the volumes since.
     """
-    newest_first = sorted(events, key=_event_time, reverse=True)
+    newest_first = sorted(events, key=_order_of_mounts, reverse=True)
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
@@ -248,6 +257,16 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
         return f"{name} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
     return _quote_event(newest)
+
+
+def _order_of_mounts(event: Mapping[str, Any]) -> tuple[str, bool, str]:
+    """Returns the sort key of an event: its second, then whether it is about a failed mount, then its time.
+
+    The kubelet's events have no fraction of a second. One of the same second as an event of the scheduler is
+    later, because only a pod with a node mounts volumes.
+    """
+    time_text = _event_time(event)
+    return time_text[: len("2026-01-01T00:00:00")], event.get("reason") in _NOT_MOUNTED, time_text
 
 
 def _may_wait_for_claim(pod: PodRecord, seen_s: float) -> bool:
