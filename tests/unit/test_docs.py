@@ -88,6 +88,31 @@ def test_every_anchor_that_a_file_mentions_is_there() -> None:
     assert not [(name_of(f), p, a) for f, p, a in found if a not in anchors(ROOT / "docs" / p)]
 
 
+def attached_lists(text: str) -> list[str]:
+    """Returns the first items of lists that a Markdown site shows as part of the paragraph before."""
+    found, before = [], "blank"  # kind of the line before: blank, item (with its further lines), or text
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines():
+        if re.match(r"(?:[-*]|\d+\.) ", line):
+            found += [line] if before == "text" else []
+            before = "item"
+        elif not line.strip() or line[0] in "#|":
+            before = "blank"
+        elif before == "blank" and line[0] != " ":
+            before = "text"
+    return found
+
+
+def test_a_list_that_begins_inside_a_paragraph_is_found() -> None:
+    assert attached_lists("text:\n- a\n- b") == ["- a"]
+    assert attached_lists("text:\n\n- a\nlonger\n- b\n\n```\nx\n- y\n```\n# c\n1. d") == []
+
+
+def test_lists_follow_a_blank_line() -> None:
+    """Otherwise GitHub shows a list, but the site shows dashes."""
+    found = {name_of(page): attached_lists(page.read_text()) for page in PAGES}
+    assert {page: items for page, items in found.items() if items} == {}
+
+
 def fields(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the path of each field of a schema; entries of lists have that of the list."""
     for name, own in schema.get("properties", {}).items():

@@ -87,6 +87,17 @@ def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
     assert "at most 18 pods a minute for this resource (2 x 4 wanted + 10)" in refusal.message
 
 
+def test_waiting_pods_name_the_newest_failure_of_their_groups() -> None:
+    newest = {"time": "2026-01-01T00:00:02Z", "reason": "OutOfMemory"}
+    groups = [
+        {"index": 0, "failures": [newest]},
+        {"index": 1, "failures": [{"time": "2026-01-01T00:00:01Z"}]},
+    ]
+    resource = build_resource({"roles": [{"pods": 1}]}, {"groups": groups})
+    text = Spending(Budget(), resource, [], NOW).describe_pods(frozenset({"group/0", "group/1"}))
+    assert "Fix the cause of the last failure: OutOfMemory" in text
+
+
 def test_refused_pods_cost_no_budget() -> None:
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):

@@ -31,6 +31,8 @@ model name\t: Intel(R) Xeon(R) Platinum
 flags\t\t: fpu avx2 avx512f amx_tile amx_bf16 of_no_interest
 """
 
+RAISE_LIMIT = "Raise calibration.limitSeconds (chart) or --limit (heteroinfer-worker calibrate)"
+
 
 def line(kind: str, **values: object) -> str:
     return json.dumps({"kind": kind, **values}) + "\n"
@@ -153,9 +155,7 @@ def test_many_numa_nodes_are_measured_shortly_and_fit_a_termination_message() ->
 
 def test_no_measurement_begins_when_the_time_is_over() -> None:
     found = measure(plan_measurements((Cpu(id=0, core=0),), Path("/run")), 0.0)
-    assert {each["why"] for each in found.lists["skipped"]} == {
-        "not begun within 0 s. Raise calibration.limitSeconds (chart) or --limit (command)"
-    }
+    assert {each["why"] for each in found.lists["skipped"]} == {f"not begun within 0 s. {RAISE_LIMIT}"}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
             [
                 (
                     "b",
-                    "not done within 5 s. Raise calibration.limitSeconds (chart) or --limit (command)",
+                    f"not done within 5 s. {RAISE_LIMIT}",
                 )
             ],
         ),

@@ -158,9 +158,9 @@ class SupportBundle:
         except ApiError as error:
             self.missing.append(f"versions.json: {error.message}")
         self._files["versions.json"] = json.dumps(value, indent=2) + "\n"
-        for operator in operators:
-            selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGER}"}
-            for pod in await self._list(POD.path(operator.name.namespace), selector):
+        selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGER}"}
+        for namespace in sorted({operator.name.namespace for operator in operators}):
+            for pod in await self._list(POD.path(namespace), selector):
                 await self._add_logs(f"operator/{pod['metadata']['name']}", pod)
 
     async def _list(self, path: str, query: Query | None = None) -> list[Manifest]:

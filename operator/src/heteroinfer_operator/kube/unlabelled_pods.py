@@ -20,6 +20,7 @@ from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
+from heteroinfer_operator.stored_fields import UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,8 @@ def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None
 
 
 def _report_error(error: BaseException) -> None:
-    """Logs an error that is a defect of the operator. `find` handles errors of the API server."""
-    if not isinstance(error, ApiError):
+    """Logs an error of a request. `find` handles errors of the API server."""
+    if isinstance(error, UnreadableError):
+        logger.warning("a pod is ignored, because it cannot be read: %s", error)
+    elif not isinstance(error, ApiError):
         logger.error("cannot read a pod: a defect of the operator. Report it", exc_info=error)

@@ -228,9 +228,10 @@ class Spending:
         groups = [group for group in self.resource.status.get("groups") or () if isinstance(group, Mapping)]
         in_scope = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
         failures = [failure for group in in_scope for failure in group.get("failures") or ()]
-        if not failures or not isinstance(failures[-1], Mapping):
+        readable = [failure for failure in failures if isinstance(failure, Mapping)]
+        if not readable:
             return ""
-        last = failures[-1]
+        last = max(readable, key=lambda failure: str(failure.get("time", "")))
         failure = f"{last.get('reason', '')}: {last.get('message', '')}"[:_MAX_FAILURE_CHARACTERS]
         return f". Fix the cause of the last failure: {failure}"
 

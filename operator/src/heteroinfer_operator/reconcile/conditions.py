@@ -361,9 +361,10 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
         return (facts.build(planned, None, _BETWEEN_EPOCHS), facts.build(capacity, None, _BETWEEN_EPOCHS))
     lost = [str(decision.status.index) for decision in running if decision.plan is None]
     if lost:
+        plans = "the plan" if len(lost) == 1 else "each plan"
         message = (
-            f"the plan of group {', '.join(lost)} was deleted or cannot be read. No action is needed: the "
-            "group keeps serving, and its next epoch gets a new plan"
+            f"{plans} of group {', '.join(lost)} was deleted or cannot be read. No action is needed: the "
+            "pods keep serving, and the next epoch gets a new plan"
         )
         return (facts.build(planned, None, PlanReason.PLAN_LOST.value, message), capacity_condition)
     return (facts.build(planned, True, "PlanReady", facts.plan_notes), capacity_condition)

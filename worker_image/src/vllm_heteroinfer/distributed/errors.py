@@ -1,16 +1,22 @@
 """Errors between ranks. They name the other rank, so that the supervisor can find the culprit."""
 
+from typing import Final
+
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
+
+_SHORTEST_WAIT_S: Final = 0.05
+"""Shortest wait that a message mentions, in seconds."""
 
 
 class PeerLostError(PeerGoneError):
     """Another rank is gone or silent.
 
-    The message contains the data that this rank waited for (`awaited`), and the time of the wait.
+    The message contains the data that this rank waited for (`awaited`), and the time of the wait, if any.
     """
 
     def __init__(self, peer: int, waited_s: float, detail: str, *, awaited: str = "hidden states") -> None:
-        super().__init__(peer, f"rank {peer}: did not provide {awaited} within {waited_s:.1f} s ({detail})")
+        within = f" within {waited_s:.1f} s" if waited_s >= _SHORTEST_WAIT_S else ""
+        super().__init__(peer, f"rank {peer}: did not provide {awaited}{within} ({detail})")
 
 
 class CollectiveMismatchError(RuntimeError):
