@@ -200,7 +200,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
         said = reported(viewer, "logs", "tiny", "--previous").splitlines()
         assert "the last line" in said[1]
-        assert "the pods and logs of these epochs are gone" in said[2]
+        assert "the pods and logs of these epochs no longer exist" in said[2]
         assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
         assert "RankExited, rank 1, exit code -9" in reported(viewer, "status", "tiny", "-v")
 
