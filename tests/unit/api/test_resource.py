@@ -84,7 +84,7 @@ def test_models_are_built_by_their_python_names() -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, 1.5, True, 10**15, [1]])
-def test_refuses_a_number_as_a_quantity(amount: Any) -> None:
+def test_refuses_a_quantity_that_is_negative_fractional_too_large_or_no_number(amount: Any) -> None:
     bad = cpu(resources={"limits": {"cpu": amount}})
     assert problems(spec(roles=[bad])).startswith("spec.roles[0].resources.limits.cpu")
 
@@ -189,7 +189,8 @@ def test_an_integer_is_a_quantity() -> None:
             spec(parallelism={"tensor": 1}, roles=[cpu(layers=[1, 2])]),
             (
                 "spec.roles: layers must have one entry for each stage of the role, that is pods x "
-                "ranksPerPod / tensor entries. Add or remove entries"
+                "ranksPerPod / tensor entries. Add or remove entries, or change pods, ranksPerPod or "
+                "parallelism.tensor"
             ),
         ),
         (

@@ -173,11 +173,11 @@ class Model(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def fields_unlike_first_default(self) -> dict[str, Any]:
-        """Returns the fields whose value is not their default in the first version with the field, as JSON.
+        """Returns, as JSON, the fields whose values differ from their first default.
 
-        A hash of the result does not change with an upgrade, so an upgrade does not look like a change by the
-        user. Resources of an older version lack the fields that a newer version adds, and they store the old
-        default of a field whose default changes.
+        The *first default* of a field is its default in the version that added the field. A hash of the
+        result does not change with an upgrade of the operator: resources of an older version lack the fields
+        that a newer version adds, and they store the old default of a field whose default changed.
         """
         fields: dict[str, Any] = {}
         all_fields = self.model_dump(mode="json", by_alias=True)

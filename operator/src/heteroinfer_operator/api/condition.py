@@ -19,7 +19,7 @@ _MAX_REASON: Final = 128
 """Longest reason that the operator writes, in characters; metav1.Condition allows 1024."""
 MAX_CONDITIONS: Final = 64
 _MAX_OTHER_BYTES: Final = 64 * 1024
-"""Most bytes of types, reasons and messages that the operator keeps of other controllers' conditions. The
+"""Maximum bytes of types, reasons and messages that the operator keeps of other controllers' conditions. The
 schema allows 2 MiB, but etcd refuses an object of 1.5 MiB: the operator could then write no status."""
 
 

@@ -104,12 +104,13 @@ class EngineSpec(Model):
     """Element type of weights and activations. Auto or auto: the type of the checkpoint, but bfloat16 if the
     group has CPU ranks and weights in 4 bits (AWQ, GPTQ, int4)."""
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is
-    lower."""
+    """Maximum number of tokens of a request, prompt and output together. Default: 8192, or the model's limit
+    if that is lower."""
     max_batched_tokens: Annotated[int, Field(ge=2048, le=65536)] | None = None
-    """Most tokens of a step, of all requests together. A longer prompt takes several steps, and other
-    requests wait during each step. Default: 8,192 without CPU ranks, 2,048 with CPU ranks, and up to 16,384
-    in mode FeedForward if memory and predicted times allow."""
+    """Maximum number of tokens of a step, of all requests together. A longer prompt takes several steps. With
+    a larger value, long prompts take fewer steps, and running requests wait longer between tokens. Default:
+    8,192 without CPU ranks, 2,048 with CPU ranks, and up to 16,384 in mode FeedForward if memory and
+    predicted times allow."""
     max_time_between_tokens: Duration | None = None
     """Limit of the time between two tokens of a request while vLLM computes the prompts of other requests.
     The plan reduces the tokens of a step until each step is predicted to keep the limit. Long prompts then

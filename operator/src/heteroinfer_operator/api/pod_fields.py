@@ -24,7 +24,7 @@ _ANNOTATION_KEY: Final = f"({SUBDOMAIN.replace('a-z', 'A-Za-z')}/)?{_NAME}"
 RESOURCE_NAME: Final = f"cpu|memory|ephemeral-storage|hugepages-[0-9]+(k|M|G|Ki|Mi|Gi)|{SUBDOMAIN}/{_NAME}"
 """Name of a container's resource. Resources that are not Kubernetes' own have a prefix."""
 MAX_KEY_LENGTH: Final = 317
-"""Most characters of a label's key: an optional prefix of 253, a slash, and a name of 63."""
+"""Maximum number of characters of a label's key: an optional prefix of 253, a slash, and a name of 63."""
 _MAX_PREFIX_LENGTH: Final = 253
 
 
@@ -32,7 +32,7 @@ def _pattern_settings(pattern: str, *, most: int) -> Any:
     """Returns the settings of a text field with a pattern, which stored resources need not match.
 
     Args:
-        most: most characters of the text.
+        most: maximum number of characters of the text.
     """
 
     def check(value: str, info: ValidationInfo) -> str:

@@ -31,11 +31,11 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
-"""Most ranks of all groups together: the status lists each rank, and etcd stores at most 1.5 MiB for an
+"""Maximum ranks of all groups together: the status lists each rank, and etcd stores at most 1.5 MiB for an
 object."""
 MAX_RESTARTS: Final = 20
 MAX_TOKENS: Final = 16_777_216
-"""Most tokens that a field about the length of sequences accepts."""
+"""Maximum number of tokens that a field about the length of sequences accepts."""
 
 
 class StageOrder(StrEnum):
@@ -167,7 +167,7 @@ class StartupSpec(Model):
     )
 
     timeout: Duration = "30m"
-    """Longest time without progress after all pods run; after this time, the group restarts. Loading counts
+    """Maximum time without progress after all pods run; after this time, the group restarts. Loading counts
     as progress while bytes are read. Waiting for a node, an image or the model has no limit."""
 
 
@@ -187,7 +187,7 @@ class RestartSpec(Model):
     """Period in which restarts count towards maxRestarts. Older restarts count only if the group has not
     served since."""
     backoff_max: Duration = "5m"
-    """Longest wait between two restarts, also after evictions and rejected pods."""
+    """Maximum wait between two restarts, also after evictions and rejected pods."""
     node_lost_after: Duration = "60s"
     """Time for which a node must be unreachable before the operator force-deletes the group's pods on it."""
 
@@ -449,7 +449,7 @@ class HeteroInferenceSpec(Model):
             "|| r.layers.size() * self.parallelism.tensor == r.pods * r.ranksPerPod)",
             message="layers must have one entry for each stage of the role, that is "
             "pods x ranksPerPod / tensor entries",
-            fix="Add or remove entries",
+            fix="Add or remove entries, or change pods, ranksPerPod or parallelism.tensor",
             holds=_layers_have_entry_per_stage,
         ),
         ValidationRule(
@@ -532,7 +532,7 @@ class HeteroInferenceSpec(Model):
     drain_timeout: Duration = "60s"
     """Time that running requests get to finish when a group stops. A change applies to pods created later."""
     step_timeout: Duration | None = None
-    """Longest time for one step of a rank, and for an answer of vLLM's API server or engine while no rank
+    """Maximum time for one step of a rank, and for an answer of vLLM's API server or engine while no rank
     computes. After this time, the group restarts. Default: 5m."""
 
     @property

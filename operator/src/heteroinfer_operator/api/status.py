@@ -162,7 +162,8 @@ class PlanRole(StatusModel):
     name: RoleName
     """Name of the role."""
     device_memory: Annotated[str, Field(max_length=24)] | None = None
-    """Memory of one GPU: roles[].deviceMemory, or the least that node labels report for the group's nodes."""
+    """Memory of one GPU: roles[].deviceMemory, or the minimum that node labels report
+    for the group's nodes."""
 
 
 class PlanStatus(StatusModel):
@@ -177,7 +178,7 @@ class PlanStatus(StatusModel):
     eager_reason: Text | None = None
     """Reason why GPU ranks run without CUDA graphs. Absent unless the plan forbids CUDA graphs."""
     max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Longest sequence that the group serves, prompt and output together, in tokens."""
+    """Maximum number of tokens of a request, prompt and output together."""
     images: Text | None = None
     """Worker images of the groups with this plan, separated by commas."""
     roles: Annotated[tuple[PlanRole, ...], Field(max_length=MAX_ROLES, json_schema_extra=ATOMIC)] = ()
@@ -243,7 +244,7 @@ class RankEntry(StatusModel):
     locked_memory_bytes: Count | None = None
     """Memory that the rank has locked or pinned for a device, in bytes, measured when it became ready."""
     locked_memory_limit_bytes: Count | None = None
-    """Most memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
+    """Maximum memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
     transports: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=8)] | None = None
     """How tensors of the rank travel, as PEERS:PATH, such as ranks:nccl_p2p (between the ranks of a stage) or
     stages:gloo (between stages)."""

@@ -53,7 +53,7 @@ class TopologySpread(Model):
     label_selector: LabelSelector | None = None
     """Labels of the pods that are counted for each value of the node label. Default: no pods."""
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """Fewest label values over which pods are spread. Default: 1."""
+    """Minimum number of label values over which pods are spread. Default: 1."""
     node_affinity_policy: InclusionPolicy | None = None
     """Whether the rule ignores nodes that the node selector or node affinity excludes. Honor: it ignores
     them. Ignore: it includes them. Default: Honor."""
