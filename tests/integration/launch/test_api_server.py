@@ -75,4 +75,4 @@ def test_an_error_in_a_watcher_ends_the_api_server_with_a_message() -> None:
     assert process.returncode == names.EXIT_RANK_FAILED, errors.decode()
     (failure,) = [message.failure for message in messages if message.failure]
     assert failure.reason is FailureReason.API_SERVER_EXITED
-    assert failure.message == "API server: the look at the engine raised"
+    assert failure.message == "vLLM's API server: the look at the engine raised"

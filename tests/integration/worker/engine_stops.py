@@ -23,7 +23,7 @@ def check_stopped_api_server(group: Group) -> None:
     os.kill(api_pid(group), signal.SIGSTOP)
     wait_not_ready(group, began)
     failure = end_of(group, began, STOPPED_WITHIN_S)
-    assert "the API server (pod 0) has been stopped for more than 1 s" in failure.message
+    assert "vLLM's API server (pod 0) has been stopped for more than 1 s" in failure.message
 
 
 def check_stopped_engine(group: Group) -> None:

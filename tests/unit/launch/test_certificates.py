@@ -93,9 +93,9 @@ def test_text_of_any_encoding_is_kept_in_the_systems_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (FIRST.encode("utf-16"), "no BEGIN CERTIFICATE line"),
+        (FIRST.encode("utf-16"), "found no block from BEGIN CERTIFICATE"),
         (f"{FIRST}-----BEGIN CERTIFICATE-----\nxx\n{END}".encode(), "certificate 2 of 2 cannot be read"),
-        (FIRST.replace("M", "Ő", 1).encode(), "no BEGIN CERTIFICATE line"),
+        (FIRST.replace("M", "Ő", 1).encode(), "found no block from BEGIN CERTIFICATE"),
     ],
     ids=["UTF-16", "no certificate", "letters"],
 )

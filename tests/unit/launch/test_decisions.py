@@ -60,7 +60,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
         (GroupView(plan=PLAN, beats=ALL), "", None, None),
         (
             GroupView(plan=PLAN, beats=ALL, api_healthy=False),
-            "waiting: the API server does not answer",
+            "waiting: vLLM's API server does not answer",
             0,
             None,
         ),
@@ -75,7 +75,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
                 ),
                 api_healthy=False,
             ),
-            "waiting: the API server does not answer, and rank 2 (pod 1) is busy",
+            "waiting: vLLM's API server does not answer, and rank 2 (pod 1) is busy",
             1,
             2,
         ),

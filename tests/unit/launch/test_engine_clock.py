@@ -46,7 +46,7 @@ def test_an_api_server_that_answers_nothing_is_reported_before_its_engine() -> N
     update(clock, 111.0, api=False, waits_s=11.0)
     failure = clock.find_overdue()
     assert failure is not None
-    assert failure.message.startswith("the API server (pod 0) has not answered")
+    assert failure.message.startswith("vLLM's API server (pod 0) has not answered")
 
 
 def test_names_an_api_server_that_answers_but_does_not_report() -> None:
@@ -57,7 +57,7 @@ def test_names_an_api_server_that_answers_but_does_not_report() -> None:
     update(clock, 111.0, api_silent_s=11.0)
     failure = clock.find_overdue()
     assert failure is not None
-    assert failure.message.startswith("the API server (pod 0) has not answered")
+    assert failure.message.startswith("vLLM's API server (pod 0) has not answered")
 
 
 def test_a_long_step_does_not_count_as_silence() -> None:

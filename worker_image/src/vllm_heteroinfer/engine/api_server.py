@@ -74,7 +74,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
     is_bad_setting = isinstance(error, ContractError)
     reason = FailureReason.BAD_SETTINGS if is_bad_setting else FailureReason.API_SERVER_EXITED
     text = " ".join(str(error).split()) or type(error).__name__
-    reporter.send_failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
+    reporter.send_failure(Failure(reason=reason, message=f"vLLM's API server: {text}", time=time.time()))
     sys.stderr.flush()
     os._exit(names.EXIT_RANK_FAILED)
 
@@ -163,7 +163,7 @@ async def _end_with_engine(engine: BaseProcess | None, reporter: RankReporter) -
     while engine is not None and engine.exitcode is None and time.monotonic() < deadline_s:
         await asyncio.sleep(_EXIT_CODE_POLL_S)
     code = None if engine is None else engine.exitcode
-    _logger.error("the engine has died (exit code %s), so the API server ends. See the error above", code)
+    _logger.error("the engine has died (exit code %s), so vLLM's API server ends. See the error above", code)
     reporter.report_engine_end(code)
     os._exit(names.EXIT_RANK_FAILED)
 

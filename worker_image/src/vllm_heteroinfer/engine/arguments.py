@@ -146,7 +146,8 @@ def choose_load_format(plan: Plan, rank: RankAssignment, args: argparse.Namespac
     if load_format not in load_formats.FEED_FORWARD:
         raise ContractError(
             f"engine.args: --load-format must be {' or '.join(load_formats.FEED_FORWARD)} in mode "
-            f"{plan.mode} (got {load_format}): {load_formats.FEED_FORWARD_WHY}"
+            f"{plan.mode} (got {load_format}): {load_formats.FEED_FORWARD_WHY}. "
+            "Remove the option"
         )
     if rank.device is Device.CPU and load_format in load_formats.GPU_FORMATS:
         _logger.info(

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "fetch":
         return _fetch(arguments)
     if arguments.command == "calibrate":
-        _calibrate(arguments.termination_message_path, others)
+        _exec_calibrate(arguments.termination_message_path, others)  # never returns
     return supervise(os.environ, Commands())
 
 
@@ -140,7 +140,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
     return fetch_model(options)
 
 
-def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
+def _exec_calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
     """Replaces this process with the measuring process, whose imports a supervisor must not have."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
     command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]

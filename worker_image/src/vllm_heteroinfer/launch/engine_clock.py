@@ -53,13 +53,16 @@ class EngineClock:
 
     def find_overdue(self) -> Failure | None:
         """Returns the failure of the API server or engine that has not answered for too long, or None."""
-        for part, answered_s in (("API server", self._api_answered_s), ("engine", self._engine_answered_s)):
+        for part, answered_s in (
+            ("vLLM's API server", self._api_answered_s),
+            ("the engine", self._engine_answered_s),
+        ):
             silent_s = self._now_s - answered_s
             if silent_s > self._limit_s:
                 return Failure(
                     reason=FailureReason.ENGINE_STOPPED,
                     message=(
-                        f"the {part} (pod 0) has not answered for {silent_s:.0f} s although no rank was "
+                        f"{part} (pod 0) has not answered for {silent_s:.0f} s although no rank was "
                         f"busy. The limit is {self._limit_s:.0f} s (stepTimeout). Read the log of pod 0"
                     ),
                     pod=0,

@@ -68,7 +68,7 @@ class GroupView:
         if not waits and not self.api_healthy:
             busy = self._busy_rank_to_blame()
             busy_rank_text = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
-            waits = [f"the API server does not answer{busy_rank_text}"]
+            waits = [f"vLLM's API server does not answer{busy_rank_text}"]
         if not waits and not self.engine_answers:
             waits = ["the engine does not answer"]
         return f"waiting: {', '.join(waits)}" if waits else ""

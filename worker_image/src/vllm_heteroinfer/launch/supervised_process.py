@@ -121,7 +121,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
         last_log=process.child.output.last_line(),
         time=time.time(),
     )
-    process_name = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
+    process_name = f"rank {rank} (pod {pod})" if rank is not None else f"vLLM's API server (pod {pod})"
     phase = RankPhase(process.report.phase)
     if process.engine_end is not None:
         exit_code = process.engine_end.exit_code

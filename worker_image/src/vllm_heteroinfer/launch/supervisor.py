@@ -347,9 +347,10 @@ class Supervisor:
         self._call_later(wait_s, self._decide)
 
     def _call_later(self, wait_s: float, act: Callable[[], None]) -> None:
-        """Calls `act` after `wait_s` seconds.
+        """Calls `act` after `wait_s` seconds in which this process runs.
 
-        Counts only time in which this process runs, because unread messages may wait in the kernel.
+        Time in which this process is paused does not count. Otherwise `act` would run before this process has
+        read the messages that arrived during the pause.
         """
         self._call_at(self._awake_s() + wait_s, act)
 
@@ -429,9 +430,10 @@ class Supervisor:
         self._end_drain()
 
     def _end_drain(self) -> None:
-        """Stops this pod if the pod received a signal. Otherwise ends the group soon.
+        """Stops this pod if it received SIGTERM; otherwise ends the group after STOP_GATHER_S.
 
-        The short wait is for this pod's own signal: if the whole group is being deleted, each pod gets one.
+        A pod without SIGTERM drained because another pod is stopping. If the whole group is being deleted,
+        this pod receives SIGTERM within STOP_GATHER_S, and stops without a failure.
         """
         if self._drained or self._outcome.done():
             return

@@ -126,9 +126,9 @@ class SupervisorLink:
 
     def _record_error(self, error: OSError) -> None:
         """Stores how the network ended the connection."""
-        # With these errors (TCP_USER_TIMEOUT), even the kernel of the peer's machine does not answer, so the
-        # machine or the network is gone. A kernel answers regardless of the state of a process.
         self.network_failed = True
+        # After these errors, even the kernel of the peer's machine does not answer (TCP_USER_TIMEOUT causes
+        # ETIMEDOUT). A kernel answers even if the process is stopped, so the machine or the network is gone.
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
         how = "is no longer reachable" if self._unacknowledged else "lost its connection"
         self.how_it_ended = f"{how} ({error.strerror or error})"

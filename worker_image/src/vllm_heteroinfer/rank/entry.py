@@ -81,7 +81,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(PeerGoneError(None, "the engine or the API server has ended, so this rank gets no more calls"))
+    fail(PeerGoneError(None, "the engine or vLLM's API server has ended, so this rank gets no more calls"))
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:

@@ -90,7 +90,7 @@ class RankProcess(WorkerProc):
         context, deadline = self.context, self.context.startup
         context.store.put(f"loaded/{self.rank}", "")
         context.reporter.report_engine_wait()
-        text = context.store.get("executor", deadline, what="message queue of the API server")
+        text = context.store.get("executor", deadline, what="message queue of vLLM's API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
         self.worker_response_mq = MessageQueue(
             n_reader=1,
@@ -99,8 +99,8 @@ class RankProcess(WorkerProc):
         )
         context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
         context.reporter.report_engine_wait()
-        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the API server")
-        queues.wait_until_ready(self.worker_response_mq, deadline, what="the API server")
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="vLLM's API server")
+        queues.wait_until_ready(self.worker_response_mq, deadline, what="vLLM's API server")
 
     def _execute_worker_rpc(
         self, rpc_request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
