@@ -76,7 +76,7 @@ def test_metrics_and_log_show_the_transport_of_the_bridge(served: Served) -> Non
     plan = served.group.plan
     for stage in range(plan.pipeline_parallel_size):
         ranks = plan.stage(stage)
-        line = f"(ranks {[rank.rank for rank in ranks]}): the bridge uses {way}, since"
+        line = f"(ranks {[rank.rank for rank in ranks]}): the bridge uses {way}, because"
         for rank in ranks:
             assert line in served.group.children[rank.pod].log.read_text(), served.group.logs()
             seen = scrape(served.group, rank.rank)

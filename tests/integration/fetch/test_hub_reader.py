@@ -177,7 +177,7 @@ def test_a_private_model_without_a_token_is_refused_with_the_remedy(hub: HubServ
     error = refused(hub, tmp_path)
     assert error.reason is FailureReason.MODEL_NOT_FOUND
     assert f"shows no model {MODEL}. Correct spec.model.uri" in str(error)
-    assert "export HF_TOKEN" in str(error)
+    assert "set HF_TOKEN to a token" in str(error)
 
 
 def test_an_unknown_token_is_refused_as_denied_access(hub: HubServer, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_unaccepted_licence_is_reported_with_its_page(hub: HubServer, tmp_pat
     error = refused(hub, tmp_path, HF_TOKEN=token)
     assert error.reason is FailureReason.MODEL_ACCESS_DENIED
     assert f"Accept its licence at {hub.endpoint}/{MODEL}" in str(error)
-    assert ("export HF_TOKEN" in str(error)) == (not token)
+    assert ("set HF_TOKEN to a token" in str(error)) == (not token)
 
 
 def test_reports_a_missing_revision(hub: HubServer, tmp_path: Path) -> None:

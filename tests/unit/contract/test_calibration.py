@@ -44,7 +44,7 @@ def changed(path: str, value: Any) -> str:
         ("", "must be JSON"),
         ("[]", "must be a JSON object"),
         ("{}", "'hardware' is missing"),
-        (changed("readings", []), "must contain a reading of node"),
+        (changed("readings", []), "must contain a reading of all NUMA nodes"),
         (changed("readings.0.bytes_per_s", 0), "MemoryReading.bytes_per_s: must be at least 1.0 (got 0.0)"),
         (
             changed("readings.0.bytes_per_s", 1e-300),

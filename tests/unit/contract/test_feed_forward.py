@@ -91,7 +91,7 @@ def test_each_rank_with_attention_has_equally_many_feed_forward_ranks() -> None:
     assert servers == [[2, 3], [4, 5]]
     assert [plan.asking_rank(rank).rank for rank in plan.ranks[2:]] == [0, 0, 1, 1]
     assert (plan.schedules_ahead, plan.batches_at_once) == (False, 1)
-    with pytest.raises(ContractError, match=r"must be a multiple of its 2 ranks \(got 3\)"):
+    with pytest.raises(ContractError, match=r"must be a multiple of 2, .* \(got 3\)"):
         _shared_stage(*(_lane(2 + lane, lane) for lane in range(3)))
 
 

@@ -87,3 +87,15 @@ def test_equal_files_give_equal_fingerprints(tmp_path: Path) -> None:
     assert write("b", "{}", b"\0" * 3_000_000) == first
     assert write("c", '{"x": 1}', b"\0" * 3_000_000) != first
     assert write("d", "{}", b"\0" * 2_999_999 + b"\1") != first
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        (["hidden", "topk"], "Mount the same files at spec.model in all pods"),
+        (["epoch"], "Start all pods from one plan and one image"),
+        (["hidden", "lanes"], "Start all pods from one plan and one image"),
+    ],
+)
+def test_only_sizes_of_the_model_lead_to_the_models_files(fields: list[str], fix: str) -> None:
+    assert fingerprint.remedy_for_slab(fields) == fix

@@ -15,7 +15,7 @@ from vllm_heteroinfer.feed_forward.stream_balance import (
     Measured,
     first_of_each_kind,
     measure,
-    measured_sizes,
+    rows_to_measure,
 )
 
 SECONDS = st.floats(1e-5, 10.0)
@@ -148,11 +148,11 @@ def test_measures_no_more_rows_once_cpus_take_long() -> None:
     assert runs.count((128, 0)) == 1
 
 
-def test_measured_sizes_are_above_captured_graphs() -> None:
-    assert list(measured_sizes(64, 1000)) == [65, 128, 256, 512, 1000]
-    assert list(measured_sizes(0, 200)) == [64, 128, 200]
-    assert list(measured_sizes(0, 64)) == [64]
-    assert list(measured_sizes(0, 16)) == [16]
+def test_measured_numbers_of_rows_are_above_captured_graphs() -> None:
+    assert list(rows_to_measure(64, 1000)) == [65, 128, 256, 512, 1000]
+    assert list(rows_to_measure(0, 200)) == [64, 128, 200]
+    assert list(rows_to_measure(0, 64)) == [64]
+    assert list(rows_to_measure(0, 16)) == [16]
 
 
 def test_gaps_of_fewer_rows_stand_for_more_rows_but_not_the_reverse() -> None:

@@ -298,7 +298,7 @@ class Calibration(codec.JsonValue):
         codec.at_most(MAX_ENTRIES, "Calibration.hardware", sets=len(self.hardware.instruction_sets))
         if not any(each.node == ALL_NODES for each in self.readings):
             raise ContractError(
-                f"Calibration.readings: must contain a reading of node {ALL_NODES} (all nodes). Measure "
+                f"Calibration.readings: must contain a reading of all NUMA nodes (node {ALL_NODES}). Measure "
                 "again with heteroinfer-worker calibrate"
             )
         for reading in self.readings:

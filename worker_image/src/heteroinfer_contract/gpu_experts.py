@@ -11,6 +11,6 @@ ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
 LEAST_GAIN: Final = 0.95
 """A division of experts is used only if a layer takes at most this part of the simpler division's time."""
 LEAST_ROWS: Final = 64
-"""Fewest rows of which the GPU computes some experts, if vLLM captures no CUDA graphs."""
+"""Minimum number of rows of which the GPU computes some experts, if vLLM captures no CUDA graphs."""
 SLOTS: Final = 3
 """Slots of a ring: copies that are in flight, or wait until the GPU unpacks them."""

@@ -17,7 +17,7 @@ MAX_SECONDS = 1e9
 MAX_BLOCKS = 2**31
 """Maximum blocks of a KV cache. Multiplied by the tokens of a block, the number still fits JSON."""
 MAX_TRANSPORTS = 8
-"""Most transports of a rank."""
+"""Maximum number of transports of a rank."""
 _TRANSPORT = re.compile(r"(stages|ranks):[a-z0-9_]{1,57}")
 """A transport of a rank, at most 64 characters. NCCL's longest names are those of network plug-ins, such as
 `ranks:nccl_net_aws_libfabric`; `nccl_log.py` passes on at most 41 characters of them."""
@@ -54,10 +54,12 @@ class RankStatus:
         kv_room_bytes: bytes of `kv_room_blocks`.
         locked_memory_bytes: memory that the rank has locked or pinned, measured when it became ready; 0 if
             the kernel does not count it, None while unknown.
-        locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
+        locked_memory_limit_bytes: maximum memory that the rank may lock; None if there is no limit, or
+        unknown.
         transports: how tensors of the rank travel between `stages` and between `ranks` of a stage, such as
             `ranks:nccl_p2p`.
-        gpu_experts_from: fewest rows of a step in which this rank's GPU computes experts of feed-forward
+        gpu_experts_from: minimum number of rows of a step in which this rank's GPU computes experts of
+        feed-forward
             ranks, as measured. It is 0 if CPUs compute all experts, and None while unknown.
     """
 

@@ -28,7 +28,7 @@ QUESTION_HEADER: Final = "X-HeteroInfer-Question"
 complete. The value is the number of the question, from 0. The operator confirms with the token of this
 question as the credentials of a request."""
 MAX_QUESTIONS: Final = 8
-"""Most questions of one fetch. A question without an answer in time counts, too."""
+"""Maximum number of questions of one fetch. A question without an answer in time counts, too."""
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 """Matches a whole commit name of a hub; the name becomes part of a path."""

@@ -117,6 +117,11 @@ class ModelProfile(codec.JsonValue):
         )
 
     @property
+    def has_shared_keys(self) -> bool:
+        """Whether the last layers share keys and values, so that the last stage must hold all of them."""
+        return self.last_stage_layers > 1
+
+    @property
     def has_state(self) -> bool:
         """Whether any layer keeps a state of fixed size."""
         return any(kind.conv_elements or kind.state_elements for kind in self.layers)

@@ -405,8 +405,8 @@ class Plan(codec.JsonValue):
         peers = self.feed_forward_ranks(rank.stage)
         if len(peers) % self.tensor_parallel_size:
             raise ContractError(
-                f"Plan.ranks: the feed-forward ranks of stage {rank.stage} must be a multiple of its "
-                f"{self.tensor_parallel_size} ranks (got {len(peers)})"
+                f"Plan.ranks: the number of feed-forward ranks of stage {rank.stage} must be a multiple of "
+                f"{self.tensor_parallel_size}, the number of ranks with attention (got {len(peers)})"
             )
         served = self.stage(rank.stage)[0]
         ranks_of_pod = [other for other in self.ranks if other.pod == rank.pod]

@@ -32,7 +32,11 @@ def read_proof(credentials: str) -> str:
 
 
 class ReportGuard:
-    """Answers readers of the report. Stores no open challenges, so that strangers cannot fill the memory."""
+    """Checks that readers of the report have the epoch's key.
+
+    Gives each reader a challenge, and accepts its first correct answer. Stores no open challenges, so that
+    strangers cannot fill the memory.
+    """
 
     def __init__(self, key: EpochKey) -> None:
         self._key = key

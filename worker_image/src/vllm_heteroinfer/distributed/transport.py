@@ -225,13 +225,13 @@ class PipelineTransport:
             else:
                 column[:rows].zero_()
         peer = self._group.next_rank
-        if self._send_thread is None:
+        if self._send_thread is None:  # a CPU rank: the rows are in host memory already
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
             slot.wait_for_send = functools.partial(_wait_for_gloo, work, peer)
-        else:
+        else:  # a GPU rank: the thread sends after the copy to the host, so this call does not wait
             self._copy_to_host(slot, rows)
-            report_copy_time = self._meter.continue_on_device()
+            report_copy_time = self._meter.continue_on_device()  # the thread calls this after the copy
             slot.wait_for_send = self._send_thread.submit(
                 self._send_after_copy, slot, rows, peer, report_copy_time
             ).result

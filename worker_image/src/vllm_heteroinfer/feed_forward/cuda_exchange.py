@@ -25,7 +25,9 @@ THREADS: Final = 256
 PART_BYTES: Final = 16
 """Bytes of a row that a thread copies at once."""
 MAX_BLOCKS: Final = 32
-"""Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
+"""Maximum number of blocks of a kernel: enough writes and reads in flight for the link.
+
+The rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
 """While experts are copied over the link, an ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks.
 

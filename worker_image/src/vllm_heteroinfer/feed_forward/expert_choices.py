@@ -15,20 +15,21 @@ class ExpertChoices:
     """
 
     def __init__(self, spans: Sequence[Range], slot_experts: int, device: torch.device) -> None:
-        """Copies the tables for all numbers to the device.
+        """Builds the tables for each possible number of GPU experts, and copies them to the device.
 
         Args:
             spans: ranges of experts; each range is on ranks of its own.
-            slot_experts: the most experts in a slot.
+            slot_experts: maximum number of experts in a slot of the ring.
         """
         self._spans, self._total = spans, sum(end - first for first, end in spans)
-        # By relative place in the span: so the first n experts of this list are n / total of each span.
+        # Sorted by relative place in the span. So the first n experts of this list are about the same share
+        # (n / total) of every span.
         places_in_spans = sorted(
             ((expert - first + 0.5) / (end - first), expert)
             for first, end in spans
             for expert in range(first, end)
         )
-        # The GPU computes an expert if it computes at least this number of experts.
+        # Expert -> smallest number of GPU experts with which the GPU computes this expert.
         self._least_number = {expert: number for number, (_, expert) in enumerate(places_in_spans, 1)}
         # The first entry is for the id of padding, -1. Its least number is 0, so padding is always masked.
         by_id = [0, *(self._least_number[expert] for expert in range(self._total))]

@@ -101,7 +101,7 @@ class GpuLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Most bytes that one packed expert takes in a slot."""
+        """Maximum number of bytes that one packed expert takes in a slot."""
         return max(sum(rank.expert_bytes for rank in ranks) for ranks in self._ranks.values())
 
     @property

@@ -161,14 +161,18 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
         if weights.unquantized_dtype is None:
             if library is None:
                 reason = "there are no kernels for this CPU"
+            elif dtype not in ELEMENTS:
+                types = ", ".join(str(each).removeprefix("torch.") for each in ELEMENTS)
+                reason = f"engine.dtype must be one of {types} (got {str(dtype).removeprefix('torch.')})"
             else:
                 reason = (
-                    f"hidden size and columns must be multiples of {SHARED_COLUMNS}: got {recipe.hidden} and "
-                    f"{part.columns.count}, {dtype}"
+                    f"hidden size and columns per rank must be multiples of {SHARED_COLUMNS} (got "
+                    f"{recipe.hidden} and {part.columns.count})"
                 )
             raise ContractError(
-                f"experts: HeteroInfer's CPU kernels do not support {weights.name} here ({reason}). Use the "
-                "bf16 version of the model, or lower feedForward.layers"
+                f"experts: HeteroInfer's CPU kernels cannot compute this layer in {weights.name}: {reason}. "
+                "Use the bf16 version of the model, or lower feedForward.layers, so that the GPU computes "
+                "the layer"
             )
         return _TorchExperts(weights, part, activation, biased=has_biases)
     # These kernels need AVX-512 (`library.paths` is empty without it). They are faster than those of any
@@ -313,25 +317,22 @@ class _TorchExperts:
     def __init__(
         self, weights: ExpertWeights, part: OwnPart, activation: Activation, *, biased: bool
     ) -> None:
-        """Reads this rank's part of each expert."""
+        """Reads this rank's part of each expert, w13 of all experts into one tensor and w2 into another."""
         self._activation, self.count = activation, part.experts.count
+        own_experts = range(part.experts.first, part.experts.end)
         self._weights: list[torch.Tensor] = []
         biases: list[list[torch.Tensor | None]] = []
-        for w13 in (True, False):
-            first = weights.read_floats(part.experts.first, w13=w13)
-            together = weight_memory.empty((self.count, *first.shape), first.dtype)
-            for local, expert in enumerate(range(part.experts.first, part.experts.end)):
+        for w13 in (True, False):  # first w13, then w2
+            sample = weights.read_floats(own_experts[0], w13=w13)
+            all_experts = weight_memory.empty((self.count, *sample.shape), sample.dtype)
+            for local, expert in enumerate(own_experts):
                 # A copy, because `read_floats` may return a view of a file.
-                together[local].copy_(weights.read_floats(expert, w13=w13))
-            self._weights.append(together)
-            biases.append(
-                [
-                    weights.read_bias(expert, w13=w13) if biased else None
-                    for expert in range(part.experts.first, part.experts.end)
-                ]
-            )
+                all_experts[local].copy_(weights.read_floats(expert, w13=w13))
+            self._weights.append(all_experts)
+            biases.append([weights.read_bias(expert, w13=w13) if biased else None for expert in own_experts])
         self._w13_biases, self._w2_biases = biases
         self.packed: Sequence[torch.Tensor] = self._weights
+        # The GPU computes only gated experts without biases.
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
             w13_weights, w2_weights = self._weights

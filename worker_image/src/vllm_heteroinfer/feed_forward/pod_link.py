@@ -146,7 +146,7 @@ class Connection:
         Args:
             ask_bytes: size of an ask of one row.
             answer_bytes: size of its answer.
-            rows: most rows of an ask.
+            rows: maximum number of rows of an ask.
 
         Raises:
             OSError: the connection ended, or a message took longer than TRIAL_S.

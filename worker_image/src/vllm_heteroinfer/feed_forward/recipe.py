@@ -115,12 +115,12 @@ class Recipe:
 
     @property
     def hidden(self) -> int:
-        """Elements of a row in all layers."""
+        """Number of elements in a row, which is the same in all layers."""
         return self._row_sizes[0]
 
     @property
     def topk(self) -> int:
-        """Experts of a row in all layers; 0 for MLPs."""
+        """Number of experts that each row chooses, which is the same in all layers; 0 for MLPs."""
         return self._row_sizes[1]
 
     @property

@@ -35,7 +35,9 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter, Remote
 _logger = logging.getLogger(__name__)
 
 _MAX_RECORDED_VALUES: Final = 4096
-"""Most elements of a tensor that the loader computed. Larger tensors must be regions of a file."""
+"""Maximum number of elements of a tensor that the loader computed.
+
+Larger tensors must be regions of a file."""
 _SHOWN: Final = 3
 """Number of unused tensors that a warning names."""
 _SMALL: Final = 4

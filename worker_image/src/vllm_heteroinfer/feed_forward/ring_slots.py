@@ -22,7 +22,7 @@ class RingSizes:
     """Division of the ring's memory.
 
     Attributes:
-        slot_experts: most experts in a slot.
+        slot_experts: maximum number of experts in a slot.
         slot_bytes: size of each of the SLOTS slots.
         buffer_bytes: size of the buffer for one slot's unpacked experts.
     """
@@ -47,7 +47,7 @@ def ring_sizes(
     Args:
         packed_bytes: size of the largest packed expert.
         dense_bytes: size of the largest unpacked expert.
-        arrays: the most arrays in a slot; each of them is aligned.
+        arrays: maximum number of arrays in a slot; each of them is aligned.
         most_experts: number of experts in the largest layer.
     """
     padding = arrays * ALIGNED

@@ -34,7 +34,7 @@ from vllm_heteroinfer.feed_forward.expert_reader import Range
 from vllm_heteroinfer.feed_forward.gpu_layers import GpuLayer, find_gpu_layers
 from vllm_heteroinfer.feed_forward.offered_weights import OfferedWeights, map_weights
 from vllm_heteroinfer.feed_forward.recipe import Recipe
-from vllm_heteroinfer.feed_forward.stream_balance import Balance, LayerTimes, measure, measured_sizes
+from vllm_heteroinfer.feed_forward.stream_balance import Balance, LayerTimes, measure, rows_to_measure
 from vllm_heteroinfer.feed_forward.stream_times import GapTimes, StreamTimes, total_s
 from vllm_heteroinfer.feed_forward.unpacking import Unpacker
 from vllm_heteroinfer.feed_forward.weight_ring import COPY, UNPACK, WeightRing
@@ -113,7 +113,8 @@ class SharedExchange:
             offers: where each feed-forward rank has its weights, in the order of ranks. All run in this pod.
             ring_bytes: GPU memory for copied and unpacked experts. The ring takes more if one expert needs
                 more.
-            captured_rows: the most rows of a captured CUDA graph. CPUs compute all experts of batches up to
+            captured_rows: maximum number of rows of a captured CUDA graph. CPUs compute all experts of
+            batches up to
                 this size, because a graph contains asks to the ranks only.
             meter: counts each layer of users' steps in which the GPU computed some experts. Gaps between
                 layers are measured in these steps only, because compilers may run in vLLM's warm-up.
@@ -199,7 +200,7 @@ class SharedExchange:
 
     @property
     def _ahead(self) -> int:
-        """Most experts that the ring can take before their layer's rows exist."""
+        """Maximum number of experts that the ring can take before their layer's rows exist."""
         return SLOTS * self._ring.slot_experts
 
     def _expert_choices(self, layer: GpuLayer) -> ExpertChoices:
@@ -288,7 +289,7 @@ class SharedExchange:
         started = time.perf_counter()
         self._compile_kernels(layer, x, ids, weights)
         compiled = time.perf_counter()
-        balance = Balance(measure(run, list(measured_sizes(self._captured_rows, most)), experts))
+        balance = Balance(measure(run, list(rows_to_measure(self._captured_rows, most)), experts))
         _logger.info(
             "layer %d and equal layers: compiled kernels in %.1f s, measured speeds in %.1f s: %s",
             layer.number,

@@ -20,7 +20,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import MAX_LANES
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.recipe import Recipe
-from vllm_heteroinfer.group.fingerprint import SAME_MODEL
+from vllm_heteroinfer.group.fingerprint import remedy_for_slab
 from vllm_heteroinfer.pod.memory_files import open_memfd
 
 MAGIC: Final = 0x464F_4657_4545_4446
@@ -332,7 +332,9 @@ def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     if differing:
         right = ", ".join(f"{name} {getattr(expected, name)}" for name in differing)
         got = ", ".join(str(getattr(offered, name)) for name in differing)
-        raise ContractError(f"{reader}: the shared memory must have {right} (got {got}). {SAME_MODEL}")
+        raise ContractError(
+            f"{reader}: the shared memory must have {right} (got {got}). {remedy_for_slab(differing)}"
+        )
 
 
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:

@@ -249,10 +249,16 @@ class Gaps:
         return self._by_size[max(sizes)] if sizes else 0.0
 
 
-def measured_sizes(captured_rows: int, most: int) -> Iterator[int]:
-    """Yields the numbers of rows to measure, ascending.
+def rows_to_measure(captured_rows: int, most: int) -> Iterator[int]:
+    """Yields the numbers of rows for which the worker measures a layer, in ascending order.
 
-    They are the smallest above captured graphs, powers of two, and `most`.
+    The first is the smallest number for which the GPU may compute experts: at least LEAST_ROWS, and more rows
+    than the largest captured CUDA graph, because a captured graph cannot copy experts. Powers of two follow,
+    then `most`. If `most` is smaller than the first number, only `most` is measured.
+
+    Args:
+        captured_rows: rows of the largest captured CUDA graph; 0 without graphs.
+        most: rows of the largest step.
     """
     rows = max(LEAST_ROWS, captured_rows + 1)
     while rows < most:

@@ -21,7 +21,7 @@ class WeightRing:
     Copies run in a stream of their own, beside the computation.
 
     Attributes:
-        slot_experts: most experts in a slot.
+        slot_experts: maximum number of experts in a slot.
         num_bytes: size of all slots and the buffer.
         copied_bytes: bytes that were copied so far.
     """

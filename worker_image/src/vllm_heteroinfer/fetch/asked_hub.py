@@ -20,7 +20,7 @@ class AskedHub:
 
     Attributes:
         token: sent with each request; "" for none.
-        fix_for_token: instruction that sets a token, such as "export HF_TOKEN with a token".
+        fix_for_token: instruction that sets a token, such as "set HF_TOKEN to a token".
         variables_field: " in" and the field where users set the hub's variables; "" without such a field.
         fix_for_certificates: instruction that makes this process trust another certificate authority.
     """

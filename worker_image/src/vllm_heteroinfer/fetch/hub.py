@@ -27,7 +27,7 @@ PIECE_BYTES: Final = 2**20
 """Size of the client's writes. With the client's default of 10 MiB a slow hub would seem to send nothing."""
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _FIX_FOR_TOKEN: Final = (
-    "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
+    "set spec.model.tokenSecretRef to a Secret with a token of an account that may read the model "
     f"(with `heteroinfer up`: export {names.ENV_HUB_TOKEN})"
 )
 

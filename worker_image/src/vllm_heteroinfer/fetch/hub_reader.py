@@ -34,7 +34,7 @@ _MAX_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Pauses before the same request is repeated, if the hub is busy or closed the connection."""
 _TRUE: Final = frozenset({"1", "ON", "TRUE", "YES"})
-_FIX_FOR_TOKEN: Final = f"export {names.ENV_HUB_TOKEN} with a token of an account that may read it"
+_FIX_FOR_TOKEN: Final = f"set {names.ENV_HUB_TOKEN} to a token of an account that may read the model"
 
 
 class HubReader:

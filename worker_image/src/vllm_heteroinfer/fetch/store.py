@@ -119,13 +119,17 @@ class ModelStore:
         return os.dup(self._descriptor)
 
     def _lock(self, descriptor: int) -> bool:
-        """Tries to lock the folder. Returns whether this fetch may write there."""
-        locked = try_lock_file(descriptor)
-        if locked is None:
-            # Without locks two fetches may download the same files, each into its own folder of parts. Each
-            # file is verified before it gets its final name.
+        """Tries to lock the folder. Returns whether this fetch may write there.
+
+        On a file system without locks, every fetch may write, and each uses its own folder of parts.
+        """
+        has_lock = try_lock_file(descriptor)
+        if has_lock is None:
+            # Two fetches may now download the same files, each into its own folder of parts. Each file is
+            # verified before it gets its final name.
             self._parts = self.folder / PARTS_FOLDER / self._own_parts_name
-        return locked is not False
+            return True
+        return has_lock
 
     def complete(self) -> CompleteModel | None:
         """Returns the marker if the model is complete and every file has its size, otherwise None."""

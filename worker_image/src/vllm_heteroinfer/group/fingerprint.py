@@ -47,8 +47,18 @@ _FORMATS = {
 """Quantization method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
 _DEFAULT_REMEDY = "Start all pods from one plan and one image"
 
+_MODEL_SIZES = frozenset({"hidden", "topk", "dtype"})
+
 Fingerprint = Mapping[str, Any]
 """Setting -> value; JSON scalars only."""
+
+
+def remedy_for_slab(fields: Sequence[str]) -> str:
+    """Returns the fix if these fields of a slab's shape differ between the ranks that share the slab.
+
+    Sizes and type of a row come from the model's files, all other fields from the epoch and the plan.
+    """
+    return SAME_MODEL if _MODEL_SIZES.issuperset(fields) else _DEFAULT_REMEDY
 
 
 class ConfigMismatchError(RuntimeError):
@@ -171,6 +181,6 @@ def compare_engine(plan: Plan, engine: Fingerprint, rank_0: Fingerprint) -> None
         if engine.get(field) != rank_0.get(field):
             raise ConfigMismatchError(
                 plan.ranks[0].rank,
-                f"the API server's engine: {field} must be {rank_0.get(field)}, as on rank 0 (got "
+                f"the engine of vLLM's API server: {field} must be {rank_0.get(field)}, as on rank 0 (got "
                 f"{engine.get(field)}). {_REMEDIES.get(field, _DEFAULT_REMEDY)}",
             )

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 ROUNDS: Final = 5
 MIN_S: Final = 0.05
-"""Least time of a measurement: short rounds are repeated, so that the clock's resolution does not matter."""
+"""Minimum time of a measurement. Short rounds are repeated, so the clock's resolution does not matter."""
 MAX_S: Final = 1.5
 """Time after which no further round begins."""
 

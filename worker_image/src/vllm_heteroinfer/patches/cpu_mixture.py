@@ -68,8 +68,8 @@ class _KernelChoice:
     def is_valid(self) -> bool:
         """Returns whether the choice still holds for the runner.
 
-        Its weights must be at the addresses of the time of the choice, and its experts must have the same
-        `quant_method`.
+        Its weights must be at the same addresses as when the kernels were chosen, and its experts must have
+        the same `quant_method`.
         """
         for owner, name, address in self.weights:
             tensor = owner.get(name)

@@ -69,7 +69,7 @@ def _read_certificates(bundle: bytes) -> list[bytes]:
     """
     certificates = [match.group() for match in _CERTIFICATE.finditer(bundle)]
     if not certificates:
-        raise ValueError("no BEGIN CERTIFICATE line with its END CERTIFICATE line in ASCII")
+        raise ValueError("found no block from BEGIN CERTIFICATE to END CERTIFICATE in ASCII")
     for number, certificate in enumerate(certificates, 1):
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate.decode("ascii"))

@@ -128,7 +128,11 @@ class Lane:
         return views if own is None else OwnExpertAsks(views, own, rows)
 
     def run(self) -> NoReturn:
-        """Answers asks until the rank that asks has ended or a computation raises."""
+        """Answers asks until the asking rank has ended or a computation raises.
+
+        Raises:
+            PeerGoneError: the asking rank has ended.
+        """
         line = self._line
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
@@ -137,6 +141,7 @@ class Lane:
         self._meter.start()
         with torch.inference_mode():
             while True:
+                # Raises PeerGoneError after the end of the asking rank, which ends this loop.
                 if not line.next(LIMIT_NS, layer_at, rows_at):
                     continue
                 start = time.perf_counter_ns()
@@ -144,7 +149,7 @@ class Lane:
                     if rows.value:  # 0 if all rows of the batch are padding
                         self._compute_of_layer(layer.value)(rows.value)
                 except BaseException:
-                    line.answer(FAILED, 0, None, 0, 0)
+                    line.answer(FAILED, rows=0, ids=None, topk=0, busy_ns=0)
                     raise
                 # The probe reads no weights, and arrives before any experts are chosen.
                 counted_rows = 0 if layer.value == PROBE_LAYER else rows.value

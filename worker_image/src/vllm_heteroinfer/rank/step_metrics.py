@@ -135,7 +135,7 @@ class RankMetrics(Meter):
         )
         self._transport = Gauge(
             metric_names.TRANSPORT_INFO,
-            "Path of this rank's tensors to other ranks; always 1",
+            "Transport of this rank's tensors to other ranks, in the label path. The value is always 1",
             (*metric_names.RANK_LABELS, "between", "path"),
             registry=self.registry,
         )

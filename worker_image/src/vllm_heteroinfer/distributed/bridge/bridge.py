@@ -125,7 +125,10 @@ class Bridge:
         self._sum_buffer = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._send_counts: dict[tuple[int, int], int] = {}
-        text = "process group %s (ranks %s): the bridge uses %s, since %s. Host memory: %s. Publishing: %s"
+        text = (
+            "process group %s (ranks %s): the bridge uses %s, because %s. Buffers in host memory: %s. Parts "
+            "for other ranks are published %s"
+        )
         _logger.info(text, group, list(ranks), self.path, reason, staging.description, publisher)
 
     def _create_signal(self, slab: BridgeSlab) -> tuple[StreamSignal | None, str]:

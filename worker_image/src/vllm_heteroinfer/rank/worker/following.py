@@ -79,7 +79,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
             del model.compute_logits
     # After an error there is no announcement, because the error ends the group.
     announce(_MESSAGE.pack(Event.END, count))
-    _logger.info("%s: announced %d forward passes and computations of logits", phase, count)
+    _logger.info("%s: announced %d forward passes and logits computations to the CPU ranks", phase, count)
 
 
 def follow(
@@ -127,7 +127,11 @@ def follow(
             f"{count}). This is a defect of HeteroInfer. Report it, name the model, and use "
             "spec.parallelism.mode: Pipeline"
         )
-    _logger.info("%s: followed %d forward passes and computations of logits", phase, count)
+    _logger.info(
+        "%s: ran the %d forward passes and logits computations that the stage's first rank announced",
+        phase,
+        count,
+    )
 
 
 @contextlib.contextmanager

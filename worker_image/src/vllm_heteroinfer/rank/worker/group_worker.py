@@ -96,8 +96,9 @@ class GroupWorkerMixin:
         self.context.reporter.set_phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Returns the only layout that CPU attention supports, on GPUs too: all ranks' lists must be equal.
+        """Returns the only KV cache layout that CPU attention supports.
 
+        GPU ranks return it too, because the lists of all ranks must be equal.
         Source: vllm/v1/attention/backends/utils.py::resolve_kv_cache_layout@v0.32.0.
         """
         return ["LBHNC"]

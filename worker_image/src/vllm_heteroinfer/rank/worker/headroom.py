@@ -68,7 +68,7 @@ def gpu_headroom(
         free_bytes: free memory of the device now.
         cached_bytes: memory that torch holds and cannot release. Activations use it first. It was 959 MiB
             after compiling a model (H100, 2026-11-26).
-        peak_bytes: most memory that torch allocated during the run.
+        peak_bytes: maximum memory that torch allocated during the run.
     """
     activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(
