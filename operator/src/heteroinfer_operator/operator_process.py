@@ -376,7 +376,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
         return f"cannot read the namespaces {list_some(sorted(unreadable))}"
     unlisted = cluster_state.unsynced()
     if unlisted:
-        return f"waits for the first list of {list_some(unlisted)}"
+        return f"the operator has not listed {list_some(unlisted)} yet"
     stale = cluster_state.stale_cache_names()
     if stale:
         return f"the API server has sent nothing for a long time about {list_some(stale)}"

@@ -124,7 +124,10 @@ def is_unreached(error: Exception) -> bool:
 
 
 async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
-    """Returns whether a port accepts a connection. The kernel accepts it even if the process is busy."""
+    """Returns whether a port accepts a connection. Also True if an error of this process prevents the check.
+
+    The kernel accepts a connection even if the process that listens is busy.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -135,9 +138,9 @@ async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
-        except TimeoutError:
+        except TimeoutError:  # perhaps connected, but this event loop was too busy to notice
             return _is_connected(connection)
-        except (OSError, ValueError, OverflowError) as error:  # no listener, invalid address or port
+        except (OSError, ValueError, OverflowError) as error:  # no listener, or an invalid address or port
             return getattr(error, "errno", None) in _OWN_FAULTS
     return True
 
@@ -153,4 +156,4 @@ def _is_connected(connection: socket.socket) -> bool:
 
 def _check_size(size: int) -> None:
     if size > MAX_REPORT_BYTES:
-        raise ContractError(f"the answer must be at most {MAX_REPORT_BYTES} bytes (got more)")
+        raise ContractError(f"the answer is longer than {MAX_REPORT_BYTES} bytes")

@@ -20,9 +20,9 @@ _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 _YEAR_0: Final = "0000-"
 """Beginning of a time in the year 0, which Kubernetes stores and `datetime` does not support."""
 _VERSION_DIGITS: Final = 20
-"""Most digits of a resourceVersion, a number of 64 bits."""
+"""Maximum number of digits of a resourceVersion, a number of 64 bits."""
 _SHOWN: Final = 60
-"""Most characters of a wrong value that a message quotes."""
+"""Maximum number of characters of a wrong value that a message quotes."""
 
 
 class UnreadableError(HeteroInferError):

@@ -150,7 +150,7 @@ class WorkQueue:
     by its own reconcile do not, so that a failing reconcile does not restart itself. Use from one event loop.
 
     Args:
-        workers: most concurrent reconciles, without those that have run for `slow_s`.
+        workers: maximum number of concurrent reconciles, without those that have run for `slow_s`.
         backoff: waits after failures.
         slow_s: time after which a reconcile frees its slot for another reconcile.
     """

@@ -94,7 +94,7 @@ async def test_a_failed_list_of_budgets_does_not_delay_a_start(
         label = f"poddisruptionbudgets of {namespace}"
 
         async def says_so() -> bool:
-            return await process.http("/readyz") == (200, f"ok, but waits for the first list of {label}")
+            return await process.http("/readyz") == (200, f"ok, but the operator has not listed {label} yet")
 
         await until("it works without that list", says_so, timeout_s=60, said=lambda: process.said)
         assert await process.metric(f'{metric_names.OPERATOR_CACHES}{{state="unlisted"}}') == 1

@@ -248,8 +248,8 @@ def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.C
     assert manifest["spec"]["model"] == {"uri": "pvc://models/Llama_3.1"}
     new("pvc://models/llama", *hardware(cpu="4Gi"), code=1)
     assert capsys.readouterr().err == (
-        "error: model.uri pvc://models/llama is not on this machine. Name a folder with a copy of the "
-        "model's files with --model-dir DIR\n"
+        "error: model.uri pvc://models/llama is not on this machine. Add --model-dir DIR, a folder with a "
+        "copy of the model's files\n"
     )
 
 

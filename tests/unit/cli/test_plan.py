@@ -156,8 +156,8 @@ def test_a_model_directory_replaces_the_uri(
 ) -> None:
     file = write(tmp_path, model, model={"uri": "pvc://models/m"})
     assert error(capsys, "-f", file) == (
-        "error: model.uri pvc://models/m is not on this machine. Name a folder with a copy of the model's "
-        "files with --model-dir DIR\n"
+        "error: model.uri pvc://models/m is not on this machine. Add --model-dir DIR, a folder with a copy "
+        "of the model's files\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
 

@@ -133,10 +133,13 @@ def test_a_pod_with_a_preferred_node_counts_once_on_that_node(caches: Reservatio
 
 
 @pytest.mark.parametrize(("value", "counted"), [(5, True), (-10, False)], ids=["higher", "the same"])
-def test_counts_a_pod_that_will_preempt_on_its_node_before_it_is_stored(
+def test_a_new_pod_of_higher_priority_reserves_its_node_before_the_cache_has_it(
     caches: ReservationCaches, value: int, counted: bool
 ) -> None:
-    """The manifest names only a priority class. The API server fills in the number."""
+    """The manifest names only a priority class, and the API server fills in the number.
+
+    So the operator looks up the number.
+    """
     caches.show("/api/v1/nodes", node_of("a"))
     metadata = {"namespace": "ns", "name": "placeholder", "uid": "p"}
     containers = [{"name": "pause", "resources": {"requests": {"cpu": "30"}}}]

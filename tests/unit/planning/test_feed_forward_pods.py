@@ -156,9 +156,9 @@ def test_shares_are_whole_units_within_the_memory(
 
 def test_refuses_more_pods_than_a_gpu_rank_exchanges_rows_with() -> None:
     assert plan(pods(cpu(memory="32Gi", pods=24)), in_units(32)).plan.ranks
-    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 24, .* \(got 25\)"):
+    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 24 \(got 25\)"):
         plan(pods(cpu(memory="32Gi", pods=25)), in_units(32))
-    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 22, .* \(got 23\)"):
+    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 22 \(got 23\)"):
         plan(pods(cpu(memory="32Gi", pods=23), own={**OWN, "ranks": 2}), in_units(32))
 
 

@@ -158,6 +158,15 @@ def test_entries_of_layers_are_one_for_each_stage_of_the_role() -> None:
     )
 
 
+def test_layers_of_a_role_need_whole_stages() -> None:
+    roles = (cpu(layers=[8]), gpu(pods=3, layers=[8]))
+    error = refusal(spec(*roles, parallelism={"mode": "Tensor", "pipeline": 2}))
+    assert error.message == (
+        "role cpu: pods x ranksPerPod must be a multiple of the 2 ranks per stage, because layers has an "
+        "entry for each stage (got 1). Change pods, ranksPerPod or parallelism.tensor, or remove layers"
+    )
+
+
 @pytest.mark.parametrize(
     ("tensor", "what"), [(3, "32 attention heads"), (16, None), (32, None), (64, "32 attention")]
 )
@@ -261,7 +270,11 @@ def test_stages_of_one_device_are_even() -> None:
 def test_layers_are_even_if_memory_is_unknown() -> None:
     planned = plan(spec(gpu(), cpu()))
     assert planned.plan.layers_by_stage == (16, 16)
-    assert planned.notes == ("the GPUs' memory is unknown. Set deviceMemory to plan layers by memory",)
+    note = (
+        "the GPUs' memory is unknown, so the plan divides the layers without regard to it. Set "
+        "roles[].deviceMemory"
+    )
+    assert planned.notes == (note,)
 
 
 def test_layers_of_different_sizes_are_counted_in_bytes() -> None:

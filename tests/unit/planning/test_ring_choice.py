@@ -128,7 +128,7 @@ def test_the_worker_divides_a_ring_as_planned(experts: int) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_plan_and_the_worker_share_from_the_same_number_of_rows(eager: bool) -> None:
     engine = replace(plan(asked("80Gi", layers=24), qwen(), H200).plan.engine, eager_gpu=eager)
-    first = next(stream_balance.measured_sizes(captured_rows(engine), engine.max_num_batched_tokens))
+    first = next(stream_balance.rows_to_measure(captured_rows(engine), engine.max_num_batched_tokens))
     assert first == least_rows(engine)
     assert first > captured_rows(engine)
 

@@ -39,16 +39,17 @@ def e4b(**fields: Any) -> ModelProfile:
     return profile(**fields)
 
 
-def test_only_layers_of_their_own_take_kv_cache() -> None:
+def test_layers_that_share_a_kv_cache_take_no_memory_for_it() -> None:
     alone = spec(gpu(deviceMemory="80Gi"))
     shared, own = (plan(alone, e4b(sharing=sharing)) for sharing in (SHARING, 0))
     of_layer = shared.sizes.kv.block_bytes
     assert of_layer(24, LAYERS) == 0
     assert of_layer(0, LAYERS) == of_layer(0, 24) > 0
-    # Of one block table there are so many layers with windows that share a block with full ones.
+    # One block table holds window layers and full layers, so the cache shrinks by less than the share of the
+    # layers.
     assert shared.sizes.cache_bytes(0, LAYERS) < 0.6 * own.sizes.cache_bytes(0, LAYERS)
     assert shared.sizes.cache_bytes(0, LAYERS) > 0.5 * own.sizes.cache_bytes(0, LAYERS)
-    # A step reads what they share as if it were theirs.
+    # A step reads a shared cache once for each layer that uses it, so the times are equal.
     steps = [planned.plan.ranks[0].predicted_step_s for planned in (shared, own)]
     assert steps[0] == steps[1]
 

@@ -329,7 +329,7 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
         engine={"maxModelLen": 4096},
     )
     plan(spec(*MIXED), model)
-    with pytest.raises(PlanError, match=r"silently ignore the limit\. Use GPU roles only"):
+    with pytest.raises(PlanError, match=r"silently ignore the limit, .* be wrong\. Use GPU roles only"):
         plan(spec(*MIXED), limited)
     in_fp8 = replace(recorded_profiles()["Qwen3-235B-A22B-FP8"], limited_experts=True)
     assert plan(spec(*MIXED), in_fp8, NO_AVX512).plan, "our kernels of quantized experts have limits"
@@ -436,8 +436,8 @@ def test_refuses_states_without_a_cpu_kernel() -> None:
 def test_refuses_a_class_without_a_working_pipeline_only_in_stages() -> None:
     name = "granite-4.0-h-small"
     said = refusal(name, spec(*MIXED))
-    assert "GraniteMoeHybridForCausalLM cannot run in 3 stages: vLLM's class for it fails to load" in said
-    assert "Use one stage: the GPUs of one pod" in said
+    assert "GraniteMoeHybridForCausalLM cannot run in 3 stages: vLLM's class of this model fails" in said
+    assert "Use one stage: put all GPUs into one pod" in said
     plan(spec(gpu()), recorded_profiles()[name])
 
 

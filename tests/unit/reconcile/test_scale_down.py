@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from heteroinfer_operator.reconcile.scale_down import MAX_WAIT_FOR_ROOM
+from heteroinfer_operator.reconcile.scale_down import MAX_CAPACITY_WAIT
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 
@@ -68,7 +68,7 @@ def test_a_kept_group_gives_its_nodes_to_a_wanted_group_that_waits_for_nodes() -
         world.pods[name] = replace(world.pods[name], node="", unschedulable="0/2 nodes are available")
     world.settle()
     assert _pods_of(world, 1)
-    world.advance_time(MAX_WAIT_FOR_ROOM.total_seconds() + 1)
+    world.advance_time(MAX_CAPACITY_WAIT.total_seconds() + 1)
     world.settle()
     world.reap()
     world.settle()

@@ -105,7 +105,7 @@ def test_the_first_check_with_an_answer_decides_a_condition() -> None:
             "rolling_out",
         ],
         ConditionType.STALLED: [
-            "problem_without_groups",
+            "answer_if_no_group_is_wanted",
             "group_failed",
             "spec_cannot_start",
             "labels_must_be_restored",

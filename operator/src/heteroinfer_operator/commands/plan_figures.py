@@ -60,10 +60,11 @@ class Figures:
         chunk = min(prompt, engine.max_num_batched_tokens)
         return cls(
             step=predict(plan, rates),
+            # StepLoad() is one request without context.
             slowest=slowest_rank(plan, sizes, rates, StepLoad(), feed_forward_wait),
             short=short,
             short_requests=short_requests,
-            full_requests=min(int(sequences_at_once(planned)), engine.max_num_seqs),
+            full_requests=requests_at_once(planned, engine.max_model_len),
             tokens_per_s=load.requests / forecast(plan, sizes, rates, load, feed_forward_wait).step_s,
             prompt=prompt,
             first_token=forecast_first_token(plan, sizes, rates, prompt, feed_forward_wait),

@@ -47,8 +47,8 @@ def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
         return None
     if not uri.startswith(_FILE_SCHEME):
         raise ModelError(
-            f"model.uri {uri} is not on this machine. Name a folder with a copy of the model's files with "
-            "--model-dir DIR"
+            f"model.uri {uri} is not on this machine. Add --model-dir DIR, a folder with a copy of the "
+            "model's files"
         )
     return Path(uri.removeprefix(_FILE_SCHEME))
 

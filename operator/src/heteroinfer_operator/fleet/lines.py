@@ -50,7 +50,8 @@ class RankLine:
         layers: layers of the rank, such as "0-11".
         seen_s: seconds since its last heartbeat.
         locked_memory_bytes: memory that the rank has locked.
-        locked_memory_limit_bytes: most memory that the rank may lock; None if there is no limit, or unknown.
+        locked_memory_limit_bytes: maximum memory that the rank may lock; None if there is no limit, or
+        unknown.
         transports: how tensors of the rank travel, such as `ranks:nccl_p2p`.
     """
 

@@ -53,7 +53,7 @@ class SupportBundle:
         for pod in pods:
             await self._add_logs(f"logs/{pod['metadata']['name']}", pod)
         await self._add_nodes({str(pod["spec"].get("nodeName") or "") for pod in pods} - {""})
-        await self._add_versions()
+        await self._add_versions_and_operator_logs()
         if self.missing:
             self._files["missing.txt"] = "".join(f"{line}\n" for line in self.missing)
 
@@ -145,7 +145,7 @@ class SupportBundle:
             else:
                 self._add_object(f"nodes/{name}.yaml", node)
 
-    async def _add_versions(self) -> None:
+    async def _add_versions_and_operator_logs(self) -> None:
         """Adds the versions of Kubernetes, operators and CRD, and the logs of the operators."""
         value: dict[str, Any] = {"client": own_version()}
         operators: tuple[InstalledOperator, ...] = ()

@@ -58,19 +58,20 @@ class _ResourcePods:
         kept = {name: uid for name, uid in self.uids.items() if name in kept_names}
         self.uids = kept | watched
 
-    def select_requested(self, listed: AbstractSet[str], watched: AbstractSet[str]) -> list[str]:
-        """Returns the names of the pods to request. Forgets all other unwatched and missing pods.
+    def select_pods_to_read(self, in_status: AbstractSet[str], watched: AbstractSet[str]) -> list[str]:
+        """Returns the names of the pods to read from the API server.
 
-        These are the unwatched pods, and the pods in the status that no watch shows and that the API server
-        has not reported as missing.
+        These are the pods in `unwatched`, and the pods of the status that no watch shows, except the pods
+        that the API server has reported as missing. Also removes outdated names: watched pods from
+        `unwatched`, and from `not_found` each pod that is watched, unwatched or not in the status.
 
         Args:
-            listed: names of the pods in the status.
+            in_status: names of the pods in the status.
             watched: names of the pods that the watches show.
         """
         self.unwatched -= watched
-        self.not_found = (self.not_found & listed) - watched - self.unwatched
-        unknown = listed - watched - self.not_found
+        self.not_found = (self.not_found & in_status) - watched - self.unwatched
+        unknown = in_status - watched - self.not_found
         return sorted(unknown | self.unwatched)
 
     def cancel_requests(self, *, kept_names: Collection[str] = ()) -> None:
@@ -115,7 +116,7 @@ class UnlabelledPods:
         own_pods = self._pods_of(resource)
         ranks = _ranks_by_pod(Owner(key=resource.key, uid=resource.uid), status)
         watched = {pod.view.name for pod in watched_pods}
-        requested = own_pods.select_requested(ranks.keys(), watched)
+        requested = own_pods.select_pods_to_read(ranks.keys(), watched)
         own_pods.note_uids(watched_pods, kept_names=ranks.keys() | own_pods.unwatched)
         own_pods.cancel_requests(kept_names=requested)
         await self._request_pods(resource, own_pods, requested)

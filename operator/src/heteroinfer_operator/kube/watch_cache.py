@@ -153,6 +153,7 @@ class WatchCache(Generic[T]):
         self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
         self._had_defect = False
+        """True from an unexpected exception in this cache until its next full list."""
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
@@ -473,9 +474,11 @@ class WatchCache(Generic[T]):
             return
         is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
         if cached is not None and is_unchanged and not self._had_defect:
-            # A list or watch gives None, which confirms the write. The answer to the write cannot undo that.
+            # The write counts as confirmed as soon as a list or a watch has shown it (unconfirmed_since is
+            # None), even if the answer to the write arrives later.
+            is_confirmed = entry.unconfirmed_since is None or cached.unconfirmed_since is None
             self._entries[name] = replace(
-                cached, unconfirmed_since=entry.unconfirmed_since and cached.unconfirmed_since
+                cached, unconfirmed_since=None if is_confirmed else cached.unconfirmed_since
             )
             return
         self._entries[name] = entry

@@ -250,7 +250,8 @@ class _FieldReader:
                 self.refuse(
                     field,
                     f"Path {path} cannot be mounted at {mount['mountPath']}: pods of `heteroinfer up` have "
-                    "no mounts. Use the path itself, or a cluster",
+                    f"no mounts. Write {path} wherever the resource names {mount['mountPath']}, or use a "
+                    "cluster",
                 )
 
     def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:

@@ -124,7 +124,7 @@ def _search_with_values(
 
     Args:
         chosen_values: topology values that the pods of each series must share, by index of the series.
-        max_tries: most placements of a pod that the search may try.
+        max_tries: maximum number of placements of a pod that the search may try.
     """
     limited_kinds = []
     for index, kind in enumerate(kinds):

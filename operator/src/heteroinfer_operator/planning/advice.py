@@ -42,8 +42,12 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
     )
     usable = _usable_gpu_bytes(seats, inventory, floor)
     if usable is None:
-        purpose = "find out whether CPUs are needed" if topology.has_mixed_stage else "plan layers by memory"
-        return Advice(notes=(*notes, f"the GPUs' memory is unknown. Set deviceMemory to {purpose}"))
+        effect = (
+            "the plan cannot show whether CPUs are needed"
+            if topology.has_mixed_stage
+            else "the plan divides the layers without regard to it"
+        )
+        return Advice(notes=(*notes, f"the GPUs' memory is unknown, so {effect}. Set roles[].deviceMemory"))
     if not _gpus_fit_all(topology, usable, plan, profile, inventory):
         return Advice(notes=notes)
     note = _not_needed_note(len(seats), usable, plan, profile)

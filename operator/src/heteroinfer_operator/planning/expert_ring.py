@@ -12,7 +12,7 @@ from heteroinfer_contract.gpu_experts import SLOTS
 from heteroinfer_operator.planning.rates import Rates
 
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
-"""Most bytes of the ring that alignment takes: the worker aligns each array in a slot."""
+"""Maximum number of bytes of the ring that alignment takes: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6
 """Seconds in which the host launches the kernels and copies of a slot, about 20; an estimate."""
 _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
@@ -93,7 +93,7 @@ class ExpertRing:
 
     @property
     def total_bytes(self) -> int:
-        """Most bytes of GPU memory that the ring takes, without intermediate values."""
+        """Maximum number of bytes of GPU memory that the ring takes, without intermediate values."""
         return self.num_bytes + self.page_table_bytes
 
     @property

@@ -216,9 +216,10 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
     if lanes > MAX_LANES:
         largest = max(sets, key=lambda each: each.pods)
         raise PlanError(
-            f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because a "
-            f"GPU supports at most {MAX_LANES} other pods and feed-forward ranks of its own pod together "
-            f"(got {largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
+            f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods} (got "
+            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes: each feed-forward rank in its own "
+            "pod takes a lane, and so does each other pod. Use fewer pods, and raise ranksPerPod and "
+            "resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 

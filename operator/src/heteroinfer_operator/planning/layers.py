@@ -226,9 +226,9 @@ def _rank_capacity(rank: RankBudget, sizes: Sizes, first: int, cost: _CostFuncti
 
 def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError | None:
     """Returns the error of a last stage that is too small for layers with shared keys and values, or None."""
-    num_shared, num_layers = sizes.profile.last_stage_layers, sizes.profile.num_layers
-    if len(budgets) == 1 or num_shared == 1:
+    if len(budgets) == 1 or not sizes.profile.has_shared_keys:
         return None
+    num_shared, num_layers = sizes.profile.last_stage_layers, sizes.profile.num_layers
     last_rank = budgets[-1].neediest(sizes, num_layers - num_shared, num_layers)
     missing_bytes = last_rank.missing_bytes(sizes, num_layers - num_shared, num_layers)
     if missing_bytes is None or missing_bytes <= 0:

@@ -110,9 +110,9 @@ class PlannedMode:
         has_other_pods = any(rank_set.pods for rank_set in remote.sets)
         relay = ", and the thread that exchanges rows with other pods," if has_other_pods else ""
         notes += [
-            f"the pods of role {role.name} have a CPU limit: feed-forward ranks{relay} sleep between layers, "
-            "because busy waiting uses up the limit. Remove limits.cpu, or use nodes with the static CPU "
-            "manager"
+            f"feed-forward ranks of role {role.name}{relay} sleep between layers, which makes each step "
+            "slower, because the pods have a CPU limit that busy waiting would use up. Remove limits.cpu, or "
+            "use nodes with the static CPU manager"
             for role in roles_with_ranks
             if role.resources and role.resources.limits and "cpu" in role.resources.limits
         ]

@@ -35,7 +35,7 @@ REQUEST_OVERHEAD_S: Final = 9e-3
 """Seconds from a request to its first step, plus those from that step's answer to the client: 7 and 9 ms with
 a prompt of 1,024 tokens (two H200 hosts, 2026-11-24), up to 20 ms with several stages."""
 MIXTURE_LAUNCH_S: Final = 1.5e-3
-"""Least seconds of a layer with experts on a GPU, if a step has more tokens than the captured CUDA graphs
+"""Minimum seconds of a layer with experts on a GPU, if a step has more tokens than the captured CUDA graphs
 support: kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048 (stock
 vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024
 tokens."""

@@ -371,6 +371,64 @@ class _DefaultKernels:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredKernels:
+    """Measured rates of kernels, scaled to one rank.
+
+    Attributes:
+        defaults: rates of kernels that the calibration lacks.
+        threads: compute threads of the rank.
+        memory_bytes_per_s: rate at which the rank reads memory.
+    """
+
+    calibration: Calibration
+    defaults: _DefaultKernels
+    threads: float
+    memory_bytes_per_s: float
+
+    def kernel(self, part: KernelPart, scheme: SchemeName) -> KernelRate:
+        """Returns the measured rate of a kernel, scaled to this rank, or the default rate.
+
+        The calibration measured each kernel with one number of threads. With few rows, memory limits a
+        kernel, so its rate is scaled by the rank's memory rate. From _COMPUTING_ROWS rows on, computing
+        limits the kernel, so its rate is scaled by the number of threads. If a kernel was measured with one
+        row only, its rates with more rows (MORE_ROWS) fall like those of the default kernel.
+        """
+        default = self.defaults.kernel(part, scheme, self.memory_bytes_per_s)
+        kernel = self.calibration.fastest_kernel(part, scheme, self.defaults.dtype)
+        if kernel is None:
+            return default
+        more_rows = kernel.more_rows or tuple(
+            kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
+        )
+        memory_ratio = self.memory_bytes_per_s / self.calibration.read_rate(kernel.threads)
+        thread_ratio = self.threads / kernel.threads
+        ratios = [thread_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
+        # Not strict: a calibration may have rates for only the first counts of MORE_ROWS.
+        scaled = tuple(rate * ratio for rate, ratio in zip(more_rows, ratios, strict=False))
+        return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
+
+
+def _rank_memory_rate(
+    calibration: Calibration, cores: float, sharing_ranks: int, *, share_by_rate: bool
+) -> float:
+    """Returns the bytes per second that one rank reads while all ranks of its pod read.
+
+    Ranks that divide work by their rates end at the same time. So the mean rate of the NUMA nodes counts, if
+    each NUMA node has a rank. Otherwise all ranks wait for the rank on the slowest NUMA node, so the lowest
+    rate counts. Together the ranks read at most at the machine's rate.
+
+    Args:
+        cores: cores of one rank.
+    """
+    each_node_has_rank = sharing_ranks >= calibration.hardware.numa_nodes
+    alone_bytes_per_s = calibration.read_rate(
+        cores, combine=fmean if share_by_rate and each_node_has_rank else min
+    )
+    all_cores = min(cores * sharing_ranks, calibration.hardware.cores)
+    return min(alone_bytes_per_s, calibration.read_rate(all_cores) / sharing_ranks)
+
+
 def _measured_cpu_rates(
     calibration: Calibration,
     profile: ModelProfile,
@@ -382,10 +440,6 @@ def _measured_cpu_rates(
 ) -> Rates:
     """Returns the rates of one CPU rank on a measured machine.
 
-    A kernel was measured with one number of threads. For another number, its rate is scaled with the memory's
-    rate, or with the threads if the kernel computes longer than it reads. A kernel without a measurement gets
-    its default rate relative to the measured memory.
-
     Args:
         threads: compute threads of the rank; None for an equal part of the cores.
         sharing_ranks: number of ranks in the pod that compute at the same time, with this rank.
@@ -393,42 +447,18 @@ def _measured_cpu_rates(
     """
     cores = calibration.hardware.cores
     used_cores = min(cores / sharing_ranks if threads is None else threads, cores)
-    # If each NUMA node has a rank and ranks divide work by rate, their mean rate counts. Otherwise the other
-    # ranks wait for the rank on the slowest NUMA node.
-    none_waits = share_by_rate and sharing_ranks >= calibration.hardware.numa_nodes
-    alone_bytes_per_s = calibration.read_rate(used_cores, combine=fmean if none_waits else min)
-    # All ranks together read at most at the machine's rate.
-    rank_bytes_per_s = min(
-        alone_bytes_per_s, calibration.read_rate(min(used_cores * sharing_ranks, cores)) / sharing_ranks
-    )
-
+    rank_bytes_per_s = _rank_memory_rate(calibration, used_cores, sharing_ranks, share_by_rate=share_by_rate)
     instruction_rates = CPU_INSTRUCTIONS[best_instructions(measured_features(calibration))]
-    default_kernels = _DefaultKernels(
-        profile=profile, dtype=engine.dtype, known=instruction_rates, threads=used_cores
+    measured_kernels = _MeasuredKernels(
+        calibration=calibration,
+        defaults=_DefaultKernels(
+            profile=profile, dtype=engine.dtype, known=instruction_rates, threads=used_cores
+        ),
+        threads=used_cores,
+        memory_bytes_per_s=rank_bytes_per_s,
     )
-
-    def rate_of_kernel(part: KernelPart, scheme: SchemeName) -> KernelRate:
-        """Returns the measured rate of a kernel, scaled to this rank, or the default rate.
-
-        If a kernel was measured with one row only, its rates with more rows (MORE_ROWS) fall like those of
-        the default kernel.
-        """
-        default = default_kernels.kernel(part, scheme, rank_bytes_per_s)
-        kernel = calibration.fastest_kernel(part, scheme, engine.dtype)
-        if kernel is None:
-            return default
-        more_rows = kernel.more_rows or tuple(
-            kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
-        )
-        memory_ratio = rank_bytes_per_s / calibration.read_rate(kernel.threads)
-        core_ratio = used_cores / kernel.threads
-        ratios = [core_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
-        # Not strict: a calibration may have rates for only the first counts of MORE_ROWS.
-        scaled = tuple(rate * ratio for rate, ratio in zip(more_rows, ratios, strict=False))
-        return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
-
     operations = calibration.operations_per_s or instruction_rates.products * cores
-    kernels = [rate_of_kernel(part, scheme) for part, scheme in _kernels_of_weights(profile)]
+    kernels = [measured_kernels.kernel(part, scheme) for part, scheme in _kernels_of_weights(profile)]
     return _build_rates(
         kernels,
         rank_bytes_per_s,

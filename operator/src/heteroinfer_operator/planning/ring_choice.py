@@ -53,8 +53,9 @@ cache of further requests takes the rest."""
 def _can_gpu_take_experts(topology: Topology, remote: FeedForwardPart) -> bool:
     """Reports whether the GPU can compute experts of these feed-forward ranks with copied weights.
 
-    The GPU copies from memory of its own pod only, so no rank may be in another pod. Each layer must have at
-    least two experts, to be divided. vLLM's kernel on the GPU limits the activations.
+    The GPU copies only from memory of its own pod, so all feed-forward ranks must be in that pod. Each layer
+    must have at least two experts, so that GPU and CPUs can share the layer. vLLM's GPU kernel supports only
+    the activations in ACTIVATIONS, and does not clamp gates and ups (`limited_experts`).
     """
     kinds = [remote.profile.layer(index) for index in remote.layers]
     return (
@@ -201,9 +202,9 @@ class RingChooser:
         return min((each for each in options if each is not None), key=lambda each: self._load_s(*each))
 
     def _kept_bytes(self, remote: FeedForwardPart) -> int:
-        """Returns the bytes that must stay free after the KV cache of one full-length request.
+        """Returns the bytes that a ring must leave for the KV cache, besides one full-length request.
 
-        With these bytes, the KV cache keeps _KEPT_PART of its size without a ring.
+        The whole KV cache is then at least _KEPT_PART as large as it would be without a ring.
 
         Args:
             remote: the part of the plan without a ring.
@@ -235,8 +236,13 @@ class RingChooser:
     def _choices(
         self, remote: FeedForwardPart, kept_bytes: int
     ) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
-        """Yields parts with a ring that fit the memory and save time, with the settings."""
-        longest_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
+        """Yields, for each number of tokens of a step, the part with the largest ring, and the settings.
+
+        Leaves out a number of tokens if no ring fits the memory, or if the ring does not save time.
+        """
+        # Even with more tokens, a step must be faster than a step in which CPUs compute all experts. So
+        # requests that decode beside a long prompt do not wait longer than without the ring.
+        step_limit_s = LEAST_GAIN * self._step_s(remote, self.engine, self.tokens or CPU_BATCH_TOKENS)
         for tokens in BATCH_TOKENS if self.tokens is None else (self.tokens,):
             is_large = self.tokens is None and tokens > _LARGE_STEP_TOKENS
             if is_large and self.engine.max_model_len <= _LARGE_STEP_TOKENS:
@@ -246,9 +252,7 @@ class RingChooser:
             if ring is None:
                 continue
             shared = replace(remote, ring=ring)
-            # Even with more tokens, a step must be faster than a step in which CPUs compute all experts. So
-            # requests that decode beside a long prompt do not wait longer than without the ring.
-            if self._step_s(shared, engine, tokens) <= longest_s:
+            if self._step_s(shared, engine, tokens) <= step_limit_s:
                 yield shared, engine
 
     def _largest_ring(

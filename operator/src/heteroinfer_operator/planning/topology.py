@@ -198,10 +198,17 @@ def _check_role_size(role: RoleSpec, tensor: int, mode: Mode | None) -> None:
             "parallelism.tensor",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
+    if role.layers is not None and role.num_ranks % tensor:
+        raise PlanError(
+            f"role {role.name}: pods x ranksPerPod must be a multiple of the {tensor} ranks per stage, "
+            f"because layers has an entry for each stage (got {role.num_ranks}). Change pods, ranksPerPod or "
+            "parallelism.tensor, or remove layers",
+            reason=PlanReason.WORLD_SIZE_MISMATCH,
+        )
     if role.layers is not None and len(role.layers) * tensor != role.num_ranks:
         raise PlanError(
             f"role {role.name}: layers must have one entry for each stage of the role, that is pods x "
-            f"ranksPerPod / {tensor} = {Fraction(role.num_ranks, tensor)} entries (got {len(role.layers)}). "
+            f"ranksPerPod / {tensor} = {role.num_ranks // tensor} entries (got {len(role.layers)}). "
             "Add or remove entries",
             reason=PlanReason.LAYERS_MISMATCH,
         )

@@ -174,7 +174,9 @@ class Spending:
         budget, now = self.budget, self.now
         match action:
             case CreateObject() if creates_pod(action):
-                return self._count_or_report("pods", budget.pods, self._wait_for_pods(action.scopes))
+                return self._count_or_report(
+                    "pods", budget.pods, self._time_until_pods_allowed(action.scopes)
+                )
             case PatchStatus(status=status):
                 wait = budget.status_wait(status, now)
                 if not wait:
@@ -182,7 +184,7 @@ class Spending:
                 return self._count_or_report("status writes", budget.status_writes, wait)
         return 0.0
 
-    def _wait_for_pods(self, scopes: frozenset[str]) -> timedelta:
+    def _time_until_pods_allowed(self, scopes: frozenset[str]) -> timedelta:
         """Returns how long the next pod of a group must wait.
 
         If the budget grants one pod of a group, it grants all pods of the group, and reserves their share.

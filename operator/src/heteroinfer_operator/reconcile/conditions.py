@@ -154,7 +154,7 @@ def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
 # Stalled
 
 
-def problem_without_groups(facts: ConditionFacts) -> ConditionAnswer | None:
+def answer_if_no_group_is_wanted(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers for a suspended resource, or one that is scaled to zero; returns None if a group is wanted.
 
     If the spec has a problem, the user may have to act: the answer is then that of `_find_stall`. Otherwise
@@ -281,7 +281,7 @@ CHECKS: Final[Mapping[ConditionType, tuple[ConditionCheck, ...]]] = MappingProxy
             a_group_is_down,
             rolling_out,
         ),
-        ConditionType.STALLED: (problem_without_groups, *_STALLS, not_stalled),
+        ConditionType.STALLED: (answer_if_no_group_is_wanted, *_STALLS, not_stalled),
         ConditionType.PROGRESSING: (
             any_object_refused,
             pod_blocked,

@@ -140,7 +140,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     )
     if context.blocking_pod is not None:
         other_pods = [pod for pod in pods if pod.name != model_pod_name(context.spec, context.owner)]
-        return _wait_for_cleanup(last_status, context.blocking_pod, _build_deletes(context, other_pods))
+        return _decide_during_cleanup(last_status, context.blocking_pod, _build_deletes(context, other_pods))
     profile = _read_stored_profile(context, last_status)
     if profile is not None:
         return ModelDecision(
@@ -168,7 +168,9 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     return replace(decision, deletes=(*decision.deletes, *_build_deletes(context, other_pods)))
 
 
-def _wait_for_cleanup(stored: ModelStatus, pod: PodView, deletes: tuple[DeleteObject, ...]) -> ModelDecision:
+def _decide_during_cleanup(
+    stored: ModelStatus, pod: PodView, deletes: tuple[DeleteObject, ...]
+) -> ModelDecision:
     """Returns the decision while a fetch pod may remove a commit that the resource begins to use.
 
     Args:

@@ -130,8 +130,10 @@ class NodeLoss:
         node = self.nodes.get(pod.node) if self.nodes else None
         if node is None:
             return f"node {pod.node} of pod {pod.name} no longer exists"
-        since = node.unreachable_since
-        return f"node {pod.node} of pod {pod.name} has sent no heartbeat since before {since:%H:%M:%S} UTC"
+        return (
+            f"node {pod.node} of pod {pod.name} is unreachable: its kubelet has sent no heartbeat since "
+            f"{node.unreachable_since:%Y-%m-%d %H:%M:%S} UTC or earlier"
+        )
 
     def _lost_from(self, pod: PodView) -> datetime | None:
         """Returns the time from which the node of this pod counts as lost, or None."""

@@ -63,7 +63,7 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
     upgrade (ImageChanged) delays only starts after another such end.
     """
     last = failures[-1]
-    count = count_recent(failures, restart) if last.counted else _count_recent_uncounted(failures, restart)
+    count = count_recent(failures, restart) if last.counted else _count_recent_exempt_ends(failures, restart)
     if count <= 1:  # the first restart within the window does not wait
         return None
     return last.time + timedelta(seconds=backoff_s(count - 2, restart))
@@ -77,16 +77,17 @@ def backoff_s(num_waits: int, restart: RestartSpec) -> float:
     return min(_FIRST_BACKOFF_S * 2.0 ** min(num_waits, 32), parse_duration_s(restart.backoff_max))
 
 
-def _count_recent_uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns how many epoch ends within the window did not count as restarts.
+def _count_recent_exempt_ends(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    """Returns how many epoch ends within the window, of the last end's kind, did not count as restarts.
 
-    If the last end was because of an upgrade, only such ends are included; otherwise only other ends.
+    There are two kinds: upgrades (ImageChanged), and all others, such as evictions. They are counted
+    separately, so that an eviction does not delay the restart of an upgrade.
     """
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))
     was_upgrade = last.reason == IMAGE_CHANGED
-    of_same_sort = [failure for failure in failures if (failure.reason == IMAGE_CHANGED) == was_upgrade]
-    return sum(not failure.counted and failure.time >= since for failure in of_same_sort)
+    ends_of_same_kind = [failure for failure in failures if (failure.reason == IMAGE_CHANGED) == was_upgrade]
+    return sum(not failure.counted and failure.time >= since for failure in ends_of_same_kind)
 
 
 def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:

@@ -19,7 +19,7 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.stopping import stop_group
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
-MAX_WAIT_FOR_ROOM: Final = timedelta(seconds=30)
+MAX_CAPACITY_WAIT: Final = timedelta(seconds=30)
 """How long a wanted group may wait for nodes beside a kept group, whose nodes it may need."""
 
 
@@ -53,14 +53,17 @@ def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool
         decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
     ):
         return False
-    return any(_wait_for_room(context, decision) < MAX_WAIT_FOR_ROOM for decision in wanted)
+    return any(_capacity_wait(context, decision) < MAX_CAPACITY_WAIT for decision in wanted)
 
 
-def _wait_for_room(context: Context, decision: GroupDecision) -> timedelta:
-    """Returns for how long a group has waited for nodes. A group with a refused spec waits for no node."""
+def _capacity_wait(context: Context, decision: GroupDecision) -> timedelta:
+    """Returns how long a group has waited for nodes; 0 if the group does not wait for nodes.
+
+    A group that was refused for another reason than a shortage waits for a new spec, not for nodes.
+    """
     startup, refusal = decision.status.startup, decision.refusal
-    waits_for_spec = refusal is not None and not isinstance(refusal, Shortage)
-    if startup is None or startup.phase is not StartupPhase.SCHEDULING or waits_for_spec:
+    is_other_refusal = refusal is not None and not isinstance(refusal, Shortage)
+    if startup is None or startup.phase is not StartupPhase.SCHEDULING or is_other_refusal:
         return timedelta(0)
     return context.now - startup.since
 
@@ -82,5 +85,5 @@ def _keep(
     return replace(
         decision,
         status=decision.status.changed(message=message),
-        look_again_s=min(filter(None, (decision.look_again_s, MAX_WAIT_FOR_ROOM.total_seconds()))),
+        look_again_s=min(filter(None, (decision.look_again_s, MAX_CAPACITY_WAIT.total_seconds()))),
     )

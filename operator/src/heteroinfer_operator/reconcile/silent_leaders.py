@@ -2,7 +2,7 @@
 
 Kubernetes takes up to 50 s to report a lost node, and until then the node's pods stay Ready. A silent leader
 does not end its epoch: the network between operator and node may have failed instead. The conditions become
-Unknown. While the API server does not show pods, the leader's report is the operator's only source.
+Unknown. While the API server does not show pods, only the leader's report shows whether the group serves.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 REASON: Final = "LeaderSilent"
 MIN_SILENT_S: Final = 0.8
 """Shortest silence to report: in this time at least three connections failed, not one lost packet."""
-_CERTAIN_AFTER_S: Final = 5.0
+_RARE_CHECKS_AFTER_S: Final = 5.0
 """Silence after which checks are rare."""
-_SOON_S: Final = 1.0
+_FREQUENT_CHECK_S: Final = 1.0
 """Seconds until the next check of a leader that has been silent for a short time."""
-_LATER_S: Final = 10.0
+_RARE_CHECK_S: Final = 10.0
 """Seconds until the next check of a leader that has been silent for a long time."""
 
 
@@ -33,7 +33,7 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
-    check_s = _SOON_S if silent_s < _CERTAIN_AFTER_S else _LATER_S
+    check_s = _FREQUENT_CHECK_S if silent_s < _RARE_CHECKS_AFTER_S else _RARE_CHECK_S
     soonest_s = min(wait for wait in (decision.look_again_s, check_s) if wait is not None)
     message = (
         f"group {decision.status.index}: the operator cannot reach the leader, which answered before, and "
@@ -61,7 +61,7 @@ def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) 
         f"group {status.index}: the API server does not show the pods, and the leader does not report the "
         "group as ready. Check the API server, and the log of the leader"
     )
-    soonest_s = min(wait for wait in (decision.look_again_s, _SOON_S) if wait is not None)
+    soonest_s = min(wait for wait in (decision.look_again_s, _FREQUENT_CHECK_S) if wait is not None)
     return replace(
         decision, look_again_s=soonest_s, silent_leader=decision.silent_leader if reports_ready else message
     )

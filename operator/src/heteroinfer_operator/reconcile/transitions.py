@@ -255,7 +255,8 @@ def with_active_epoch(  # noqa: PLR0913 - the fields that an active epoch sets
 
     Args:
         all_pods_exist: whether each pod of the epoch exists.
-        spare_pods: indices of pods that ended before they ran.
+        spare_pods: indices of pods that ended before they ran, so that the operator may create them
+            again under the same name.
         rejected_pods: indices of existing pods whose rejection was counted.
         newly_rejected: number of rejections to count now.
         stuck_pods: indices of pods whose containers could not be created.

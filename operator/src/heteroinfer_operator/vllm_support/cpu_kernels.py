@@ -210,7 +210,7 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     if profile.limited_experts and profile.architecture not in STEP_LIMITS:
         raise build_cpu_error(
             f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
-            "vLLM's CPU kernels silently ignore the limit",
+            "vLLM's CPU kernels silently ignore the limit, so answers would be wrong",
             remedy_alone,
         )
     if kernel is None:

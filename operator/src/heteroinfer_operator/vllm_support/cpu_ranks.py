@@ -157,14 +157,14 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
     unsupported = (NO_PIPELINE | BROKEN_PIPELINE) & set(class_names(profile))
     if stages > 1 and unsupported:
         why = (
-            "vLLM's class for it does not support stages"
+            "vLLM's class of this model does not support pipeline parallelism"
             if unsupported & NO_PIPELINE
-            else "vLLM's class for it fails to load in stages"
+            else "vLLM's class of this model fails to load with pipeline parallelism"
         )
         raise PlanError(
-            f"model: {profile.architecture} cannot run in {stages} stages: {why}. Use one stage: the GPUs of "
-            "one pod (parallelism.tensor), mode Tensor, in which the ranks split each layer, or mode "
-            "FeedForward, in which CPU ranks are not in a stage",
+            f"model: {profile.architecture} cannot run in {stages} stages: {why}. Use one stage: put "
+            "all GPUs into one pod and set parallelism.tensor to their number, set parallelism.mode: Tensor "
+            "(the ranks split each layer), or set parallelism.mode: FeedForward (CPU ranks hold no stage)",
             reason=PlanReason.UNSUPPORTED_MODEL,
         )
     return ()
@@ -270,7 +270,8 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
             size = min(unsupported_sizes)
             raise build_cpu_error(
                 f"engine.args --kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
-                f"a KV cache in FP8 requires a multiple of {CPU_FP8_HEAD_MULTIPLE} elements on CPUs",
+                f"on CPUs a KV cache in FP8 requires heads whose size is a multiple of "
+                f"{CPU_FP8_HEAD_MULTIPLE} elements",
                 "Remove the option",
             )
     elif cache_dtype in ELEMENT_BYTES and cache_dtype != engine.dtype:

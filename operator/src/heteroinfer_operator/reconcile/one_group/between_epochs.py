@@ -82,10 +82,11 @@ def decide_between_epochs(
 def _find_pod_refusal(
     context: Context, status: GroupStatus, starts_after: int | None
 ) -> tuple[Refusal | None, float]:
-    """Returns the refusal of a pod that delays a group's start, and the wait in seconds.
+    """Returns the API server's refusal of a pod because of which a group waits, and the wait in seconds.
 
-    The refused pod is the group's own, or that of another group: then groups start one at a time. Returns
-    None instead of a refusal if the group may start.
+    After a refusal of the group's own pod, the group waits until the next try. After a refusal of another
+    group's pod, groups start one at a time, and this group waits for the pods of group `starts_after`.
+    Returns None instead of a refusal if the group may start.
 
     Args:
         starts_after: index of a group that must have its pods first, or None.
