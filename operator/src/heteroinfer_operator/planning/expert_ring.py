@@ -20,7 +20,7 @@ _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 
 
 def page_table_bytes(mapped_bytes: int) -> int:
-    """Returns the most bytes that a GPU's page tables take for host memory that the GPU maps."""
+    """Returns the maximum number of bytes that a GPU's page tables take for host memory that the GPU maps."""
     return ceil(mapped_bytes / _PAGE_BYTES) * _ENTRY_BYTES
 
 

@@ -660,7 +660,7 @@ def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
 
 
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
-    """Returns the most bytes that a rank among these needs in addition to its packed weights.
+    """Returns the maximum number of bytes that a rank among these needs in addition to its packed weights.
 
     While a rank packs an MLP, it holds two copies of the layer; it reads and packs experts one by one. While
     it serves, its kernels hold the inputs and sums of the longest batch: one row for each token, or for each

@@ -15,7 +15,7 @@ from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 def gpu_memory_mib(
     spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], gpu_floor: GpuFloor | None
 ) -> dict[int, int]:
-    """Returns the least memory in MiB that a pod's GPU must have, by pod index.
+    """Returns the minimum memory in MiB that a pod's GPU must have, by pod index.
 
     The scheduler may choose another node than the plan, and the plan's weights and KV cache must fit on the
     GPUs of that node, too. The result contains only pods whose GPUs have a memory label.
@@ -30,7 +30,7 @@ def gpu_memory_mib(
     }
 
     def least_bytes(rank: RankAssignment) -> int:
-        """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
+        """Returns the minimum memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
         least = ceil(_planned_bytes(plan, rank) / GPU_USABLE)
         needed = _needed_gpu_bytes(plan, rank, gpu_floor)
         return max(least, needed) if needed <= labelled[rank.role] else least

@@ -231,7 +231,7 @@ class Sizes:
         return self.layer_weight_bytes(first, end, device) + self.cache_bytes(first, end)
 
     def needed_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
-        """Returns the least bytes that one rank needs for layers first..end-1: to load and to serve them."""
+        """Returns the bytes that one rank needs both to load and to serve layers first..end-1."""
         return max(self.serving_bytes(first, end, device), self.loading_bytes(first, end, device))
 
     def loading_exceeds_serving(self, first: int, end: int, device: Device) -> bool:

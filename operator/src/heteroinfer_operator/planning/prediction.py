@@ -403,12 +403,12 @@ def compute_s(
 
 
 def captured_rows(engine: EngineSettings) -> int:
-    """Returns the most rows of a GPU's step that a CUDA graph holds; 0 without CUDA graphs."""
+    """Returns the maximum number of rows of a GPU's step that a CUDA graph holds; 0 without CUDA graphs."""
     return 0 if engine.eager_gpu else _captured_rows_of_graphs(engine)
 
 
 def _captured_rows_of_graphs(engine: EngineSettings) -> int:
-    """Returns the most rows of a CUDA graph, if the engine captures graphs."""
+    """Returns the maximum number of rows of a CUDA graph, if the engine captures graphs."""
     return most_captured_rows(engine.extra_args, engine.max_num_seqs, engine.max_num_batched_tokens)
 
 

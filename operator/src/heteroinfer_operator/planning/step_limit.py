@@ -22,7 +22,7 @@ _FALLBACK: Final = 1.05
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
-    """Makes the plan of a spec that has a mode, with the most tokens of a step that its limit allows.
+    """Makes the plan of a spec that has a mode, with as many tokens of a step as its limit allows.
 
     If even the smallest step exceeds the limit, the plan has a note, and the largest steps that take hardly
     longer than the smallest step. Smaller steps would delay first tokens without keeping the limit.
