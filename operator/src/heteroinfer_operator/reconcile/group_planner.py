@@ -66,7 +66,7 @@ class GroupPlanner:
         waits_for: message to report while the model is unknown.
         shortage_age_s: seconds since GPUs have been missing; None if waiting cannot help, because no node can
             be added.
-        hints: whether pods name the node that the planner found for them; False on a single machine.
+        prefers_nodes: whether pods prefer the nodes that the planner found; False on a single machine.
         groups: number of wanted groups.
         chosen: mode that this planner chose for a spec without a mode, or None.
     """
@@ -75,7 +75,7 @@ class GroupPlanner:
     waits_for: str
     observation: ResourceObservation
     shortage_age_s: float | None
-    hints: bool = True
+    prefers_nodes: bool = True
     groups: int = 1
     chosen: ChosenMode | None = field(init=False, default=None)
     _free_nodes: Sequence[FreeNode] | None = field(init=False, default=None)
@@ -230,7 +230,7 @@ class GroupPlanner:
     @property
     def _places_groups_apart(self) -> bool:
         """Whether the pods of different groups must be on different nodes if possible."""
-        return self.groups > 1 and self.hints
+        return self.groups > 1 and self.prefers_nodes
 
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
         """Returns the capacity that one group may use: free nodes, calibrations and priority.
@@ -262,11 +262,11 @@ class GroupPlanner:
     def _finish_assignment(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
         """Adds the gang scheduler to an assignment of nodes, and records the nodes as used by the group.
 
-        On a single machine (`hints` is False), the result has no nodes, so that pods prefer none.
+        On a single machine (`prefers_nodes` is False), the result has no nodes, so that pods prefer none.
         """
         if self._nodes_by_group is not None:
             self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
-        nodes = assignment.nodes if self.hints else {}
+        nodes = assignment.nodes if self.prefers_nodes else {}
         return replace(assignment, gang=gang, nodes=nodes, apart=self._places_groups_apart)
 
 

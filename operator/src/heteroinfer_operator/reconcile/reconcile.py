@@ -18,6 +18,7 @@ from heteroinfer_operator.api import (
     GroupStatus,
     HeteroInferenceStatus,
     ModelStatus,
+    RestartSpec,
     parse_lifecycle,
     parse_status,
 )
@@ -124,12 +125,14 @@ def _decide_living_resource(
         advised_pods = with_image_volume_advice(target.spec, observation.pods, observation.nodes)
         observation = replace(observation, pods=advised_pods)
     model = _decide_model(observation, status, target, node_loss, options)
+    # The commit belongs to the model of an accepted spec only.
     commit = model.status.commit if target.refusal is None else None
-    revisions = find_revisions(stored_records.records, target, commit, owner, options)
+    found_revisions = find_revisions(stored_records.records, target, commit, owner, options)
     plans = read_trusted_plans(
-        observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
+        observation, signer, options.allowed, [revision.spec for revision in found_revisions.values()]
     )
-    revisions = with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources)
+    # A revision whose record is lost gets its mode from the plan of its pods.
+    revisions = with_modes_of_plans(found_revisions, observation.pods, plans, options.pod_resources)
     accepted_target = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _num_wanted_groups(life.replicas, status, observation.pods)
     planner = GroupPlanner(
@@ -137,7 +140,7 @@ def _decide_living_resource(
         waits_for=model.message,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
-        hints=options.nodes_may_come,
+        prefers_nodes=options.nodes_may_come,
         groups=replicas,
     )
     context = Context(
@@ -147,10 +150,7 @@ def _decide_living_resource(
         now=now,
         options=options,
         target=target,
-        target_failed=any(
-            group.revision == target.name and restarts.used_up(group.failures, life.restart)
-            for group in status.groups
-        ),
+        target_failed=_has_target_used_up_restarts(status, target, life.restart),
         revisions=revisions,
         recorded=frozenset(record.name for record in stored_records.records),
         records_signed_by=stored_records.signed_by(signer, status, revisions),
@@ -172,6 +172,13 @@ def _decide_living_resource(
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
+
+
+def _has_target_used_up_restarts(status: HeteroInferenceStatus, target: Target, restart: RestartSpec) -> bool:
+    """Reports whether a group of the target revision has used up its restarts."""
+    return any(
+        group.revision == target.name and restarts.used_up(group.failures, restart) for group in status.groups
+    )
 
 
 def _is_fetch_pod_wanted(observation: ResourceObservation, model: ModelDecision) -> bool:
