@@ -240,7 +240,7 @@ ATTENTION: Final = (
             "shared_intermediate_size": 128,
             "layer_types": ["mamba", "attention"] * (LAYERS // 2),
         },
-        refused="GraniteMoeHybridForCausalLM in 2 stages, but vLLM's class for it ends at its load there",
+        refused="GraniteMoeHybridForCausalLM cannot run in 2 stages: vLLM's class of this model fails",
     ),
     Case(
         name="jamba",
