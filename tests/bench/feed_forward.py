@@ -197,8 +197,8 @@ FROZEN_S = 3.0
 def frozen(options: argparse.Namespace) -> None:
     """Stops the last of three lanes during an ask, and prints when the kernel gave up, and whom.
 
-    Without a watch the device's clock decides. With one the watch must have had the turns of the limit: a
-    watch without turns is frozen with its pod.
+    Without a watch the device's clock decides. With a watch, the watch must have made the checks of the
+    limit: a watch without checks is frozen with its pod.
     """
     import torch
 
@@ -213,7 +213,7 @@ def frozen(options: argparse.Namespace) -> None:
         weights = torch.zeros((4, 8), device="cuda")
         assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
         if case != "no watch":
-            bench.slab.count_check()
+            bench.slab.add_check()
         stopped = bench.lanes[-1].pid or 0
         os.kill(stopped, signal.SIGSTOP)
         start, done = time.monotonic(), torch.cuda.Event()
@@ -222,7 +222,7 @@ def frozen(options: argparse.Namespace) -> None:
         while not done.query() and time.monotonic() - start < FROZEN_S:
             time.sleep(WATCH_INTERVAL_S)
             if case == "watch":
-                bench.slab.count_check()
+                bench.slab.add_check()
         waited_s = time.monotonic() - start
         os.kill(stopped, signal.SIGCONT)
         torch.cuda.synchronize()

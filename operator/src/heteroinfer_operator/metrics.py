@@ -255,8 +255,8 @@ def _build_group_families(
 
     ready = gauge(
         metric_names.GROUP_READY,
-        "1 while all ranks of the group are ready. Clients may still not reach it: see the conditions "
-        "Available and Stalled.",
+        "1 while all ranks of the group are ready. Even then, clients may be unable to reach the group: see "
+        "the conditions Available and Stalled.",
     )
     phase = gauge(metric_names.GROUP_PHASE, "Phase of the group, as a label. Always 1.", "phase")
     epoch = gauge(metric_names.GROUP_EPOCH, "Epoch of the group. Increases with each start.")

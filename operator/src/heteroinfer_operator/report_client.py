@@ -54,7 +54,9 @@ class ReportClient:
             # At the first request the reader has no challenge of the leader, and the answer contains only
             # one.
             for _ in range(2):
-                text, headers = await self._get(host, port, names.PATH_GROUP, timeout_s, reader.headers())
+                text, headers = await self._get(
+                    host, port, names.PATH_GROUP, timeout_s, reader.request_headers()
+                )
                 report = reader.read(headers, text)
                 if report is not None:
                     break

@@ -164,7 +164,7 @@ class TinyGroup:
         reader = ReportReader(KEY.of_epoch(self.launches[0].epoch) if self.env[names.ENV_GROUP_KEY] else None)
         url = f"http://127.0.0.1:{self.pods[0].address.health_port}{names.PATH_GROUP}"
         for _ in range(2):
-            request = urllib.request.Request(url, headers=reader.headers())
+            request = urllib.request.Request(url, headers=reader.request_headers())
             with urllib.request.urlopen(request, timeout=2) as answer:
                 body = reader.read(answer.headers, answer.read().decode())
             if body is not None:

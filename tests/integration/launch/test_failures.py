@@ -255,7 +255,7 @@ def test_an_engine_that_hangs_in_the_first_tokens_is_reported(tmp_path: Path) ->
         end_of(group, time.monotonic(), limit_s=20.0)
     failure = group.pods[0].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert "the engine (pod 0) has not answered" in failure.message
+    assert "vLLM's engine (pod 0) has not answered" in failure.message
 
 
 def test_a_slow_start_of_the_api_server_does_not_end_the_group(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_an_engine_that_is_killed_is_reported(tmp_path: Path, number: signal.Sig
         end_of(group, death)
     failure = group.pods[1].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
-    assert f"the engine (pod 0) {words}" in failure.message
+    assert f"vLLM's engine (pod 0) {words}" in failure.message
     assert failure.exit_code == -number
 
 
@@ -367,7 +367,7 @@ def test_an_engine_that_is_stopped_during_the_start_is_reported(tmp_path: Path) 
         end_of(group, death, limit_s=5.0)
     failure = group.pods[1].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert f"the engine (pod 0, process {engine}) has been stopped" in failure.message
+    assert f"vLLM's engine (pod 0, process {engine}) has been stopped" in failure.message
 
 
 def test_ranks_wait_for_an_engine_that_hangs_during_the_start(tmp_path: Path) -> None:

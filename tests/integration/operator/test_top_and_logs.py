@@ -173,7 +173,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         status_of_a_serving_group(viewer)
         code, _, errors = heteroinfer(viewer, "top", "-A")
         assert code == 1
-        assert "Name a namespace that you may read with -n" in errors
+        assert "Use -n NAMESPACE with a namespace that you may read" in errors
         code, _, errors = heteroinfer(viewer, "top", "nothing")
         assert (code, errors) == (
             1,

@@ -32,7 +32,7 @@ def check_stopped_engine(group: Group) -> None:
     os.kill(engine, signal.SIGSTOP)
     wait_not_ready(group, began)
     failure = end_of(group, began, STOPPED_WITHIN_S)
-    assert f"the engine (pod 0, process {engine}) has been stopped for more than 1 s" in failure.message
+    assert f"vLLM's engine (pod 0, process {engine}) has been stopped for more than 1 s" in failure.message
 
 
 def api_pid(group: Group) -> int:

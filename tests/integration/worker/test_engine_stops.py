@@ -71,8 +71,8 @@ def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
     assert failure.exit_code == -signal.SIGKILL
     words = (
-        "the engine (pod 0) was killed by SIGKILL while Ready. If nobody killed it, the pod or the node had "
-        "no memory left"
+        "vLLM's engine (pod 0) was killed by SIGKILL while Ready. If nobody killed it, the pod or the node "
+        "had no memory left"
     )
     assert failure.message.startswith(words)
 
@@ -116,7 +116,7 @@ def test_a_hanging_engine_is_reported_and_a_long_step_is_not(group: Group, refer
     wait_not_ready(group, began)
     failure = end_of(group, began, LIMIT_S + STOPPED_WITHIN_S)
     assert time.monotonic() - began > LIMIT_S
-    assert "the engine (pod 0) has not answered for" in failure.message
+    assert "vLLM's engine (pod 0) has not answered for" in failure.message
 
 
 def answer_until(enough: threading.Event, group: Group, reference: Reference) -> None:

@@ -44,8 +44,8 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (spec(mode="Pipeline"), "must be FeedForward or Auto if a role sets feedForward"),
-        (spec(own=None), "FeedForward needs a role with feedForward, or a CPU role beside the GPU role"),
+        (spec(mode="Pipeline"), "must be FeedForward or Auto, because a role sets feedForward"),
+        (spec(own=None), "must not be FeedForward without feed-forward ranks"),
         (beside(spec(own=None), pods=2, layers=[4]), "roles: must not set layers in mode FeedForward"),
         (
             beside(spec(), feedForward=OWN),

@@ -26,12 +26,12 @@ def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[st
 
 def test_a_reader_with_the_key_gets_the_report_until_the_challenge_expires() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
-    assert reader.read(answer(guard, reader.headers(), 100.0), "part") is None
+    assert reader.read(answer(guard, reader.request_headers(), 100.0), "part") is None
     for now_s in (100.1, 110.0, 139.0):
-        assert reader.read(answer(guard, reader.headers(), now_s), "whole") == "whole"
+        assert reader.read(answer(guard, reader.request_headers(), now_s), "whole") == "whole"
     late = 139.0 + CHALLENGE_LIFE_S + 0.1
-    assert reader.read(answer(guard, reader.headers(), late), "part") is None
-    assert reader.read(answer(guard, reader.headers(), late), "whole") == "whole"
+    assert reader.read(answer(guard, reader.request_headers(), late), "part") is None
+    assert reader.read(answer(guard, reader.request_headers(), late), "whole") == "whole"
 
 
 def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
@@ -40,13 +40,13 @@ def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
     assert ReportReader(KEY).read({}, "of 0.1.0") == "of 0.1.0"
     stranger = ReportReader(OTHER)
     for _ in range(3):
-        assert stranger.read(answer(guard, stranger.headers(), 1.0), "part") is None
+        assert stranger.read(answer(guard, stranger.request_headers(), 1.0), "part") is None
 
 
 def test_credentials_are_valid_once_and_only_at_their_leader() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
-    credentials = reader.headers()[CREDENTIALS_HEADER]
+    credentials = reader.request_headers()[CREDENTIALS_HEADER]
     assert ReportGuard(KEY).accepted_challenge(credentials, 1.0) is None
     assert guard.accepted_challenge(credentials, 1.0) is not None
     assert guard.accepted_challenge(credentials, 1.0) is None
@@ -62,6 +62,6 @@ def test_invalid_challenges_are_not_accepted(text: str) -> None:
 def test_an_answer_without_the_leaders_signature_is_refused() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
-    said = answer(guard, reader.headers(), 1.0)
+    said = answer(guard, reader.request_headers(), 1.0)
     with pytest.raises(ContractError, match="without the leader's signature"):
         reader.read(said, "changed on its way")

@@ -234,7 +234,7 @@ def test_notices_a_closed_channel(ends: tuple[RankChannel, RankReporter]) -> Non
 
 @pytest.mark.parametrize("env", [{}, {names.ENV_RANK_CHANNEL_FD: "x"}, {names.ENV_RANK_CHANNEL_FD: "999"}])
 def test_a_rank_without_a_supervisor_is_refused_with_a_message(env: dict[str, str]) -> None:
-    with pytest.raises(ContractError, match="Start ranks with `heteroinfer-worker`"):
+    with pytest.raises(ContractError, match="Start the pod with `heteroinfer-worker`"):
         RankReporter.from_env(env)
 
 

@@ -37,7 +37,7 @@ def test_an_engine_that_answers_nothing_is_reported() -> None:
     failure = clock.find_overdue()
     assert failure is not None
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert "the engine (pod 0) has not answered for 10 s" in failure.message
+    assert "vLLM's engine (pod 0) has not answered for 10 s" in failure.message
     assert "(stepTimeout)" in failure.message
 
 

@@ -54,7 +54,7 @@ def test_gpu_memory_is_required_of_each_alternative_of_the_user() -> None:
         NodeAssignment(gpu_memory_mib={0: 40960}, nodes={0: "n"}),
     )
     demand = pod_demand("p", {}, made)
-    assert demand.node == "n"
+    assert demand.preferred_node == "n"
     memory = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": ["40959"]}
     assert [term["matchExpressions"][-1] for term in demand.node_terms] == [memory, memory]
     assert demand.node_terms[0]["matchExpressions"][0]["key"] == "disk"

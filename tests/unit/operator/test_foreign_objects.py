@@ -387,4 +387,4 @@ def test_the_unchanged_pod_is_read_by_every_function(caplog: pytest.LogCaptureFi
     requests = trim.pod_requests(ungated)
     assert requests is not None
     assert requests.reservation is not None
-    assert requests.reservation.demand.node == "n1"
+    assert requests.reservation.demand.preferred_node == "n1"

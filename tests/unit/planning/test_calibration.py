@@ -289,7 +289,8 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     assert found == Calibrations(kinds=(kind,))
     assert [problem.partition(":")[0] for problem in problems] == sorted(bad)
     assert all(
-        "Plans use default rates for these nodes. Remove this entry" in problem for problem in problems
+        "Plans use default rates for these nodes. Remove this entry from the ConfigMap" in problem
+        for problem in problems
     )
 
 

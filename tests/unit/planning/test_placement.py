@@ -525,7 +525,7 @@ def test_reserved_capacity_is_not_free() -> None:
             },
         },
     )
-    assert waiting.node == "b"
+    assert waiting.preferred_node == "b"
     assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes, [waiting])) is not None, (
         "it can go nowhere"
     )
@@ -537,7 +537,7 @@ def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str,
     """Returns what is free if each pod in turn is tried on its hint and on every node."""
     free_nodes = build_free_nodes(nodes)
     for demand in waiting:
-        hinted = [free_node for free_node in free_nodes if free_node.node.name == demand.node]
+        hinted = [free_node for free_node in free_nodes if free_node.node.name == demand.preferred_node]
         for free_node in (*hinted, *free_nodes):
             if not find_obstacle(demand, free_node.node) and free_node.has(demand.requests):
                 free_node.reserve(demand.requests)
@@ -553,7 +553,9 @@ def test_reserved_pods_are_placed_like_by_first_fit(
     waiting: list[list[PodDemand]], nodes: list[NodeView], hints: list[str]
 ) -> None:
     demands = [demand for group in waiting for demand in group]
-    hinted = [dataclasses.replace(demand, node=hint) for demand, hint in zip(demands, hints, strict=False)]
+    hinted = [
+        dataclasses.replace(demand, preferred_node=hint) for demand, hint in zip(demands, hints, strict=False)
+    ]
     assert [each.free for each in build_free_nodes(nodes, hinted)] == first_fit(nodes, hinted)
 
 

@@ -366,8 +366,8 @@ def test_counts_layers_that_fit_if_their_sizes_differ() -> None:
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     error = refusal(spec(cpu(memory="2Gi")))
     assert error.message == (
-        "role cpu: a pod must have more memory than the 2.00 GiB that 1 rank and the API server take without "
-        "a model (got 2.00 GiB). Raise resources.limits.memory"
+        "role cpu: a pod must have more memory than the 2.00 GiB that 1 rank and vLLM's API server take "
+        "without a model (got 2.00 GiB). Raise resources.limits.memory"
     )
 
 

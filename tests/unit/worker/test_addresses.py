@@ -48,5 +48,5 @@ def test_a_host_may_have_addresses_of_either_family() -> None:
 
 def test_a_rank_uses_the_address_that_its_supervisor_found() -> None:
     assert own_address({"VLLM_HOST_IP": "10.0.0.7"}) == "10.0.0.7"
-    with pytest.raises(ContractError, match=r"VLLM_HOST_IP: must be set .*Start ranks with"):
+    with pytest.raises(ContractError, match=r"VLLM_HOST_IP: must be set .*Start the pod with"):
         own_address({})

@@ -37,7 +37,7 @@ class FailureReason(StrEnum):
     """A rank's process is stopped (SIGSTOP) or makes no progress."""
     API_SERVER_EXITED = "ApiServerExited"
     ENGINE_STOPPED = "EngineStopped"
-    """The API server or its engine is stopped (SIGSTOP), or does not answer while all ranks are idle."""
+    """vLLM's API server or its engine is stopped (SIGSTOP), or does not answer while all ranks are idle."""
     POD_LOST = "PodLost"
     """A pod's supervisor stopped sending heartbeats or closed its connection."""
     PLAN_MISMATCH = "PlanMismatch"

@@ -184,7 +184,7 @@ EXIT_OK: Final = 0
 EXIT_USAGE: Final = 64
 """The supervisor's own settings are wrong; it started no process."""
 EXIT_RANK_FAILED: Final = 70
-"""A rank (or the API server) of this pod failed."""
+"""A rank (or vLLM's API server) of this pod failed."""
 EXIT_PEER_FAILED: Final = 71
 """This pod is well; another pod of the group failed or was lost."""
 EXIT_REFUSED: Final = 72

@@ -150,7 +150,7 @@ class PodLaunch:
                     codec.at_most(MAX_PORT, where, **{field.name: getattr(address, field.name)})
 
 
-def share_machine(launch: PodLaunch, pods: Iterable[int]) -> bool:
+def are_on_one_machine(launch: PodLaunch, pods: Iterable[int]) -> bool:
     """Returns whether these pods of the group have the same address, and so run on one machine.
 
     In a cluster each pod has its own address; under `heteroinfer up` all pods have the same address.
@@ -163,7 +163,7 @@ def ranks_on_machine(plan: Plan, launch: PodLaunch, device: Device | None = None
     return [
         rank
         for rank in plan.ranks
-        if device in (None, rank.device) and share_machine(launch, (launch.pod_index, rank.pod))
+        if device in (None, rank.device) and are_on_one_machine(launch, (launch.pod_index, rank.pod))
     ]
 
 

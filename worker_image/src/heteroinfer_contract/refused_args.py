@@ -166,7 +166,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         remedy="serve the model with plain vLLM",
     ),
     Unsupported(
-        feature="several API servers",
+        feature="several API servers of vLLM",
         options=("--api-server-count", "--grpc", "--grpc-port"),
         why="the leader runs one OpenAI server",
         remedy="set spec.replicas for more throughput",
@@ -190,7 +190,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         remedy="serve the model with plain vLLM",
     ),
     Unsupported(
-        feature="TLS of the API server",
+        feature="TLS of vLLM's API server",
         options=(
             "--ssl-keyfile",
             "--ssl-certfile",
@@ -199,7 +199,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
             "--ssl-ciphers",
             "--enable-ssl-refresh",
         ),
-        why="the supervisor and the kubelet check the API server's health by HTTP",
+        why="the supervisor and the kubelet check its health by HTTP",
         remedy="remove it, and end TLS at a gateway in front of the Service",
     ),
     MULTIMODAL_CPU_FIRST,

@@ -81,27 +81,27 @@ class ReportReader:
         self._key = key
         self._challenge = ""
 
-    def headers(self) -> dict[str, str]:
+    def request_headers(self) -> dict[str, str]:
         """Returns the headers of the next request."""
         if self._key is None or not self._challenge:
             return {}
         return credentials_headers(f"{self._challenge}/{self._key.code('read', self._challenge)}")
 
-    def read(self, headers: Mapping[str, str], body: str) -> str | None:
-        """Returns `body`; None if the reader must ask again to get the full report.
+    def read(self, response_headers: Mapping[str, str], body: str) -> str | None:
+        """Returns the report in a leader's response; None if the full report needs one more request.
 
-        After None, `headers` contains the answer to the leader's challenge. A reader without the key gets the
-        public report.
+        Send that request with `request_headers()`, which then answer the leader's challenge. A reader without
+        the key gets the public report.
 
         Raises:
             ContractError: the sender of the report does not have the key.
         """
         answered_challenge, self._challenge = self._challenge, ""
-        _, _, challenge = headers.get(CHALLENGE_HEADER, "").partition(" ")
+        _, _, challenge = response_headers.get(CHALLENGE_HEADER, "").partition(" ")
         if self._key is None or not challenge:
             return body
         self._challenge = challenge
-        code = headers.get(CODE_HEADER)
+        code = response_headers.get(CODE_HEADER)
         if code is None:
             return None
         if not self._key.verifies(code, "report", answered_challenge, body):

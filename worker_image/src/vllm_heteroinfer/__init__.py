@@ -31,6 +31,6 @@ def platform_plugin() -> str | None:
     if device not in _PLATFORMS:
         raise SystemExit(
             f"{names.ENV_HETEROGENEOUS_DEVICE}: must be one of {', '.join(_PLATFORMS)} (got {device!r}). "
-            "Start ranks with `heteroinfer-worker`: its supervisor sets the variable"
+            "Start the pod with `heteroinfer-worker`: its supervisor sets the variable"
         )
     return _PLATFORMS[device]

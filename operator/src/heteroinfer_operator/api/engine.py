@@ -116,8 +116,8 @@ class EngineSpec(Model):
     The plan reduces the tokens of a step until each step is predicted to keep the limit. Long prompts then
     take more steps, so their first token comes later. Default: no limit."""
     eager: When = When.AUTO
-    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them. GPU ranks
-    run with them, unless GPU and CPU ranks split the same layers. Always: all ranks run without them. Never:
-    CPU ranks use torch.compile, too; GPU ranks as with Auto."""
+    """Controls whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them. GPU
+    ranks run with them, unless GPU and CPU ranks split the same layers. Always: all ranks run without them.
+    Never: CPU ranks use torch.compile, too; GPU ranks as with Auto."""
     shm_size: ByteSize = "8Gi"
     """Size of /dev/shm in each pod. It counts as memory of the pod."""

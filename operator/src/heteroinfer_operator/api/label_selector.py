@@ -57,7 +57,7 @@ LabelRequirements = Annotated[tuple[LabelRequirement, ...], Field(max_length=16,
 
 
 class LabelSelector(Model):
-    """Selection of objects by their labels; all requirements must hold."""
+    """Selection of objects by their labels. All requirements must hold."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (label_keys_rule("matchLabels", "match_labels"),)
 

@@ -79,7 +79,7 @@ class ConfigMapVolume(Model):
     default_mode: _FileMode | None = None
     """Permissions of the files, as a decimal number. Default: 420 (octal 0644)."""
     optional: bool | None = None
-    """Whether pods start without the ConfigMap. Default: false."""
+    """Lets pods start without the ConfigMap. Default: false."""
 
 
 class SecretVolume(Model):
@@ -92,7 +92,7 @@ class SecretVolume(Model):
     default_mode: _FileMode | None = None
     """Permissions of the files, as a decimal number. Default: 420 (octal 0644)."""
     optional: bool | None = None
-    """Whether pods start without the Secret. Default: false."""
+    """Lets pods start without the Secret. Default: false."""
 
 
 class ProjectedObject(Model):
@@ -103,7 +103,7 @@ class ProjectedObject(Model):
     items: _Items | None = None
     """Keys to mount. Default: all keys."""
     optional: bool | None = None
-    """Whether pods start without the ConfigMap or Secret. Default: false."""
+    """Lets pods start without the ConfigMap or Secret. Default: false."""
 
 
 class ProjectedSource(Model):
@@ -160,7 +160,7 @@ class ClaimVolume(Model):
     claim_name: ClassName
     """Name of the PersistentVolumeClaim."""
     read_only: bool | None = None
-    """Whether the claim is mounted read-only. Default: false."""
+    """Mounts the claim read-only. Default: false."""
 
 
 _KINDS: Final = ("configMap", "secret", "projected", "emptyDir", "image", "persistentVolumeClaim")
@@ -228,7 +228,7 @@ class TemplateMount(Model):
     sub_path: Annotated[str, Field(pattern=f"^{_RELATIVE}$", min_length=1, max_length=256)] | None = None
     """Folder of the volume to mount. Default: the whole volume."""
     read_only: bool | None = None
-    """Whether the volume is mounted read-only. Default: false."""
+    """Mounts the volume read-only. Default: false."""
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:

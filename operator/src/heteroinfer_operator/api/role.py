@@ -131,10 +131,9 @@ class RoleSpec(Model):
     """Number of layers of each stage of this role, in order. Set it in all roles or in none. Default: chosen
     by the plan."""
     cpu_binding: CpuBinding = CpuBinding.AUTO
-    """Whether the threads of CPU ranks are bound to cores; the threads of a rank to those of one NUMA node,
-    if possible. Auto: bound if the pod's CPUs are exclusive (static CPU manager or cpuset). Always: bound,
-    for nodes on which nothing else computes. A CPU limit below the node's CPUs still prevents the binding.
-    Never: not bound."""
+    """Binds the threads of CPU ranks to cores. If possible, all threads of a rank are on one NUMA node. Auto:
+    bound if the pod's CPUs are exclusive (static CPU manager or cpuset). Always: bound, for nodes on which
+    nothing else computes. A CPU limit below the node's CPUs still prevents the binding. Never: not bound."""
     device_resource_name: (
         Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", max_length=317)] | None
     ) = None

@@ -203,8 +203,8 @@ class SchedulingSpec(Model):
     """How the pods of a group are placed on nodes."""
 
     gang: When = When.AUTO
-    """Whether the pods of a group are placed all together or not at all. Auto: the cluster's gang scheduler
-    places them together; without a gang scheduler, the operator creates no pod until all of them fit. Always:
+    """Places the pods of a group all together or not at all. Auto: the cluster's gang scheduler places them
+    together. Without a gang scheduler, the operator creates no pod until all of them fit. Always:
     only a gang scheduler may place them. Never: the operator creates all pods at the same time, and the
     scheduler places each pod on its own."""
     queue_name: QueueName = ""
@@ -292,16 +292,22 @@ def _asking_ranks_have_equal_helpers(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether feed-forward ranks fit the mode.
+def _mode_permits_feed_forward(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether the mode is FeedForward or Auto, or no role sets feedForward."""
+    is_permitted = spec.parallelism.mode in (None, Mode.FEED_FORWARD)
+    return is_permitted or all(role.feed_forward is None for role in spec.roles)
 
-    FeedForward needs them, Auto permits them, and the other modes refuse them. A role that sets feedForward
-    has such ranks. In mode FeedForward, CPU roles beside the GPU role have them.
+
+def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether a resource in mode FeedForward has feed-forward ranks.
+
+    A role that sets feedForward has such ranks, and so have the CPU roles beside the GPU role.
     """
-    set_by_role = any(role.feed_forward is not None for role in spec.roles)
-    if spec.parallelism.mode is Mode.FEED_FORWARD:
-        return set_by_role or len(spec.stage_roles) < len(spec.roles)
-    return spec.parallelism.mode is None or not set_by_role
+    return (
+        spec.parallelism.mode is not Mode.FEED_FORWARD
+        or any(role.feed_forward is not None for role in spec.roles)
+        or len(spec.stage_roles) < len(spec.roles)
+    )
 
 
 class HeteroInferenceSpec(Model):
@@ -311,12 +317,18 @@ class HeteroInferenceSpec(Model):
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} == '{AUTO_MODE}' || ({_MODE_CEL} == 'FeedForward' "
-            f"? self.roles.exists(r, has(r.feedForward)) || !self.roles.all(r, {_HAS_ATTENTION_CEL}) "
-            ": !self.roles.exists(r, has(r.feedForward)))",
-            message="must be FeedForward or Auto if a role sets feedForward. Mode FeedForward needs a role "
-            "with feedForward, or a CPU role beside the GPU role",
-            fix="Set feedForward in a role, add a CPU role, or use another mode",
+            cel=f"{_MODE_CEL} in ['{AUTO_MODE}', 'FeedForward'] || !self.roles.exists(r, has(r.feedForward))",
+            message="must be FeedForward or Auto, because a role sets feedForward",
+            fix="Set mode FeedForward or Auto, or remove feedForward from the roles",
+            holds=_mode_permits_feed_forward,
+        ),
+        ValidationRule(
+            field="parallelism.mode",
+            cel=f"{_MODE_CEL} != 'FeedForward' || self.roles.exists(r, has(r.feedForward)) "
+            f"|| !self.roles.all(r, {_HAS_ATTENTION_CEL})",
+            message="must not be FeedForward without feed-forward ranks: the GPU role must set feedForward, "
+            "or the resource must have a CPU role",
+            fix="Set feedForward in the GPU role, add a CPU role, or use another mode",
             holds=_has_feed_forward_ranks,
         ),
         ValidationRule(
@@ -332,7 +344,8 @@ class HeteroInferenceSpec(Model):
             field="roles",
             cel=f"{_MODE_CEL} != 'FeedForward' || !self.roles.exists(r, has(r.layers))",
             message="must not set layers in mode FeedForward",
-            fix="Set feedForward.layers, the number of layers whose experts or MLPs CPU ranks compute",
+            fix="Remove layers. Set feedForward.layers instead, the number of layers whose experts or MLPs "
+            "CPU ranks compute",
             holds=lambda spec: (
                 spec.parallelism.mode is not Mode.FEED_FORWARD
                 or all(role.layers is None for role in spec.roles)
@@ -487,11 +500,11 @@ class HeteroInferenceSpec(Model):
     )
 
     replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 1
-    """Number of groups. Each group is a copy of the model with its own pods. With 0 all pods are removed, but
-    the operator still fetches and checks the model; to stop that too, set suspend."""
+    """Number of groups. Each group is a copy of the model with its own pods. With 0, the operator
+    removes all pods, but still fetches and checks the model. To stop that too, set suspend."""
     suspend: bool = False
-    """Whether the resource is stopped. true removes all pods and fetches nothing; the resource, its model
-    cache and replicas stay, so that false starts it again."""
+    """Stops the resource: the operator removes all pods and fetches nothing. The resource, its model cache
+    and the value of replicas stay. false starts the resource again."""
     operator_class: OperatorClass | None = None
     """Operator that serves the resource: the release with this `operatorClass` in its chart values. Cannot be
     changed. Default: the release without an operatorClass."""

@@ -321,8 +321,7 @@ class StartupStatus(StatusModel):
     """Phase of the start. Model: waits for the model's files and sizes. Scheduling: waits for a node for each
     pod. Image: waits for images and volumes on the nodes. Connecting: all pods run, and their ranks connect.
     Loading: at least one rank reads weights. WarmingUp: all weights are read; ranks measure memory and
-        compile,
-    and the API server starts."""
+    compile, and vLLM's API server starts."""
     since: Time
     """Time when this phase began."""
     bytes_done: Count | None = None

@@ -156,7 +156,7 @@ def _selects_one_node(requirement: NodeRequirement) -> bool:
 
 
 class NodeSelectorTerm(Model):
-    """Requirements on a node; all must hold."""
+    """Requirements on a node. All requirements must hold."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
@@ -182,7 +182,7 @@ class NodeSelector(Model):
     node_selector_terms: Annotated[
         tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
     ]
-    """Terms; a node must match at least one term."""
+    """Terms. A node must match at least one term."""
 
 
 class PreferredNodeTerm(Model):

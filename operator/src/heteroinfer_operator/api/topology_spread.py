@@ -43,20 +43,20 @@ class TopologySpread(Model):
     )
 
     max_skew: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    """Largest difference between the numbers of pods of two label values."""
+    """Maximum difference between the numbers of pods of two label values."""
     topology_key: LabelKey
     """Key of the node label."""
     when_unsatisfiable: WhenUnsatisfiable
     """Reaction to a pod that would break the rule. ScheduleAnyway: the rule is only a preference.
-    DoNotSchedule: the pod waits. The operator ignores the rule when it checks whether a group fits the
-        nodes."""
+    DoNotSchedule: the pod waits. The operator ignores the rule when it checks whether a group fits the nodes.
+    """
     label_selector: LabelSelector | None = None
     """Labels of the pods that are counted for each value of the node label. Default: no pods."""
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Minimum number of label values over which pods are spread. Default: 1."""
     node_affinity_policy: InclusionPolicy | None = None
-    """Whether the rule ignores nodes that the node selector or node affinity excludes. Honor: it ignores
-    them. Ignore: it includes them. Default: Honor."""
+    """Controls whether the rule ignores nodes that the node selector or node affinity excludes. Honor: it
+    ignores them. Ignore: it includes them. Default: Honor."""
     node_taints_policy: InclusionPolicy | None = None
-    """Whether the rule ignores nodes with taints that the pods do not tolerate. Honor: it ignores them.
-    Ignore: it includes them. Default: Ignore."""
+    """Controls whether the rule ignores nodes with taints that the pods do not tolerate. Honor: it ignores
+    them. Ignore: it includes them. Default: Ignore."""

@@ -36,7 +36,7 @@ def read_model(
         profile = read_profile(directory)
     except ContractError as error:
         raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
-    return profile, _note_missing_tokenizer(directory, args)
+    return profile, _describe_missing_tokenizer(directory, args)
 
 
 def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
@@ -53,7 +53,7 @@ def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
     return Path(uri.removeprefix(_FILE_SCHEME))
 
 
-def _note_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
+def _describe_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
     """Returns a note if the folder has no tokenizer and no argument names another one."""
     has_other_tokenizer = any(
         given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER
@@ -61,8 +61,8 @@ def _note_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, 
     if has_other_tokenizer or has_tokenizer(directory):
         return ()
     note = (
-        f"{directory} has no tokenizer (tokenizer.json, or a file of another format), which the API server "
-        "of vLLM needs to start. Copy the tokenizer of the model into this folder, or add --tokenizer with "
+        f"{directory} has no tokenizer (tokenizer.json, or a file of another format), which vLLM's API "
+        "server needs to start. Copy the tokenizer of the model into this folder, or add --tokenizer with "
         "another folder to engine.args"
     )
     return (note,)

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _wake_groups(arguments: argparse.Namespace) -> None:
-    """Wakes the sleeping groups by a request to each leader's API server."""
+    """Wakes the sleeping groups by a request to the API of each leader."""
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         name = f"{names.SINGULAR}/{resource.key.name}"

@@ -67,7 +67,7 @@ async def read_resources(
             raise HeteroInferError(problem, reason="NotFound") from error
         if error.status == FORBIDDEN and namespace is None:
             raise HeteroInferError(
-                f"{error.message}. Name a namespace that you may read with -n", reason="Forbidden"
+                f"{error.message}. Use -n NAMESPACE with a namespace that you may read", reason="Forbidden"
             ) from error
         raise
     items = [answer] if name else answer["items"]

@@ -236,7 +236,10 @@ def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
 
 
 def _report_error(error: BaseException) -> None:
-    logger.error("cannot record events: a defect of the operator. Report it", exc_info=error)
+    logger.error(
+        "event writer: stopped until the next event, by a defect of the operator. Report it, with this log",
+        exc_info=error,
+    )
 
 
 def _micro_time(when: datetime) -> str:

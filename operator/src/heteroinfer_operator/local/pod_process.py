@@ -180,10 +180,15 @@ def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -
 
 
 def _only_excludes_shared_gpus(affinity: Manifest) -> bool:
-    """Reports whether an affinity only requires nodes whose GPUs are not shared."""
+    """Reports whether an affinity is the operator's own requirement that GPUs are not shared, and no more.
+
+    The requirement contains the name of the GPU resource, in the label key RESOURCE.sharing-strategy. So this
+    function builds the requirement for each label key of the affinity, and compares it with the affinity.
+    """
     for expression in _first_expressions(affinity):
         resource = expression["key"].removesuffix(".sharing-strategy")
-        if affinity == require_label({}, unshared_gpu_requirement(resource)):
+        unshared_only = require_label({}, unshared_gpu_requirement(resource))
+        if affinity == unshared_only:
             return True
     return False
 

@@ -62,7 +62,7 @@ def build_model_pod(
         container = {**_build_fetch_container(spec, container, source.fetch, cleanup), "resources": amounts}
     volumes = build_volumes(spec, source, amounts)
     if source.fetch is not None:
-        volumes = [*map(_make_writable, volumes), *ca_bundle(spec).volumes]
+        volumes = [*map(_without_read_only, volumes), *ca_bundle(spec).volumes]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -144,7 +144,7 @@ def _build_fetch_env(
     return [*user_variables, *own_by_name.values()]
 
 
-def _make_writable(volume: Mapping[str, Any]) -> dict[str, Any]:
+def _without_read_only(volume: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model's volume without `readOnly`, so that the pod can write; other volumes unchanged."""
     claim = volume.get("persistentVolumeClaim")
     if volume["name"] != MODEL_VOLUME or claim is None:

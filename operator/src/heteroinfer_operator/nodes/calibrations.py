@@ -167,7 +167,10 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
         try:
             kind = MeasuredKind.from_entry(key, text)
         except CalibrationError as error:
-            problems.append(f"{error.message}. Plans use default rates for these nodes. Remove this entry")
+            problems.append(
+                f"{error.message}. Plans use default rates for these nodes. Remove this entry from the "
+                "ConfigMap, and measure again"
+            )
             continue
         if len(kinds) == _MAX_KINDS:
             problems.append(

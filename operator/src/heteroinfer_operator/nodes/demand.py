@@ -64,7 +64,7 @@ class PodDemand:
         node_terms: required node affinity. One term must match; without terms every node matches.
         near: required terms of the pod affinity.
         away: required terms of the pod anti-affinity.
-        node: preferred node, or "".
+        preferred_node: name of the node that the preferred affinity names, or "".
         namespace: "" if unknown.
         priority: None if unknown.
         mounts_images: whether the pod mounts image volumes.
@@ -78,7 +78,7 @@ class PodDemand:
     tolerations: tuple[Manifest, ...] = ()
     near: tuple[Manifest, ...] = ()
     away: tuple[Manifest, ...] = ()
-    node: str = ""
+    preferred_node: str = ""
     namespace: str = ""
     priority: int | None = None
     mounts_images: bool = False
@@ -115,7 +115,7 @@ def pod_demand(
         tolerations=tuple(_read_tolerations(spec)),
         near=_read_affinity_terms(affinity, "podAffinity"),
         away=_read_affinity_terms(affinity, "podAntiAffinity"),
-        node=_read_preferred_node(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
+        preferred_node=_read_preferred_node(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
         priority=as_integer(spec["priority"], "priority") if "priority" in spec else None,
     )
 

@@ -43,7 +43,7 @@ def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
     """Groups pods with equal demands."""
     kinds: list[EqualPods] = []
     for index, demand in enumerate(demands):
-        demand_of_kind = replace(demand, name="", node="")
+        demand_of_kind = replace(demand, name="", preferred_node="")
         kind = next((kind for kind in kinds if kind.demand == demand_of_kind), None)
         if kind is None:
             kinds.append(EqualPods(demand=demand_of_kind, pods=[index]))

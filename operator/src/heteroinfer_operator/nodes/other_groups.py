@@ -40,7 +40,7 @@ class OtherGroups:
         )
         return cls(nodes=on_these, zones=zones)
 
-    def share_node(self, names: Iterable[str]) -> bool:
+    def any_is_shared(self, names: Iterable[str]) -> bool:
         """Returns whether one of these nodes has a pod of another group."""
         return not self.nodes.isdisjoint(names)
 

@@ -106,22 +106,25 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
     These nodes need no second check, because this loop only reduces free capacity.
     """
     for demand in reserved:
-        chosen = by_name.get(demand.node)
-        if chosen is None or not _can_place(demand, chosen):
+        preferred = by_name.get(demand.preferred_node)
+        target = preferred if preferred is not None and _can_place(demand, preferred) else None
+        if target is None:
             kind = _demand_key(demand)
             index = num_full.get(kind, 0)
             while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
                 index += 1
             num_full[kind] = index
             if index < len(free_nodes):
-                chosen = free_nodes[index]
-            elif chosen is None or not _can_place_by_preemption(demand, chosen):
-                continue
-        chosen.reserve(demand.requests)
-        chosen.reserved.append(demand.name)
+                target = free_nodes[index]
+            elif preferred is not None and _can_place_by_preemption(demand, preferred):
+                target = preferred
+        if target is None:
+            continue
+        target.reserve(demand.requests)
+        target.reserved.append(demand.name)
         if demand.priority is not None:
-            taken = chosen.by_priority.get(demand.priority, {})
-            chosen.by_priority[demand.priority] = sum_requests((taken, demand.requests))
+            taken = target.by_priority.get(demand.priority, {})
+            target.by_priority[demand.priority] = sum_requests((taken, demand.requests))
     return free_nodes
 
 

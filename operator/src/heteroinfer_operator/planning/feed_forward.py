@@ -401,7 +401,8 @@ def build_feed_forward_part(
 
 def _without_feed_forward(kind: LayerKind) -> LayerKind:
     """Returns the sizes of a layer without its experts or MLP."""
-    mlp = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
+    # quantized_bytes contains the MLP only if the MLP is quantized. It never contains routed experts.
+    quantized_mlp_bytes = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
     return replace(
         kind,
         experts=0,
@@ -410,7 +411,7 @@ def _without_feed_forward(kind: LayerKind) -> LayerKind:
         experts_quantized=False,
         mlp_bytes=0,
         columns=0,
-        quantized_bytes=max(kind.quantized_bytes - mlp, 0),
+        quantized_bytes=max(kind.quantized_bytes - quantized_mlp_bytes, 0),
     )
 
 

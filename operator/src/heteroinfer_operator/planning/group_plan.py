@@ -76,7 +76,7 @@ class Capacity:
 
         They need the preemption of other pods only if `placement` needs it, too.
         """
-        if self.others is None or not self.others.share_node(placement.nodes):
+        if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
         free_nodes = self._assign(demands, key)[1]
         yield from find_farther_placements(demands, free_nodes, key, self.others, placement)

@@ -34,7 +34,7 @@ PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
 """Part of RANK_OVERHEAD_BYTES that packing may use: when they packed, ranks used 0.56 to 0.58 GiB of the
 overhead for other purposes (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
-"""Host memory of the API server and the scheduler, in the pod of rank 0."""
+"""Host memory of vLLM's API server and the scheduler, in the pod of rank 0."""
 CPU_TABLE_COPIES: Final = 2
 """Number of copies of embedding and head on a CPU: one packed, one unpacked
 (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
@@ -72,7 +72,7 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
     if pod_bytes <= overhead_bytes:
         processes = "1 rank" if role.ranks_per_pod == 1 else f"{role.ranks_per_pod} ranks"
         if seat.pod == 0:
-            processes += " and the API server"
+            processes += " and vLLM's API server"
         raise PlanError(
             f"role {role.name}: a pod must have more memory than the {format_bytes(overhead_bytes)} that "
             f"{processes} take without a model (got {format_bytes(pod_bytes)}). Raise "
@@ -95,7 +95,7 @@ def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> No
         )
 
 
-def note_host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
+def describe_host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
     """Returns a note about tables that stay in the host's memory; empty if the model has none."""
     if not profile.host_table_bytes:
         return ()

@@ -23,7 +23,7 @@ from heteroinfer_operator.planning.feed_forward import FeedForwardPart
 from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, note_host_tables, stage_budgets
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, describe_host_tables, stage_budgets
 from heteroinfer_operator.planning.mode_choice import ModeChoice
 from heteroinfer_operator.planning.planned_modes import check_cpu_support, choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
@@ -145,7 +145,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         request=request,
         inventory=inventory,
         budgets=budgets,
-        notes=(*topology.notes, *warnings, *note_host_tables(profile, topology), *advice.notes),
+        notes=(*topology.notes, *warnings, *describe_host_tables(profile, topology), *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
         on_cpus="; ".join(topology.notes),

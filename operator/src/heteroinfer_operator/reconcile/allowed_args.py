@@ -21,7 +21,7 @@ from heteroinfer_operator.errors import PlanError
 REMOTE_CODE: Final = "--trust-remote-code"
 ARGS_BY_TOPIC: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "API server, templates and parsers": word_set(
+        "vLLM's API server, templates and parsers": word_set(
             """
             --chat-template --chat-template-content-format --default-chat-template-kwargs --response-role
             --return-tokens-as-token-ids --enable-auto-tool-choice --exclude-tools-when-tool-choice-none

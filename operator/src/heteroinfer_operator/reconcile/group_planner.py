@@ -321,8 +321,8 @@ def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]
         group = demand.labels.get(names.LABEL_GROUP, "")
         is_in_namespace = demand.name.startswith(f"{key.namespace}/")
         is_of_resource = is_in_namespace and demand.labels.get(names.LABEL_RESOURCE) == key.name
-        if is_of_resource and group.isdecimal() and demand.node:
-            nodes_by_group[int(group)].add(demand.node)
+        if is_of_resource and group.isdecimal() and demand.preferred_node:
+            nodes_by_group[int(group)].add(demand.preferred_node)
     return dict(nodes_by_group)
 
 

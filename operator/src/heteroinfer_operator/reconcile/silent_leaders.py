@@ -58,8 +58,8 @@ def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) 
     is_current = report is not None and report.epoch in {0, status.epoch}
     reports_ready = report is not None and is_current and report.ready
     message = (
-        f"group {status.index}: the API server does not show the pods, and the leader does not report the "
-        "group as ready. Check the API server, and the log of the leader"
+        f"group {status.index}: Kubernetes' API server does not show the pods, and the leader does not "
+        "report the group as ready. Check Kubernetes' API server, and the log of the leader"
     )
     soonest_s = min(wait for wait in (decision.look_again_s, _FREQUENT_CHECK_S) if wait is not None)
     return replace(

@@ -221,8 +221,9 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     if kernel.group and scheme.group != kernel.group:
         raise build_cpu_error(
             f"experts in {scheme}",
-            f"vLLM's expert kernel for CPU stages supports groups of {kernel.group} weights only",
-            f"Use the model in groups of {kernel.group} weights or {describe_in_bf16(profile)}, {remedy}",
+            f"vLLM's expert kernel for CPU stages supports only group size {kernel.group}",
+            f"Use the same model quantized with group size {kernel.group}, or {describe_in_bf16(profile)}, "
+            f"{remedy}",
         )
     if kernel.dtypes and engine.dtype not in kernel.dtypes:
         raise build_cpu_error(

@@ -21,7 +21,7 @@ from typing import Any
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan
-from heteroinfer_contract.pod_launch import PodLaunch, ranks_on_machine, share_machine
+from heteroinfer_contract.pod_launch import PodLaunch, are_on_one_machine, ranks_on_machine
 from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
@@ -144,7 +144,7 @@ def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str
         )
     if setting != "auto":
         return setting == "shared_memory"
-    return share_machine(launch, (rank.pod for rank in plan.stage(stage)))
+    return are_on_one_machine(launch, (rank.pod for rank in plan.stage(stage)))
 
 
 def may_spin(plan: Plan, launch: PodLaunch) -> bool:

@@ -61,7 +61,7 @@ class Params(ctypes.Structure):
         ("layer", ctypes.c_uint32),
         ("lanes", ctypes.c_uint32),
         ("dtype", ctypes.c_uint32),
-        ("limit_turns", ctypes.c_uint32),
+        ("limit_checks", ctypes.c_uint32),
     )
 
 
@@ -178,7 +178,7 @@ class CudaExchange:
             "topk": slab.shape.topk,
             "lanes": slab.shape.lanes,
             "dtype": layout.dtype,
-            "limit_turns": int(limit_s / WATCH_INTERVAL_S),
+            "limit_checks": int(limit_s / WATCH_INTERVAL_S),
         }
 
     def ask(

@@ -282,10 +282,10 @@ class Watch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        """Judges the lanes at regular times, until a lane has failed or the watch is closed."""
+        """Judges the lanes every WATCH_INTERVAL_S, until a lane has failed or the watch is closed."""
         lane_judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
-            self._slab.count_check()
+            self._slab.add_check()  # a waiting GPU kernel gives up only if this count grew
             verdict = lane_judge.judge(self._observe_lanes(), time.monotonic())
             if verdict is not None:
                 self._fail(self._build_error(verdict))

@@ -24,14 +24,14 @@ struct Params {
   uint4* out;           // [rows, hidden]
   const unsigned char* padding;  // [rows], 1 for a padding row; padding rows come last. Null if there are none
   u64 x_offset, ids_offset, weights_offset, y_offset, y_stride;  // in bytes
-  u64 limit_ns;         // `ff_get` gives up after this time, once the watch has also made `limit_turns` checks
+  u64 limit_ns;         // `ff_get` gives up after this time, once the watch has also made `limit_checks` checks
   u32 rows, row_parts;  // row_parts: 16-byte parts of a row
   u32 topk, layer, lanes, dtype;  // 0 float32, 1 bfloat16, 2 float16
-  u32 limit_turns;      // in a frozen pod, the host's watch makes no checks, but the GPU's clock runs on
+  u32 limit_checks;      // in a frozen pod, the host's watch makes no checks, but the GPU's clock runs on
 };
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
-constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kTurns = kEnd + 8, kGivenUp = kEnd + 12;
+constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kChecks = kEnd + 8, kGivenUp = kEnd + 12;
 constexpr u32 kPollsPerLook = 256;
 
 // Reads a 64-bit number that a process of the host writes (acquire): what the process wrote before is visible afterwards.
@@ -134,24 +134,24 @@ extern "C" __global__ void ff_ask(const Params p) {
   store_number(p.slab + kAsk, ++p.state->number);
 }
 
-// Returns whether the host's watch has made `limit_turns` checks since `turns_before`. If not, the host may be stopped, so the
-// device keeps waiting. Without a watch (turns is 0), only the clock limits the wait.
-__device__ bool watch_made_checks(const Params& p, u32 turns_before) {
-  const u32 turns = load_word(p.slab + kTurns);
-  return !turns || turns - turns_before >= p.limit_turns;
+// Returns whether the host's watch has made `limit_checks` checks since `checks_before`. If not, the host may be stopped, so the
+// device keeps waiting. Without a watch (the count is 0), only the clock limits the wait.
+__device__ bool watch_made_checks(const Params& p, u32 checks_before) {
+  const u32 checks = load_word(p.slab + kChecks);
+  return !checks || checks - checks_before >= p.limit_checks;
 }
 
 // Waits for all lanes. Returns 0 if all have answered, otherwise 1 + the index of a lane that is late or failed.
 __device__ u32 wait_for_lanes(const Params& p, u64 number) {
   const u64 start = clock_ns();
-  u32 polls = 0, turns = 0;
+  u32 polls = 0, checks = 0;
   for (u32 lane = 0; lane < p.lanes; lane++) {
     const char* at = p.slab + kLanes + lane * kLaneBytes;
     while (load_number(at) != number) {
       if (++polls % kPollsPerLook) continue;
-      if (polls == kPollsPerLook) turns = load_word(p.slab + kTurns);
+      if (polls == kPollsPerLook) checks = load_word(p.slab + kChecks);
       if (load_word(p.slab + kStop)) return 1 + lane;
-      if (clock_ns() - start > p.limit_ns && watch_made_checks(p, turns)) return 1 + lane;
+      if (clock_ns() - start > p.limit_ns && watch_made_checks(p, checks)) return 1 + lane;
     }
     if (load_word(at + 8)) return 1 + lane;  // the lane's status: its computation failed
   }

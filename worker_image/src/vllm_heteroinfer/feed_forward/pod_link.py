@@ -281,8 +281,9 @@ def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssi
         proof = codec.from_json(_AnswererProof, _read_line(connected, Deadline.after(PROOF_S)))
         if key is not None and not key.verifies(proof.code, "feed-forward reply", *parts, proof.nonce):
             raise ContractError(
-                f"{host} port {port}: the process there does not have the key of this epoch, so it is not "
-                f"feed-forward rank {peer.rank}. Restrict access to the group's ports with a NetworkPolicy"
+                f"{host} port {port}: the process that listens there does not have the key of this epoch, so "
+                f"it is not feed-forward rank {peer.rank} (another pod or program uses this address). Check "
+                "which pod has this address (kubectl get pods -A -o wide)"
             )
         _send_line(connected, _prove(key, "confirm", *parts, proof.nonce))
         return Connection(connected, _derive_token(key, *parts, proof.nonce))

@@ -29,7 +29,7 @@ CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
 """The same as in kernels/source/feed_forward_slab.h and kernels.cu."""
 ASK_LAYER_OFFSET, ASK_ROWS_OFFSET, STEPS_OFFSET = ASK_OFFSET + 8, ASK_OFFSET + 12, BELL_OFFSET + 4
-FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
+FAILED_OFFSET, CHECKS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
 """Offsets of words in `Ask`, `Bell` and `End` of kernels/source/feed_forward_slab.h."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
@@ -236,16 +236,16 @@ class Slab:
         return LaneView(*_LANE.unpack_from(self._words, LANES_OFFSET + lane * LANE_BYTES))
 
     @property
-    def turns(self) -> int:
+    def checks(self) -> int:
         """Number of checks that the asking rank's `Watch` has made."""
-        return self._read_word(TURNS_OFFSET, "=I")
+        return self._read_word(CHECKS_OFFSET, "=I")
 
-    def count_check(self) -> None:
-        """Counts a check of the asking rank's `Watch`.
+    def add_check(self) -> None:
+        """Adds a check of the asking rank's `Watch` to the count.
 
         If the count does not grow, the host may be stopped, so the device keeps waiting.
         """
-        ctypes.c_uint32.from_address(self.address + TURNS_OFFSET).value = self.turns + 1
+        ctypes.c_uint32.from_address(self.address + CHECKS_OFFSET).value = self.checks + 1
 
     def write_nonce(self, lane: int, nonce: bytes) -> None:
         """Writes a lane's nonce for the asking rank."""

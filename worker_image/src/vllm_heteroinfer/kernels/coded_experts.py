@@ -242,7 +242,8 @@ class CodedExperts:
         if not fits:
             raise ValueError(
                 f"coded experts: x and y must be [{rows}, {self._hidden}] {self._dtype} with contiguous "
-                f"rows, weights float32 and ids int32 must be contiguous [{rows}, at most {MAX_CHOICES}] "
+                "rows. weights (float32) and ids (int32) must be contiguous and have one shape, "
+                f"[{rows}, at most {MAX_CHOICES}] "
                 f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
                 f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; "
                 f"strides {x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."

@@ -158,8 +158,8 @@ def experts(
     )
     if not is_valid:
         raise ValueError(
-            f"experts: x and y must be [{rows}, {hidden}] bf16 with contiguous rows, weights float32 and ids "
-            f"int32 must be contiguous [{rows}, at most {MAX_CHOICES}] "
+            f"experts: x and y must be [{rows}, {hidden}] bf16 with contiguous rows. weights (float32) "
+            f"and ids (int32) must be contiguous and have one shape, [{rows}, at most {MAX_CHOICES}] "
             f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
             f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; strides "
             f"{x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."

@@ -7,7 +7,7 @@ import torch
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
 
-__all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
+__all__ = ["KernelsUnavailableError", "linear", "pack", "packed_shape", "prepare"]
 
 _BLOCK_COLUMNS = 32
 """Columns of a block in the packed layout."""
@@ -48,6 +48,12 @@ def find() -> KernelLibrary | None:
         return None
 
 
+def packed_shape(columns: int, inputs: int) -> tuple[int, int, int, int]:
+    """Returns the shape of a packed weight: blocks of 32 columns, pairs of inputs, 32, 2."""
+    pairs = -(-inputs // (2 * _UNIT_PAIRS)) * _UNIT_PAIRS
+    return (-(-columns // _BLOCK_COLUMNS), pairs, _BLOCK_COLUMNS, 2)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Packs a weight into the layout that the op reads.
 
@@ -68,8 +74,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     columns, inputs = weight.shape
-    shape = (-(-columns // _BLOCK_COLUMNS), -(-inputs // (2 * _UNIT_PAIRS)) * _UNIT_PAIRS, _BLOCK_COLUMNS, 2)
-    packed = weight_memory.empty(shape, torch.bfloat16)
+    packed = weight_memory.empty(packed_shape(columns, inputs), torch.bfloat16)
     _prepared[0].calls.heteroinfer_pack(
         packed.data_ptr(), weight.data_ptr(), weight.stride(0), columns, inputs
     )

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import MAX_CHOICES, PackedExperts
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
@@ -135,7 +136,7 @@ class Mixture:
     def __init__(
         self, library: KernelLibrary, routing: ExpertChoice, packed: PackedExperts, gate: torch.Tensor | None
     ) -> None:
-        """Checks the parts, because the kernel reads raw pointers.
+        """Checks the parts, and builds the struct that the kernel reads by raw pointers.
 
         Args:
             gate: the router's weight, packed by `linear.pack`; None if callers pass logits.
@@ -144,14 +145,12 @@ class Mixture:
             ValueError: the parts do not belong to one layer.
         """
         num_experts, hidden, inner = packed.w2.shape
-        blocks, pairs = -(-num_experts // 32), -(-hidden // 32) * 16
-        fits = routing.experts == num_experts and (
-            gate is None
-            or (
-                gate.shape == (blocks, pairs, 32, 2) and gate.dtype == torch.bfloat16 and gate.is_contiguous()
-            )
+        is_packed = gate is None or (
+            gate.shape == linear.packed_shape(num_experts, hidden)
+            and gate.dtype == torch.bfloat16
+            and gate.is_contiguous()
         )
-        if not fits:
+        if routing.experts != num_experts or not is_packed:
             raise ValueError(
                 f"mixture: gate and routing must be for {num_experts} experts of {hidden} inputs (got gate "
                 f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)."

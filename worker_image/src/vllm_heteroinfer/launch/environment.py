@@ -14,9 +14,9 @@ from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.pod_launch import (
     CpuBinding,
     PodLaunch,
+    are_on_one_machine,
     engine_cpus,
     ranks_on_machine,
-    share_machine,
 )
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import omp_thread_count
@@ -195,7 +195,7 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     if host.usable_cpus == 1:
         return 0  # the CPU ranks need the only CPU
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
-    hosts_engine = share_machine(launch, (0, launch.pod_index))
+    hosts_engine = are_on_one_machine(launch, (0, launch.pod_index))
     relays = sum(_has_relay(plan, rank) for rank in ranks_on_machine(plan, launch))
     return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0) + relays
 

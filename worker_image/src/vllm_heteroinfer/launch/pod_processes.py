@@ -284,7 +284,7 @@ class PodProcesses:
         if stopped is not None:
             server.failure_sent = True
             pod = self._launch.pod_index
-            message = f"the engine (pod {pod}, process {stopped}) {STOPPED}"
+            message = f"vLLM's engine (pod {pod}, process {stopped}) {STOPPED}"
             failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
             self._on_evidence(Evidence(failure=failure, age_s=stops[stopped]))
 

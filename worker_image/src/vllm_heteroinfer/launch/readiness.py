@@ -21,7 +21,7 @@ class GroupView:
 
     Attributes:
         beats: the last report of each rank that has sent a report.
-        api_healthy: whether the API server answers; true if there is no API server.
+        api_healthy: whether vLLM's API server answers; true if the pod has none.
         engine_answers: whether the engine answers; true if there is no engine.
         only_pod: consider only this pod's ranks (a follower knows no others).
     """
@@ -70,7 +70,7 @@ class GroupView:
             busy_rank_text = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
             waits = [f"vLLM's API server does not answer{busy_rank_text}"]
         if not waits and not self.engine_answers:
-            waits = ["the engine does not answer"]
+            waits = ["vLLM's engine does not answer"]
         return f"waiting: {', '.join(waits)}" if waits else ""
 
     @property

@@ -125,7 +125,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
     phase = RankPhase(process.report.phase)
     if process.engine_end is not None:
         exit_code = process.engine_end.exit_code
-        message = f"the engine (pod {pod}) {describe_exit(exit_code, phase)}"
+        message = f"vLLM's engine (pod {pod}) {describe_exit(exit_code, phase)}"
         return replace(observed, exit_code=exit_code, message=message)
     if process.reported is not None:
         return _complete_report(process.reported, observed, plan, process_name)

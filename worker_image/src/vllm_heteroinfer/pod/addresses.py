@@ -56,7 +56,7 @@ def own_address(env: Mapping[str, str]) -> str:
     if not env.get(names.ENV_OWN_ADDRESS):
         raise ContractError(
             f"{names.ENV_OWN_ADDRESS}: must be set (the supervisor sets it when it starts a rank). Start "
-            "ranks with `heteroinfer-worker`"
+            "the pod with `heteroinfer-worker`, which starts the ranks"
         )
     return env[names.ENV_OWN_ADDRESS]
 

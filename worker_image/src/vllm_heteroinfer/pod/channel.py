@@ -41,8 +41,8 @@ def no_channel_error(variables: str, error: Exception) -> ContractError:
         variables: the environment variables that the process found, for the message.
     """
     return ContractError(
-        f"{variables}: must be the open channel of a supervisor ({error}). Start ranks with "
-        "`heteroinfer-worker`"
+        f"{variables}: must name an open socket of a supervisor ({error}, so no supervisor started this "
+        "process). Start the pod with `heteroinfer-worker`, which starts the ranks"
     )
 
 

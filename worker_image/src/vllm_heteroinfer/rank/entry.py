@@ -23,7 +23,7 @@ from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import run_or_fork
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError, find_lost_process
 from vllm_heteroinfer.rank import imports
-from vllm_heteroinfer.rank.preload import preload
+from vllm_heteroinfer.rank.preload import restart_with_preloaded_libraries
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,20 +42,21 @@ _READERS_GRACE_S = 10.0
 def start() -> None:
     """Runs a rank of this pod.
 
-    The first rank imports the libraries. The pod's other processes are forked from it, and do not import them
-    again.
+    A CPU rank first restarts itself by exec, with libraries in LD_PRELOAD. The pod's first rank imports torch
+    and vLLM. The pod's other processes are forked from this rank, and do not import them again. `main`
+    reports an error of the imports, because it has the channel to the supervisor.
     """
     plan, _, rank = read_assignment(os.environ)
-    preload("vllm_heteroinfer.rank.entry", rank)
-    problem = imports.import_before_fork(plan, rank)
-    run_or_fork(lambda: main(problem), imports.adapt_forked_process)
+    restart_with_preloaded_libraries("vllm_heteroinfer.rank.entry", rank)
+    import_error = imports.import_before_fork(plan, rank)
+    run_or_fork(lambda: main(import_error), imports.adapt_forked_process)
 
 
-def main(problem: BaseException | None = None) -> NoReturn:
+def main(import_error: BaseException | None = None) -> NoReturn:
     """Runs a rank until its supervisor ends it, or until it fails.
 
     Args:
-        problem: an error of the imports, with which the rank fails immediately.
+        import_error: an error of the imports, with which the rank fails immediately.
     """
     plan, launch, rank = read_assignment(os.environ)
     reporter = RankReporter.from_env(os.environ)
@@ -75,8 +76,8 @@ def main(problem: BaseException | None = None) -> NoReturn:
         _logger.error("rank %d failed, so its group ends: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
-    if problem is not None:
-        fail(problem)
+    if import_error is not None:
+        fail(import_error)
     try:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
@@ -90,14 +91,14 @@ def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssign
     text = env.get(names.ENV_RANK, "")
     if not text.isdecimal() or int(text) >= plan.world_size:
         raise ContractError(
-            f"{names.ENV_RANK}: must be 0 to {plan.world_size - 1} (got {text!r}). Start ranks with "
-            "`heteroinfer-worker`"
+            f"{names.ENV_RANK}: must be 0 to {plan.world_size - 1} (got {text!r}). Start the pod "
+            "with `heteroinfer-worker`, which starts the ranks"
         )
     rank = plan.ranks[int(text)]
     if rank.pod != launch.pod_index:
         raise ContractError(
             f"{names.ENV_RANK}: must be a rank of this pod {launch.pod_index} (got {rank.rank}, a rank of "
-            f"pod {rank.pod}). Start ranks with `heteroinfer-worker`"
+            f"pod {rank.pod}). Start the pod with `heteroinfer-worker`, which starts the ranks"
         )
     return plan, launch, rank
 
@@ -125,8 +126,7 @@ def run(
             healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
             failed=fail,
         )
-    # Rank 0 serves the store. It begins before it builds its configuration, because other ranks may be
-    # faster.
+    # Rank 0 starts the store before it builds its configuration, because other ranks may connect earlier.
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
     config: VllmConfig | None = None
     if rank.feed_forward is None:

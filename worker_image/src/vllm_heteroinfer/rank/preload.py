@@ -16,8 +16,8 @@ _ENV_PRELOADED = "HETEROINFER_PRELOADED"
 """Set when the process has restarted itself with preloaded libraries."""
 
 
-def preload(module: str, rank: RankAssignment) -> None:
-    """Restarts this process by exec, with the libraries preloaded that a CPU rank needs.
+def restart_with_preloaded_libraries(module: str, rank: RankAssignment) -> None:
+    """Restarts this process by exec, with the libraries in LD_PRELOAD that a CPU rank needs.
 
     Call this before torch or vLLM is imported. The process id, open descriptors and parent stay the same.
     Returns without a restart on a GPU rank, or if the libraries are already preloaded.
@@ -28,14 +28,14 @@ def preload(module: str, rank: RankAssignment) -> None:
     if rank.device is not Device.CPU or os.environ.pop(_ENV_PRELOADED, ""):
         return
     present = os.environ.get(_LD_PRELOAD, "")
-    missing = [str(path) for path in preload_libraries() if path.name not in present]
+    missing = [str(path) for path in libraries_to_preload() if path.name not in present]
     if not missing:
         return
     env = {**os.environ, _LD_PRELOAD: ":".join([*missing, present]).rstrip(":"), _ENV_PRELOADED: "1"}
     os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], env)  # noqa: S606 - no shell
 
 
-def preload_libraries() -> list[Path]:
+def libraries_to_preload() -> list[Path]:
     """Returns the libraries that a CPU rank must preload: vLLM's allocator and torch's own OpenMP.
 
     vLLM sets LD_PRELOAD for processes that it starts, but the supervisor starts our ranks.

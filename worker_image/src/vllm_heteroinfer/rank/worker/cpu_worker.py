@@ -60,8 +60,8 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     def run_profile(self) -> int:
         """Runs the largest batch if the model is compiled. Returns the planned size of the KV cache.
 
-        vLLM's method would refuse a plan that exceeds one NUMA node's free memory. It also counts page cache
-        as used memory of the limit.
+        Replaces vLLM's method, which refuses a plan larger than the free memory of one NUMA node, and counts
+        the page cache as memory in use.
         """
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()

@@ -145,7 +145,11 @@ class GroupWorkerMixin:
         """Reports the transports that are known only after the warm-up."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocates the KV cache, with the block count of the rank with the least headroom."""
+        """Allocates the KV cache, and reports its size and this rank's headroom.
+
+        All ranks get the same number of blocks from the executor: the planned number, or fewer if they do not
+        fit into the headroom of some rank.
+        """
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self.mode.kv_cache_ready(self.model_runner)
         blocks = kv_cache_config.num_blocks
