@@ -27,7 +27,7 @@ struct Params {
   u64 limit_ns;         // `ff_get` gives up after this time, once the watch has also made `limit_checks` checks
   u32 rows, row_parts;  // row_parts: 16-byte parts of a row
   u32 topk, layer, lanes, dtype;  // 0 float32, 1 bfloat16, 2 float16
-  u32 limit_checks;      // in a frozen pod, the host's watch makes no checks, but the GPU's clock runs on
+  u32 limit_checks;     // in a frozen pod, the host's watch makes no checks, but the GPU's clock runs on
 };
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
