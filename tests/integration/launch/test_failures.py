@@ -151,7 +151,7 @@ def test_a_stopped_api_server_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("api", "who"),
-    [("silent", "vLLM's API server"), ("endless", "vLLM's API server"), ("engine", "the engine")],
+    [("silent", "vLLM's API server"), ("endless", "vLLM's API server"), ("engine", "vLLM's engine")],
 )
 def test_an_api_server_or_engine_without_answers_is_reported(tmp_path: Path, api: str, who: str) -> None:
     """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""

@@ -106,7 +106,7 @@ async def names_both(process: OperatorProcess) -> bool:
     said = process.said
     return (
         "calibration bad.json: must contain nodeSelector" in said
-        and "calibration older.json: ignored, because HeteroInfer 0.0.9 measured it" in said
+        and "calibration older.json: ignored, because HeteroInfer 0.0.9 measured these rates" in said
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import tools
+from tests.cluster import debian, tools
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.running_cluster import ensure_tools
 from tests.integration.operator.ipv6_cluster import MODEL, SERVICES
@@ -36,6 +36,7 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$@"
 
 def test_everything_works_without_ipv4(tmp_path: Path) -> None:
     ensure_tools(tools.CONTROL_PLANE)
+    debian.ensure_packages({"nft": debian.NODE_NEEDS["nft"], "ip": debian.NODE_NEEDS["ip"]})
     model = make(tmp_path / "model")
     (tmp_path / "reference").write_text(json.dumps(refer(model)))
     (tmp_path / "root").mkdir()

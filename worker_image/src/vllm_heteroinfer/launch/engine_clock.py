@@ -55,7 +55,7 @@ class EngineClock:
         """Returns the failure of the API server or engine that has not answered for too long, or None."""
         for part, answered_s in (
             ("vLLM's API server", self._api_answered_s),
-            ("the engine", self._engine_answered_s),
+            ("vLLM's engine", self._engine_answered_s),
         ):
             silent_s = self._now_s - answered_s
             if silent_s > self._limit_s:
