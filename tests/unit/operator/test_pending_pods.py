@@ -128,3 +128,16 @@ async def test_the_operator_reads_the_events_of_a_pod_that_waits_for_long_less_a
         await look.at(now_s, pod("p"))
     assert intervals_s == [SILENT_S, SILENT_S, 2, 4, 8, 16, AGAIN_S, AGAIN_S]
     assert len(server.asked) == 8
+
+
+async def test_a_request_without_an_answer_causes_no_frequent_checks() -> None:
+    class Hanging(Server):
+        async def get(self, path: str, query: dict[str, Any]) -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return await super().get(path, query)
+
+    look = Look(Hanging())
+    for now_s in (0.0, SILENT_S, 10 * SILENT_S):
+        await look.at(now_s, pod("p"))
+    assert look.pending.next_check_s(KEY) == SILENT_S
+    look.pending.forget(KEY)

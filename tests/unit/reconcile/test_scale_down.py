@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from heteroinfer_operator.reconcile.scale_down import MAX_CAPACITY_WAIT
+from heteroinfer_operator.reconcile.silent_leaders import MIN_SILENT_S
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 
@@ -73,6 +74,17 @@ def test_a_kept_group_gives_its_nodes_to_a_wanted_group_that_waits_for_nodes() -
     world.reap()
     world.settle()
     assert _pods_of(world, 1) == []
+
+
+def test_a_kept_group_whose_leader_is_silent_does_not_count_as_available() -> None:
+    world = _serving_alone()
+    world.change_spec(replicas=1)
+    world.settle()
+    assert world.condition("Available") == ("True", "Serving")
+    world.silences = {1: MIN_SILENT_S}
+    world.settle()
+    assert _pods_of(world, 1)
+    assert world.condition("Available")[0] != "True"
 
 
 def test_a_kept_group_that_fails_does_not_start_again() -> None:

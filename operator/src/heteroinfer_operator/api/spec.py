@@ -3,6 +3,7 @@
 Attribute docstrings become the descriptions in the CRD; `api/crd.py` adds the default. Pure.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Final
@@ -310,6 +311,22 @@ def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
+def _tensor_rule(
+    *, cel: str, message: str, fix: str, holds: Callable[["HeteroInferenceSpec"], bool]
+) -> ValidationRule:
+    """Returns a rule for parallelism.tensor whose message contains the value."""
+    return ValidationRule(
+        field="parallelism.tensor",
+        cel=cel,
+        message=message,
+        fix=fix,
+        holds=holds,
+        got="%d",
+        got_cel=("self.parallelism.tensor",),
+        got_values=lambda spec: (spec.parallelism.tensor,),
+    )
+
+
 class HeteroInferenceSpec(Model):
     """Desired state: the model, the pods that serve it, and how they run."""
 
@@ -351,16 +368,12 @@ class HeteroInferenceSpec(Model):
                 or all(role.layers is None for role in spec.roles)
             ),
         ),
-        ValidationRule(
-            field="parallelism.tensor",
+        _tensor_rule(
             cel=f"{_MODE_CEL} != 'FeedForward' || !has(self.parallelism.tensor) "
             f"|| {_ASKING_CEL}.all(r, self.parallelism.tensor == r.ranksPerPod)",
             message="in mode FeedForward, must be unset or equal to ranksPerPod of the role with the GPUs",
             fix="Remove parallelism.tensor",
             holds=_tensor_is_asking_pod,
-            got="%d",
-            got_cel=("self.parallelism.tensor",),
-            got_values=lambda spec: (spec.parallelism.tensor,),
         ),
         ValidationRule(
             field="parallelism.pipeline",
@@ -438,16 +451,12 @@ class HeteroInferenceSpec(Model):
             got_cel=("self.parallelism.pipeline", _WORLD_CEL),
             got_values=lambda spec: (spec.parallelism.pipeline, spec.world_size),
         ),
-        ValidationRule(
-            field="parallelism.tensor",
+        _tensor_rule(
             cel=f"!has(self.parallelism.tensor) || {_MODE_CEL} in ['Tensor', '{AUTO_MODE}'] "
             "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
             message="must divide ranksPerPod of each role, because the ranks of a stage share one pod",
             fix="Make each ranksPerPod a multiple of tensor",
             holds=_tensor_divides_ranks_per_pod,
-            got="%d",
-            got_cel=("self.parallelism.tensor",),
-            got_values=lambda spec: (spec.parallelism.tensor,),
         ),
         ValidationRule(
             field="roles",

@@ -10,6 +10,7 @@ from heteroinfer_operator.api.role import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.installations import (
     UNKNOWN_VERSION,
+    InstalledCrd,
     InstalledOperator,
     describe_crd_skew,
     read_crd,
@@ -141,26 +142,27 @@ class _ClusterChecks:
         problem = await resource_problem(self._server)
         if problem:
             return CheckState.FAILED, problem
-        try:
-            installed = await read_crd(self._server)
-        except ApiError as error:
-            if error.status != FORBIDDEN:
-                raise
+        installed, refusal = await self._read_crd_if_allowed()
+        if refusal:
             return (
                 CheckState.OK,
-                f"the API server serves HeteroInference; the version of the CRD is unknown ({error.message})",
+                f"the API server serves HeteroInference; the version of the CRD is unknown ({refusal})",
             )
         return CheckState.OK, str(installed)
 
     async def check_operator(self) -> CheckAnswer:
         self._operators = await read_operators(self._server)
+        crd, _ = await self._read_crd_if_allowed()
+        return judge_operators(self._operators, crd.version if crd else UNKNOWN_VERSION)
+
+    async def _read_crd_if_allowed(self) -> tuple[InstalledCrd | None, str]:
+        """Returns the installed CRD, and the API server's refusal if the user may not read the CRD."""
         try:
-            crd = await read_crd(self._server)
+            return await read_crd(self._server), ""
         except ApiError as error:
             if error.status != FORBIDDEN:
                 raise
-            crd = None
-        return judge_operators(self._operators, crd.version if crd else UNKNOWN_VERSION)
+            return None, error.message
 
     async def check_rights(self) -> CheckAnswer:
         """Checks that each operator's service account has all rights that it needs."""

@@ -38,8 +38,6 @@ AGAIN_S: Final = 20.0
 The first interval is SILENT_S, and each is twice as long as the one before. So users read the reason soon,
 and many pods that wait for long cause few requests.
 """
-_SHORTEST_S: Final = 0.1
-"""Shortest time to the next check, so that checks never follow each other without a pause."""
 _MAX_EVENTS: Final = 50
 _MAX_NOTE: Final = 400
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
@@ -68,12 +66,18 @@ class _EventRequest:
         at_s: time of the request.
         reason: why the claim is not bound or the pod's volumes are not mounted, or "". The last answer's
             until this request is answered.
+        again_s: seconds from this request to the next one.
     """
 
     at_s: float
     task: asyncio.Task[None]
     reason: str = ""
     again_s: float = SILENT_S
+
+    def next_s(self, now_s: float) -> float:
+        """Returns the seconds until the next request. It follows only after the answer to this request."""
+        left_s = self.at_s + self.again_s - now_s
+        return left_s if self.task.done() else max(left_s, SILENT_S)
 
 
 @dataclass(slots=True)
@@ -142,10 +146,10 @@ class PendingPods:
         claims = {(CLAIM.name, name) for pod in for_claims for name in pod.claims}
         late_pods = {(POD.name, pod.name) for pod in for_volumes}
         self._request_reasons(resource, waiting, claims | late_pods, now_s)
-        next_s = [request.at_s + request.again_s - now_s for request in waiting.requests.values()]
+        next_s = [request.next_s(now_s) for request in waiting.requests.values()]
         if has_unexplained:
             next_s += [SILENT_S - seen_s for seen_s in waiting_s.values() if seen_s < SILENT_S]
-        waiting.next_s = max(min(next_s), _SHORTEST_S) if next_s else None
+        waiting.next_s = min(next_s, default=None)
         reasons = {
             kind_and_name: request.reason
             for kind_and_name, request in waiting.requests.items()
@@ -178,7 +182,7 @@ class PendingPods:
             waiting.requests.pop(kind_and_name).task.cancel()
         for kind_and_name in sorted(subjects):
             request = waiting.requests.get(kind_and_name)
-            if request is not None and (not request.task.done() or now_s - request.at_s < request.again_s):
+            if request is not None and (not request.task.done() or request.next_s(now_s) > 0):
                 continue
             reason = request.reason if request is not None else ""
             again_s = SILENT_S if request is None else min(2 * request.again_s, AGAIN_S)

@@ -59,7 +59,7 @@ def build_next_status(
     facts = ConditionFacts(
         decisions=wanted,
         serving=find_serving(wanted),
-        kept=next((decision.status for decision in unwanted if decision.runs), None),
+        kept=next(iter(find_serving(unwanted)), None),
         worst=find_worst(wanted),
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),

@@ -316,25 +316,11 @@ def _decide_groups(
     wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
     context = context.with_chosen_mode()  # a plan above may have chosen the mode
     unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)
-    wanted_groups = [
-        _update_rank_entries(observation, context, decision, by_group) for decision in wanted_groups
+    decisions = [
+        _with_observations(observation, context, decision, by_group)
+        for decision in (*wanted_groups, *unwanted_groups)
     ]
-    wanted_groups = [
-        with_lost_labels(context.owner, decision, by_group.get(decision.status.index, ()))
-        for decision in wanted_groups
-    ]
-    wanted_groups = [
-        with_silence(
-            wanted_group, observation.silences.get((wanted_group.status.index, wanted_group.status.epoch))
-        )
-        for wanted_group in wanted_groups
-    ]
-    if observation.pods_unwatched:
-        wanted_groups = [
-            with_silence_by_report(wanted_group, observation.groups.get(wanted_group.status.index))
-            for wanted_group in wanted_groups
-        ]
-    decisions = [*wanted_groups, *unwanted_groups]
+    wanted_groups, unwanted_groups = decisions[: context.replicas], decisions[context.replicas :]
     key_creates = [key for decision in wanted_groups for key in decision.key_creates]
     creates = [create for decision in wanted_groups for create in decision.creates]
     before_pods, after_pods = decide_children(
@@ -368,6 +354,22 @@ def _decide_groups(
             (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
         ),
     )
+
+
+def _with_observations(
+    observation: ResourceObservation,
+    context: Context,
+    decision: GroupDecision,
+    by_group: Mapping[int, Sequence[PodView]],
+) -> GroupDecision:
+    """Adds the table of ranks, lost labels and a silent leader to the decision about a running group."""
+    index, epoch = decision.status.index, decision.status.epoch
+    decision = _update_rank_entries(observation, context, decision, by_group)
+    decision = with_lost_labels(context.owner, decision, by_group.get(index, ()))
+    decision = with_silence(decision, observation.silences.get((index, epoch)))
+    if not observation.pods_unwatched:
+        return decision
+    return with_silence_by_report(decision, observation.groups.get(index))
 
 
 def _update_rank_entries(

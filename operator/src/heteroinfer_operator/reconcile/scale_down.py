@@ -41,7 +41,7 @@ def decide_unwanted(
         if index < context.replicas:
             continue
         status = old.get(index, GroupStatus(index=index))
-        kept = _keep(context, status, pods, reports.get(index), wanted) if keeps_one else None
+        kept = _keep(context, status, pods, reports.get(index)) if keeps_one else None
         keeps_one = keeps_one and kept is None
         decisions.append(kept or stop_group(context, status, pods, "stopping: scaled down"))
     return decisions
@@ -73,17 +73,14 @@ def _keep(
     status: GroupStatus,
     pods: Sequence[PodView],
     report: GroupReport | None,
-    wanted: Sequence[GroupDecision],
 ) -> GroupDecision | None:
     """Returns the decision that keeps a serving group; None if the group does not serve."""
     decision = decide_group(context, status, pods, may_replace=False, report=report)
     if decision.status.phase is not GroupPhase.READY or decision.creates or decision.deletes:
         return None
-    message = f"scaled down: this group stops once group {wanted[0].status.index} serves"
-    if len(wanted) > 1:
-        message = "scaled down: this group stops once a group with a lower index serves"
+    awaited = "group 0" if context.replicas == 1 else f"a group with an index below {context.replicas}"
     return replace(
         decision,
-        status=decision.status.changed(message=message),
+        status=decision.status.changed(message=f"scaled down: this group stops once {awaited} serves"),
         look_again_s=min(filter(None, (decision.look_again_s, MAX_CAPACITY_WAIT.total_seconds()))),
     )
