@@ -150,6 +150,8 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
         async with clients(server, namespace, nodes) as load:
             await _drain_each(pair, load, NODES)
 
+            await _scale_down_while_group_0_starts(pair, load)
+
             # Two concurrent drains, of the nodes of both groups: the second waits for the first one's group.
             first, second = [place.pop() for place in (await pair.apart()).values()]
             await asyncio.gather(pair.drain(first), pair.drain(second))
@@ -157,8 +159,6 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
             for node in (first, second):
                 plane.kubectl("uncordon", node)
             await until("both groups", pair.places, STEP_S, pair.said)
-
-            await _scale_down_while_group_0_starts(pair, load)
 
             # A rollout has taken one group: the other one is not evicted before that serves again.
             nodes.held = True
