@@ -34,8 +34,8 @@ class ExpertChoices:
         # The first entry is for the id of padding, -1. Its least number is 0, so padding is always masked.
         by_id = [0, *(self._least_number[expert] for expert in range(self._total))]
         self._least_number_by_id = torch.tensor(by_id, dtype=torch.int32).to(device)
-        # Row n has the indices 0 to n - 1, with -1 for all experts before and after them. `expert_map`
-        # returns the part of the row in which index 0 is at the place of a slot's first expert.
+        # Row n is for a slot with n experts: the indices 0 to n - 1, with -1 before and after them. A row is
+        # longer than a map. `expert_map` returns the part in which index 0 is at the slot's first expert.
         outside = torch.full((slot_experts + 1, self._total), -1, dtype=torch.int32)
         slots = torch.arange(slot_experts, dtype=torch.int32).repeat(slot_experts + 1, 1)
         counts = torch.arange(slot_experts + 1, dtype=torch.int32).unsqueeze(1)

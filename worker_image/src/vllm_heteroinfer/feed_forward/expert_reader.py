@@ -106,7 +106,7 @@ class LayerReader:
         Elements that the checkpoint does not fill are 0.
 
         Args:
-            ranges: of each dimension of the parameter; None or omitted for all indices.
+            ranges: range of indices for each dimension of the parameter; None or omitted for all indices.
         """
         wanted = [(0, count) for count in self.shape(name)]
         for dim, indices in enumerate(ranges):
@@ -136,16 +136,17 @@ class LayerReader:
         piece, start, count = region
         dtype: torch.dtype = getattr(torch, piece.dtype)
         if piece.file == VALUES:
+            # The piece of a region has the values of one expert (`_select_values`).
             all_values = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
             view = all_values.select(0, 0)
             for dim, (first, length) in enumerate(zip(start, count, strict=True)):
                 view = view.narrow(dim, first - piece.start[1 + dim], length)
             return view
-        skipped = sum(
+        skipped_elements = sum(
             (first - begin) * stride
             for first, begin, stride in zip(start, piece.start[1:], piece.strides[1:], strict=True)
         )
-        offset = piece.offset + dtype.itemsize * skipped
+        offset = piece.offset + dtype.itemsize * skipped_elements
         return self._mapped.files[piece.file].view(offset, dtype, count, piece.strides[1:])
 
 
@@ -158,7 +159,7 @@ def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region
             return None
         start.append(low)
         size.append(high - low)
-    # The region's piece must begin at this expert.
+    # The piece of a `_Region` must begin at the region's expert.
     experts_skipped = expert - piece.start[0]
     if not experts_skipped:
         return _Region(piece, start, size)

@@ -56,7 +56,7 @@ class _HeaderEntry(NamedTuple):
 
 
 class MappedFile:
-    """A safetensors file in memory that the kernel reads on demand.
+    """A safetensors file that is mapped into memory. Linux reads each part of it at the first access.
 
     Attributes:
         digest: SHA-256 of the header.
@@ -68,6 +68,7 @@ class MappedFile:
         try:
             with path.open("rb") as file:
                 self._identity = _identity_of(os.fstat(file.fileno()))
+                # ACCESS_COPY: torch expects writable memory. Writes would not reach the file.
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise ContractError(
@@ -89,7 +90,7 @@ class MappedFile:
                 if name != "__metadata__"
             ]
             self._entries = sorted(entries, key=lambda entry: entry.start)
-        except ContractError:  # the next branch would catch it, because it is a ValueError
+        except ContractError:  # a ValueError, too: the next branch would hide its message
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
@@ -100,7 +101,7 @@ class MappedFile:
         shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
             raise ContractError(
-                f"{self.path}: feed-forward ranks do not read the type {entry['dtype']} of tensor {name}. "
+                f"{self.path}: feed-forward ranks cannot read tensor {name}, whose type is {entry['dtype']}. "
                 "Use spec.parallelism.mode: Pipeline"
             )
         if any(type(number) is not int for number in (*shape, start, end)):
@@ -109,7 +110,8 @@ class MappedFile:
             )
         size = math.prod(shape) * dtype.itemsize
         has_negative = any(number < 0 for number in (*shape, start))
-        if has_negative or end - start != size or self._data_start + end > self.num_bytes:
+        is_beyond_file = self._data_start + end > self.num_bytes
+        if has_negative or end - start != size or is_beyond_file:
             raise self._invalid(
                 f"tensor {name} ({entry['dtype']} {shape}) must have {size} bytes inside the file's "
                 f"{self.num_bytes - self._data_start} data bytes (got bytes {start} to {end})"
@@ -123,7 +125,7 @@ class MappedFile:
         )
 
     def check_unchanged(self) -> None:
-        """Raises ContractError if somebody wrote to the file since it was mapped, or replaced it."""
+        """Raises ContractError if the file was written to or replaced after this object mapped it."""
         try:
             unchanged = _identity_of(self.path.stat()) == self._identity
         except OSError:
@@ -142,16 +144,16 @@ class MappedFile:
     def view(
         self, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        """Returns a tensor over the file's memory.
+        """Returns a tensor that shares the file's memory.
 
         Args:
-            offset: byte of the first element.
+            offset: byte of the file at which the first element begins.
             strides: in elements.
         """
         if not math.prod(shape):
             return torch.empty(tuple(shape), dtype=dtype)
-        elements = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=elements, offset=offset)
+        last_index = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=last_index + 1, offset=offset)
         return flat.as_strided(tuple(shape), tuple(strides))
 
 
@@ -177,14 +179,15 @@ class MappedFiles:
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        # `bisect` compares (address, file number). A number above all file numbers makes it find a file that
-        # begins exactly at this address.
+        # Finds the last file that begins at or before this address. `bisect` compares (address, file number),
+        # so a number above all file numbers includes a file that begins exactly at this address.
         above_all_numbers = len(self.files)
         index = bisect.bisect(self._addresses, (address, above_all_numbers)) - 1
         if index < 0:
             return None
         start, number = self._addresses[index]
-        return (number, address - start) if address < start + self.files[number].num_bytes else None
+        is_inside_file = address < start + self.files[number].num_bytes
+        return (number, address - start) if is_inside_file else None
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:

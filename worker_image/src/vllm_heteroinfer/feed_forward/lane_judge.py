@@ -6,7 +6,7 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""Extra time for a lane if this check came late: a machine that delays this thread delays the lane, too."""
+"""Extra time for a lane if the check is late: a machine that delays this thread delays the lane, too."""
 
 
 class LaneError(RuntimeError):
@@ -45,7 +45,7 @@ class SlabState:
     given_up_lane: int | None = None
 
     def find_late_lane(self) -> int | None:
-        """Returns the first lane that failed or has not answered the last ask, or None."""
+        """Returns the first lane that failed or has not answered the last ask; None without such a lane."""
         for lane, (answered, failed) in enumerate(zip(self.answered, self.failed, strict=True)):
             if answered != self.asked or failed:
                 return lane
@@ -84,14 +84,10 @@ class LaneJudge:
         self._last_late_lane: int | None = None
 
     def judge(self, state: SlabState, now_s: float) -> Verdict | None:
-        """Judges the slab's current state.
-
-        Returns a verdict if a lane is late beyond its limit, or if the device gave up waiting; otherwise
-        None.
-        """
-        late_turn = self._clock.turn(now_s) > self._interval_s
-        awake_s = self._clock.awake_s(now_s)
-        if state.asked != self._last_ask:
+        """Returns a verdict if a lane exceeds its limit or the device gave up waiting; otherwise None."""
+        check_is_late = self._clock.turn(now_s) > self._interval_s
+        awake_s = self._clock.awake_s(now_s)  # counts only the time in which this thread ran
+        if state.asked != self._last_ask:  # a new ask: the wait begins again
             self._last_ask, self._waiting_since_s, self._last_late_lane = state.asked, awake_s, None
         late_lane = state.find_late_lane()
         # If the device gave up, the step is lost even if the lane has answered since.
@@ -99,12 +95,12 @@ class LaneJudge:
             self._waiting_since_s = awake_s
             return None
         waited_s = awake_s - self._waiting_since_s
-        grace_s = LATE_TURN_GRACE_S if late_turn else 0.0
+        grace_s = LATE_TURN_GRACE_S if check_is_late else 0.0
         if not state.gave_up and waited_s <= state.limit_s + grace_s:
             self._last_late_lane = late_lane
             return None
-        # Trusts the device first, because it knows for which lane it waited. The device sends further asks
-        # after it gave up, so another lane may be late now.
+        # The lane for which the device waited comes first. The device sends further asks after it gave up, so
+        # another lane may be late now.
         suspects = (state.given_up_lane, late_lane, self._last_late_lane)
         known_suspects = [suspect for suspect in suspects if suspect is not None]
         lane = known_suspects[0] if known_suspects else None

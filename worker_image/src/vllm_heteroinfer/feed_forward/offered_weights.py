@@ -28,7 +28,7 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ContractError(
-            f"offered weights: dtype must be one of torch's (got {name!r}). Start all pods from one image"
+            f"offered weights: dtype must be a type of torch (got {name!r}). Start all pods from one image"
         )
     return dtype
 
@@ -82,9 +82,14 @@ class OfferedMatrix:
         return replace(self, offset=0, block_scales=None)
 
     def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
-        """Returns the error in this offer for a memory of `num_bytes`, or ""; `gated` is true for w13."""
-        halves = 2 if gated else 1  # in w13, the blocks of scales begin anew with the ups
-        expected_shape = (halves * -(-self.columns // halves // SCALED), -(-self.inputs // SCALED))
+        """Returns the error in this offer for a memory of `num_bytes`; "" without an error.
+
+        Args:
+            gated: whether the columns are gates and then ups (w13). Each half has its own blocks of scales.
+        """
+        halves = 2 if gated else 1
+        blocks_per_half = -(-self.columns // halves // SCALED)
+        expected_shape = (halves * blocks_per_half, -(-self.inputs // SCALED))
         if (self.scale_shape is None) != (self.block_scales is None):
             return "block scales must have a place and a shape, or neither"
         if self.scale_shape is not None and tuple(self.scale_shape) != expected_shape:
@@ -158,7 +163,7 @@ def offer_weights(held: LoadedParts) -> OfferedWeights:
 
 
 def _offer_matrix(memory: WeightMemory, matrix: PackedMatrix) -> OfferedMatrix:
-    """Returns the location of a matrix in this process's memory."""
+    """Returns the location of a packed matrix in this process's memory, with the data to unpack it."""
     form, scales = matrix.format, matrix.block_scales
     return OfferedMatrix(
         offset=memory.offset_of(matrix.packed),

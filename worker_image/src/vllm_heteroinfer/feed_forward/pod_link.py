@@ -141,7 +141,7 @@ class Connection:
         return Link(socket=self.socket.fileno(), lane=lane, token=self.token)
 
     def measure(self, ask_bytes: int, answer_bytes: int, rows: int) -> LinkCost:
-        """Measures the connection with messages of the sizes of asks. The other end runs `answer_trials`.
+        """Measures the connection with messages as large as asks. The other end must run `answer_trials`.
 
         Args:
             ask_bytes: size of an ask of one row.
@@ -221,7 +221,7 @@ class Listener:
             while deadline.left_s:
                 with contextlib.suppress(queue.Empty):
                     result = results.get_nowait()
-                    if isinstance(result, BaseException):
+                    if isinstance(result, BaseException):  # the unexpected error of a thread
                         raise result
                     return result
                 with contextlib.suppress(TimeoutError):
@@ -307,11 +307,12 @@ def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
     """Makes a socket send at once, and fail if the other machine is silent for the heartbeat timeout."""
     timeout_ms = int(launch.heartbeat_timeout_s * 1000)
     tcp = socket.IPPROTO_TCP
+    # Without TCP_NODELAY, Linux delays small messages to join them.
     connected.setsockopt(tcp, socket.TCP_NODELAY, 1)
     connected.setsockopt(tcp, socket.TCP_USER_TIMEOUT, timeout_ms)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-        connected.setsockopt(tcp, option, 1)
+        connected.setsockopt(tcp, option, 1)  # seconds between packets on an idle connection
 
 
 def _send_line(connected: socket.socket, text: str) -> None:
@@ -323,7 +324,7 @@ def _read_line(connected: socket.socket, deadline: Deadline) -> str:
     """Reads a line byte by byte, because the bytes after the line must stay in the socket.
 
     Raises:
-        OSError: the connection ended, or the whole line did not arrive by the deadline.
+        OSError: the connection ended, the line is too long, or the whole line did not arrive by the deadline.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -349,7 +350,7 @@ def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
 
 def describe(link: Link) -> str:
     """Describes how far the request to a rank got, for the message about a missing answer."""
-    if not link.is_open:
+    if not link.is_open:  # no ask is open: the answer came after the decision to report it missing
         return "its answer has arrived by now"
     try:
         duplicate = socket.socket(fileno=os.dup(link.socket))
@@ -377,5 +378,5 @@ def _describe_open_link(link: Link, info: bytes) -> str:
 
 
 def _describe_progress(done: int, total: int) -> str:
-    """Returns the moved bytes of a message and its size, in words."""
+    """Returns the transferred bytes of a message and the message's size, in words."""
     return f"{format_bytes(done)} of {format_bytes(total)}"

@@ -125,9 +125,12 @@ class Recipe:
 
     @property
     def _row_sizes(self) -> tuple[int, int]:
-        """Elements of a row, and experts of a row. Raises ContractError if they differ between layers.
+        """Number of elements of a row, and number of experts that a row chooses.
 
-        A slab has rows of one size only.
+        All layers use one slab, whose rows have one size.
+
+        Raises:
+            ContractError: the numbers differ between layers.
         """
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
@@ -138,13 +141,13 @@ class Recipe:
         return rows.pop()
 
     def to_text(self) -> str:
-        """Returns the recipe as compressed text for the group's store."""
+        """Returns the recipe as compressed text (JSON, zlib, base64) for the group's store."""
         document = {
             **{name: getattr(self, name) for name in ("dtype", "max_rows", "unit", "dummy")},
             "files": [asdict(file) for file in self.files],
             "layers": {str(number): _layer_to_json(layer) for number, layer in self.layers.items()},
         }
-        packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 3)
+        packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), level=3)
         return base64.b64encode(packed).decode()
 
     @classmethod
@@ -217,60 +220,63 @@ def locate_view(
         offset: number of the tensor's element at which the view begins.
         size: shape of the view.
         strides: strides of the view, in elements.
-        source: strides of the tensor that is copied to the view.
+        source: strides of the tensor that is copied to the view, in elements, by dimension of the view.
 
     Returns:
-        Start and size of the region, and the strides of the source, in the dimensions of the tensor.
+        Start and size of the region, and the strides of the copied tensor, by dimension of the contiguous
+        tensor. A dimension in which the view has no extent gets size 1 and stride 0.
 
     Raises:
         ContractError: the view does not cover a rectangular region of the tensor.
     """
-    steps = contiguous_strides(shape)
+    tensor_strides = contiguous_strides(shape)
     start, remaining = [], offset
-    for step in steps:
-        start.append(remaining // step)
-        remaining %= step
-    region, from_source = [1] * len(shape), [0] * len(shape)
-    # Finds for each dimension of the view the dimension of the tensor with the same stride.
+    for tensor_stride in tensor_strides:
+        start.append(remaining // tensor_stride)
+        remaining %= tensor_stride
+    region_size, source_strides = [1] * len(shape), [0] * len(shape)
+    # Finds for each dimension of the view the dimension of the tensor with the same stride. Several
+    # dimensions have this stride if some have length 1. So the dimension must also be unused and long enough.
     for count, stride, source_stride in zip(size, strides, source, strict=True):
-        if count == 1:  # its stride means nothing
+        if count == 1:  # a single element has no next one, so the stride has no meaning
             continue
         dims = [
             dim
             for dim in range(len(shape))
-            if steps[dim] == stride and region[dim] == 1 and start[dim] + count <= shape[dim]
+            if tensor_strides[dim] == stride and region_size[dim] == 1 and start[dim] + count <= shape[dim]
         ]
         if not dims:
             raise ContractError(
                 f"a view of a parameter must be a rectangular region (got a view {tuple(size)} with strides "
                 f"{tuple(strides)} of a parameter {tuple(shape)}). Use spec.parallelism.mode: Pipeline"
             )
-        region[dims[0]], from_source[dims[0]] = count, source_stride
-    return tuple(start), tuple(region), tuple(from_source)
+        region_size[dims[0]], source_strides[dims[0]] = count, source_stride
+    return tuple(start), tuple(region_size), tuple(source_strides)
 
 
 def find_missing_values(layer: LayerRecipe) -> list[str]:
     """Returns the parameters and experts of a layer that get no value, or only a part of their values.
 
-    vLLM's method may pad a parameter. So an expert lacks values if another expert has more, or if the
-    checkpoint has at most half of the parameter. The biases of all experts may be missing, because vLLM
-    creates them for some checkpoints that have none. The kernels do not need scales, orders (`g_idx`) and
-    shapes of inputs.
+    vLLM's method may pad a parameter, so some elements may rightly stay empty. An expert counts as incomplete
+    if another expert has more values, or if no expert has more than half of the parameter.
+
+    The biases of all experts may be missing, because vLLM creates biases for some checkpoints without them.
+    The kernels need neither scales or shapes of inputs nor orders of inputs (`g_idx`).
     """
     missing = []
     for name, parameter in layer.parameters.items():
-        is_optional = "bias" in name and layer.topk and not parameter.pieces
-        if is_optional or any(part in name for part in ("input", "shape", "g_idx")):
+        is_missing_bias = "bias" in name and layer.topk and not parameter.pieces
+        if is_missing_bias or any(part in name for part in ("input", "shape", "g_idx")):
             continue
-        filled = [0] * layer.experts
+        num_filled = [0] * layer.experts
         for piece in parameter.pieces:
             piece_elements = math.prod(piece.size[1:])
             for expert in range(piece.start[0], piece.start[0] + piece.size[0]):
-                filled[expert] += piece_elements
-        largest, complete = max(filled), math.prod(parameter.shape[1:])
+                num_filled[expert] += piece_elements
+        most_filled, expert_elements = max(num_filled), math.prod(parameter.shape[1:])
         missing += [
             f"{name} of expert {expert}"
-            for expert, count in enumerate(filled)
-            if count < largest or 2 * largest <= complete
+            for expert, count in enumerate(num_filled)
+            if count < most_filled or 2 * most_filled <= expert_elements
         ]
     return missing

@@ -13,8 +13,9 @@ def asking_lanes(plan: Plan, asking: RankAssignment) -> tuple[RankAssignment, ..
     """Returns the ranks behind the asking rank's lanes, by lane; for another pod, its first rank."""
     ranks = plan.feed_forward_ranks_of(asking)
     own = tuple(rank for rank in ranks if rank.pod == asking.pod)
-    firsts = {rank.pod: rank for rank in reversed(ranks) if rank.pod != asking.pod}
-    return (*own, *sorted(firsts.values(), key=lambda rank: rank.rank))
+    # Reversed, so that the pod's first rank replaces the pod's later ranks.
+    first_of_pod = {rank.pod: rank for rank in reversed(ranks) if rank.pod != asking.pod}
+    return (*own, *sorted(first_of_pod.values(), key=lambda rank: rank.rank))
 
 
 def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
@@ -26,5 +27,5 @@ def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
 def relayed_lanes(
     lanes: Sequence[RankAssignment], asking: RankAssignment
 ) -> tuple[tuple[int, RankAssignment], ...]:
-    """Returns the lanes that stand for other pods: their numbers, and the ranks behind them."""
+    """Returns number and rank of each lane that stands for another pod than the asking rank's."""
     return tuple((lane, rank) for lane, rank in enumerate(lanes) if rank.pod != asking.pod)

@@ -1,4 +1,6 @@
-"""Computes the experts of a slot with vLLM's kernel. Imports torch and vLLM.
+"""Computes experts on the GPU with vLLM's kernel. Imports torch and vLLM.
+
+The weights are in a slot: a part of the GPU's ring (weight_ring.py) with copies of some experts of a layer.
 
 Source: vllm/model_executor/layers/fused_moe/fused_moe.py::fused_experts,
 vllm/model_executor/layers/fused_moe/fused_moe.py::try_get_optimal_moe_config@v0.32.0.
@@ -23,11 +25,11 @@ ROW_UNIT: Final = 16
 def pad_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Adds rows of weight 0, up to a multiple of ROW_UNIT. Returns rows, ids and weights."""
-    missing = -x.shape[0] % ROW_UNIT
-    if not missing:
+    """Returns rows, ids and weights with more rows of weight 0, up to a multiple of ROW_UNIT rows."""
+    num_added = -x.shape[0] % ROW_UNIT
+    if not num_added:
         return x, ids, weights
-    padding = (0, 0, 0, missing)  # no columns; rows only at the end
+    padding = (0, 0, 0, num_added)  # torch's order: columns before and after, rows before and after
     return pad(x, padding), pad(ids, padding), pad(weights, padding)
 
 
@@ -62,19 +64,22 @@ def rows_of_each_kernel(
 ) -> list[int]:
     """Returns one number of rows for each kernel that vLLM would compile for these numbers.
 
+    Computing a slot with each returned number compiles all kernels before requests need them.
+
     Args:
+        slot_experts: number of experts in a slot.
         rows: possible numbers of rows, multiples of ROW_UNIT.
     """
 
-    def config(number: int) -> object:
+    def kernel_settings(num_rows: int) -> object:
         """Returns vLLM's settings of the kernel for a number of rows."""
         settings: dict[str, object] = try_get_optimal_moe_config(
             (slot_experts, 2 * recipe.inner, recipe.hidden),
             (slot_experts, recipe.hidden, recipe.inner),
             recipe.topk,
             _get_config_dtype_str(dtype),
-            number,
+            num_rows,
         )
         return tuple(sorted(settings.items()))
 
-    return first_of_each_kind(config, rows)
+    return first_of_each_kind(kernel_settings, rows)

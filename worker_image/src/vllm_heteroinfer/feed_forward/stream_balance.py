@@ -1,4 +1,4 @@
-"""How many of a layer's experts the GPU computes while CPUs compute the others. PURE.
+"""Chooses how many of a layer's experts the GPU computes while CPUs compute the others. PURE.
 
 A step computes its layers one after the other. The gap is the time between a layer's answer and the next
 layer's ask; CPUs wait then, but copies to the GPU go on.
@@ -61,9 +61,9 @@ class Measured:
     def gpu_experts(self, gap_s: float, ahead: int) -> int:
         """Returns the number of experts on the GPU with which a step takes the least time.
 
-        GPU and CPUs finish together at the best division, so a binary search finds it. All experts on the GPU
-        are simpler than a division, and none are the simplest. A simpler choice is taken unless the other one
-        gains enough (LEAST_GAIN).
+        GPU and CPUs finish together at the best division, so a binary search finds it. A simpler choice wins
+        unless the other choice is clearly faster (LEAST_GAIN): all experts on the GPU are simpler than a
+        division, and no experts on the GPU are the simplest.
 
         Args:
             gap_s: time between a layer's answer and the next ask.
@@ -76,6 +76,7 @@ class Measured:
                 high = middle
             else:
                 low = middle + 1
+        # The times meet between this number and the one below it. The faster of the two is best.
         best = min((max(low - 1, 0), low), key=lambda each: self.period_s(each, gap_s, ahead))
         best_s = self.period_s(best, gap_s, ahead)
         gpu_alone_s = self.period_s(self.experts, gap_s, ahead)
@@ -99,7 +100,8 @@ class Measured:
     def _gpu_period_s(self, gpu_experts: int, gap_s: float, ahead: int, copy_s: float) -> float:
         """Returns the time that a layer takes on the GPU. `copy_s` is the time to copy all experts.
 
-        Copies run beside the computation and during the gap. Only `ahead` experts can be copied in the gap.
+        The GPU copies and computes at the same time, so the longer of the two counts. The computation begins
+        after the gap, and so do the copies of all experts except the first `ahead`.
         """
         part = gpu_experts / self.experts
         copied_later_s = max(0, gpu_experts - ahead) / self.experts * copy_s
@@ -118,7 +120,10 @@ class Measured:
         )
 
     def extrapolate(self, rows: int) -> "Measured":
-        """Returns the times for more rows: all grow in proportion, except those of copies."""
+        """Returns the times for more rows: all grow in proportion, except those of copies.
+
+        The time of the GPU alone grows only once its computation takes longer than its copies.
+        """
         factor = rows / self.rows
         copies = {"copy_s": self.copy_s, "gpu_alone_s": max(self.gpu_alone_s, factor * self.compute_s)}
         grown = {name: factor * getattr(self, name) for name in _SECONDS if name not in copies}
@@ -141,14 +146,15 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     """
     measured: list[Measured] = []
     gpu_experts = experts // 2
-    run(sizes[0], gpu_experts)  # not measured: the first run also makes tables and loads kernels
+    run(sizes[0], gpu_experts)  # its times do not count: it also builds tables and loads kernels
     for rows in sizes:
         cpus_alone = _run_twice(run, rows, 0)
         gpu_alone = _run_twice(run, rows, experts)
         tries = []
         for _ in range(TRIES):
             both = run(rows, gpu_experts)
-            # From the experts of each side to all experts, so that tries with different divisions compare.
+            # Scales the times of each side from its own experts to all experts, so that tries with different
+            # divisions are comparable.
             cpu_factor, gpu_factor = experts / (experts - gpu_experts), experts / gpu_experts
             tries.append(
                 Measured(
@@ -162,9 +168,9 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
                     compute_s=both.compute_s * gpu_factor,
                 )
             )
-            best = tries[-1].gpu_experts(0.0, experts)
-            gpu_experts = min(max(best, 1), experts - 1)  # each side needs an expert, or it is not measured
-        # The fastest try, because other load on the host only adds time.
+            best = tries[-1].gpu_experts(gap_s=0.0, ahead=experts)
+            gpu_experts = min(max(best, 1), experts - 1)  # to measure a side, it needs an expert
+        # Keeps the fastest try, because other load on the host only adds time.
         measured.append(min(tries, key=lambda each: each.copy_s + each.cpu_s + each.compute_s))
         if cpus_alone.period_s > LONGEST_S:
             break
@@ -207,12 +213,12 @@ class Balance:
         return next((rows for rows in possible if self.gpu_experts(rows, 0.0, ahead)), 0)
 
     def _times_for(self, rows: int) -> Measured:
-        """Returns the times for at least as many rows as the first measurement has."""
-        after = bisect_left(self._rows, rows)
-        if after == len(self._rows):
+        """Returns the times for `rows`, which must be at least the first measurement's number of rows."""
+        index = bisect_left(self._rows, rows)  # of the first measurement with at least this number of rows
+        if index == len(self._rows):
             return self.measured[-1].extrapolate(rows)
-        high = self.measured[after]
-        return high if high.rows == rows else self.measured[after - 1].interpolate(high, rows)
+        above = self.measured[index]
+        return above if above.rows == rows else self.measured[index - 1].interpolate(above, rows)
 
     def describe(self) -> str:
         """Returns the measurements as text for the log."""
@@ -237,8 +243,9 @@ class Gaps:
 
     def note(self, rows: int, seconds: float) -> None:
         """Adds a measured gap to the moving average, with a weight of a quarter."""
-        before = self._by_size.get(rows.bit_length(), seconds)
-        self._by_size[rows.bit_length()] = before + (seconds - before) / 4
+        size = rows.bit_length()
+        average_s = self._by_size.get(size, seconds)
+        self._by_size[size] = average_s + (seconds - average_s) / 4
 
     def gap_s(self, rows: int) -> float:
         """Returns the gap for about this number of rows, or else for the next smaller one measured.
@@ -268,7 +275,7 @@ def rows_to_measure(captured_rows: int, most: int) -> Iterator[int]:
 
 
 def first_of_each_kind(kind: Callable[[int], object], numbers: Sequence[int]) -> list[int]:
-    """Returns the first number of each kind, in their order."""
+    """Returns the first number of each kind, in the order of `numbers`."""
     found: dict[object, int] = {}
     for number in numbers:
         found.setdefault(kind(number), number)

@@ -19,7 +19,7 @@ class StreamTimes:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, list[Events]]]:
-        """Records inside this context. Yields the begin and end events of all work, by the work's name."""
+        """Turns the recording on in this context. Yields the work's begin and end events, by its name."""
         self._spans = {}
         try:
             yield self._spans
@@ -28,7 +28,7 @@ class StreamTimes:
 
     @contextlib.contextmanager
     def span(self, work: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Marks the begin and end of the work that this context puts into a stream."""
+        """Records begin and end of the work that this context puts into a stream, if `recording` is on."""
         if self._spans is None:
             yield
             return
@@ -40,7 +40,7 @@ class StreamTimes:
 
 
 def total_s(spans: list[Events]) -> float:
-    """Returns the seconds of all spans. The device must have reached their ends."""
+    """Returns the seconds of all spans together. The device must have reached their ends."""
     return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
 
 
@@ -53,7 +53,7 @@ class GapTimes:
 
     def __init__(self) -> None:
         self._gaps = Gaps()
-        self._answered: tuple[int, int, torch.cuda.Event] | None = None
+        self._last_answer: tuple[int, int, torch.cuda.Event] | None = None
         self._unread: deque[tuple[int, Events]] = deque()
 
     def gap_s(self, rows: int) -> float:
@@ -61,11 +61,12 @@ class GapTimes:
         return self._gaps.gap_s(rows)
 
     def note_ask(self, layer: int, rows: int) -> None:
-        """Notes that the stream has reached the ask for a layer, and reads the gaps that have ended."""
-        if self._answered is not None:
-            before, before_rows, answer_event = self._answered
-            self._answered = None
-            if before < layer and before_rows == rows:  # both in the same step
+        """Ends a gap at this place of the stream, and reads the gaps whose end the device has reached."""
+        if self._last_answer is not None:
+            answered_layer, answered_rows, answer_event = self._last_answer
+            self._last_answer = None
+            is_same_step = answered_layer < layer and answered_rows == rows
+            if is_same_step:
                 self._unread.append((rows, (answer_event, _record_event())))
         while self._unread:
             measured_rows, (begin, end) = self._unread[0]
@@ -75,8 +76,8 @@ class GapTimes:
             self._gaps.note(measured_rows, begin.elapsed_time(end) / 1e3)
 
     def note_answer(self, layer: int, rows: int) -> None:
-        """Notes that the stream has reached the answer for a layer."""
-        self._answered = (layer, rows, _record_event())
+        """Begins a gap at this place of the stream, after the answer for a layer."""
+        self._last_answer = (layer, rows, _record_event())
 
 
 def _record_event() -> torch.cuda.Event:

@@ -56,7 +56,7 @@ class WeightRing:
         self._stream = torch.cuda.Stream()
 
     def start_copy(self, load: Load) -> int:
-        """Starts to copy a load, once a slot is free. Returns the slot."""
+        """Starts to copy a load, unless `start_early_copy` did. Returns the slot."""
         slot, is_copied = self._order.take(load.content)
         if not is_copied:
             self._copy_into(slot, load)
@@ -69,22 +69,24 @@ class WeightRing:
             self._copy_into(slot, load)
 
     def _copy_into(self, slot: int, load: Load) -> None:
-        """Puts the copies of a load into the copy stream."""
+        """Puts the copies of a load's arrays into the copy stream."""
         content, memory = load.content, self._slots[slot]
         offsets = iter(load.slot_offsets(self.slot_experts))
-        self._stream.wait_event(self._unpacked[slot])  # the slot's former content is still needed until then
+        self._stream.wait_event(self._unpacked[slot])  # until then, the former content is still needed
         with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
             for rank in load.ranks:
-                skipped = content.first - rank.offered.first_expert
-                for begin, expert_bytes in rank.arrays:
+                experts_before = content.first - rank.offered.first_expert
+                for array_begin, expert_bytes in rank.arrays:
                     offset, length = next(offsets), content.experts * expert_bytes
-                    source = rank.memory[begin + skipped * expert_bytes :][:length]
+                    source = rank.memory[array_begin + experts_before * expert_bytes :][:length]
                     memory[offset : offset + length].copy_(source, non_blocking=True)
                     self.copied_bytes += length
         self._copied[slot].record(self._stream)
 
     def unpack(self, slot: int, load: Load, recipe: LayerRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unpacks a load in the current stream, once it is copied.
+        """Puts the unpacking of a slot's load into the current stream, after the copy of the load.
+
+        Each rank of the load has some columns of its experts. The result has all columns.
 
         Returns:
             w13 [slot_experts, 2 * inner, hidden] and w2 [slot_experts, hidden, inner], valid until the next
@@ -93,11 +95,13 @@ class WeightRing:
         stream, experts = torch.cuda.current_stream(), load.content.experts
         stream.wait_event(self._copied[slot])
         hidden, inner = recipe.hidden, recipe.inner
-        elements = self.slot_experts * 2 * inner * hidden
-        w13 = self._buffer[:elements].view(self.slot_experts, 2 * inner, hidden)
-        w2 = self._buffer[elements : elements + elements // 2].view(self.slot_experts, hidden, inner)
-        halves = w13[:experts].view(experts, 2, inner, hidden)
-        w2_columns = w2[:experts].unsqueeze(1)
+        w2_elements = self.slot_experts * hidden * inner
+        w13_elements = 2 * w2_elements
+        w13 = self._buffer[:w13_elements].view(self.slot_experts, 2 * inner, hidden)
+        w2 = self._buffer[w13_elements : w13_elements + w2_elements].view(self.slot_experts, hidden, inner)
+        # `unpack` takes [experts, parts, columns, inputs]: w13 has gates and ups as parts, w2 has one part.
+        w13_parts = w13[:experts].view(experts, 2, inner, hidden)
+        w2_parts = w2[:experts].unsqueeze(1)
         offsets = iter(load.slot_offsets(self.slot_experts))
         with self._times.span(UNPACK, stream):
             for rank in load.ranks:
@@ -107,7 +111,7 @@ class WeightRing:
                     slot, rank, experts, [next(offsets) for _ in rank.arrays]
                 )
                 matrix13, matrix2 = rank.matrices
-                gates_and_ups, inputs = halves[:, :, first:end], w2_columns[..., first:end]
+                gates_and_ups, inputs = w13_parts[:, :, first:end], w2_parts[..., first:end]
                 self._unpacker.unpack(matrix13, codes13, scales13, gates_and_ups, gated=True)
                 self._unpacker.unpack(matrix2, codes2, scales2, inputs, gated=False)
         self._unpacked[slot].record(stream)
