@@ -58,7 +58,7 @@ class OwnExpertAsks:
         Ids of other ranks' experts are below 0.
         """
         x, ids, weights, y = self._asks.first_rows(rows)
-        # The subtraction makes the ids of earlier ranks' experts negative. The mask then sets the ids of later
+        # The subtraction makes the ids of earlier ranks' experts negative. The mask sets the ids of later
         # ranks' experts to -1.
         local_ids = torch.sub(ids, self._own.first, out=self.ids[:rows])
         return x, local_ids.masked_fill_(local_ids >= self._own.count, -1), weights, y

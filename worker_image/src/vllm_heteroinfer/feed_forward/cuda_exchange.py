@@ -82,6 +82,7 @@ class Kernels:
         self._raise_if_failed(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         self._module = module
         self._launch = self._driver.cuLaunchKernel
+        # Function; grid (3 sizes), block (3 sizes) and shared memory; stream, arguments and options.
         self._launch.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
 
     def function(self, name: str) -> ctypes.c_void_p:
@@ -123,7 +124,7 @@ class Kernels:
 
 
 def register_memory(memory: torch.Tensor) -> None:
-    """Lets the current device copy to and from host memory, and map it; raises CudaError if it cannot."""
+    """Pins host memory and maps it for the current device; raises CudaError if CUDA refuses this."""
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, HOST_REGISTER_MAPPED)
     if int(status) != 0:
         raise CudaError(
@@ -224,9 +225,9 @@ class CudaExchange:
             **self._fixed_params,
         )
         arguments = _pointers_to(params)
-        parts = rows * self._fixed_params["row_parts"]
+        num_parts = rows * self._fixed_params["row_parts"]  # a thread copies one part at once
         max_blocks = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
-        blocks = max(1, min(max_blocks, -(-parts // THREADS)))
+        blocks = max(1, min(max_blocks, -(-num_parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
 
@@ -259,7 +260,7 @@ def compile_source(source: Path, architecture: str) -> bytes:
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:
         raise CudaError(
-            f"{source.name}: NVRTC cannot compile it for {architecture} (error {status}: "
+            f"{source.name}: NVRTC cannot compile this file for {architecture} (error {status}: "
             f"{_compile_log(nvrtc, program)}). Report this, and name the GPU"
         )
     size = ctypes.c_size_t()

@@ -190,7 +190,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
     """Returns the error for a feed-forward rank that sent no answer within `late_s` seconds.
 
     Args:
-        note: for a rank of another pod: how far the ask to this rank got.
+        note: for a rank of another pod, " (how far the ask to this rank got)".
     """
     return LaneError(
         rank,
@@ -221,13 +221,13 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
 
 
 def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
-    """Sends a test pattern to `ranks` ranks, which return it.
+    """Sends a test pattern to `ranks` ranks, and checks that each rank returned the pattern.
 
     Raises:
         RuntimeError: the sum of the answers is wrong.
     """
     rows = min(shape.max_rows, 64)
-    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # small, so that MAX_LANES add up exactly in bfloat16
+    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # small, so the sum of MAX_LANES is exact in bfloat16
     x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
     ids = weights = None
     if shape.topk:
@@ -277,7 +277,7 @@ class Watch:
             )
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and waits up to 5 s for its end."""
         self._ended.set()
         self._thread.join(5.0)
 
@@ -292,7 +292,7 @@ class Watch:
                 return
 
     def _observe_lanes(self) -> SlabState:
-        """Reads the state of the slab."""
+        """Reads the slab's control words for the judge."""
         slab = self._slab
         asked, gave_up = slab.asked, slab.device_gave_up
         views = [slab.read_lane(lane) for lane in range(len(self._lanes))]

@@ -50,7 +50,7 @@ class ExpertShape:
 
 
 class ExpertWeights:
-    """Reads a layer's experts in one format."""
+    """Reads this rank's part of a layer's experts, in the format that the layer's parameters show."""
 
     def __init__(self, reader: LayerReader, shape: ExpertShape) -> None:
         """Recognizes the format; raises ContractError if no kernel computes it."""
@@ -229,9 +229,9 @@ class ExpertWeights:
         if self._find_dtype("w13_weight") != _FP8 or self._find_dtype(scale) != torch.float32:
             return False
         columns, inputs = self._reader.shape("w13_weight")
-        halves = 2 if self._shape.gated else 1
-        blocks = (halves * -(-(columns // halves) // _BLOCK), -(-inputs // _BLOCK))
-        return self._reader.shape(scale) == blocks
+        halves = 2 if self._shape.gated else 1  # gates and ups have blocks of their own
+        blocks_per_half = -(-(columns // halves) // _BLOCK)
+        return self._reader.shape(scale) == (halves * blocks_per_half, -(-inputs // _BLOCK))
 
     def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
@@ -250,11 +250,11 @@ class ExpertWeights:
         """
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._columns_and_inputs(w13)
-        # This rank's columns may end inside of a block, so some of the repeated scales are not of its
-        # columns. If w13 has gates and ups, each half of the scales is cut.
+        # This rank's columns may end inside of a block. Then the last repeated scales belong to columns of
+        # another rank, and are cut off. If w13 has gates and ups, each half of the scales is cut.
         if w13 and self._shape.gated:
-            first_up, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
-            scales = torch.cat((scales[:blocks], scales[first_up : first_up + blocks]))
+            first_up, scales_per_half = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
+            scales = torch.cat((scales[:scales_per_half], scales[first_up : first_up + scales_per_half]))
         else:
             scales = scales[: -(-columns // SHARED_COLUMNS)]
         form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_BLOCK)
@@ -344,7 +344,7 @@ class ExpertWeights:
         """Reads FP4 with an FP8 scale for 16 inputs, and a float32 factor.
 
         w2 has one factor, w13 one or one for each half. compressed-tensors stores the divisor
-        (`_global_scale`), ModelOpt the factor (`_scale_2`).
+        (`_global_scale`), ModelOpt the factor (`_scale_2`). The kernels need a factor for each column.
         """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
         columns, _ = self._columns_and_inputs(w13)
@@ -365,9 +365,10 @@ class ExpertWeights:
 
     def _recognize_packed(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes compressed-tensors' format: int32 words with codes of one column."""
-        packed = self._reader.shape("w13_weight_packed")
+        words_per_column = self._reader.shape("w13_weight_packed")[1]
         # With g_idx, the checkpoint orders its inputs by their activations, which no kernel supports.
-        if packed[1] * _NIBBLES != self._shape.hidden or self._reader.has("w13_weight_g_idx"):
+        has_input_order = self._reader.has("w13_weight_g_idx")
+        if words_per_column * _NIBBLES != self._shape.hidden or has_input_order:
             raise self._build_refusal()
         return self._read_int4_packed, "int4"
 
@@ -413,6 +414,9 @@ class ExpertWeights:
         """Returns the number of inputs that share a scale; 0 if all inputs do and there are no zero points.
 
         The kernels subtract zero points from groups only, so with zero points all inputs are one group.
+
+        Args:
+            scales: number of scales of a column in the parameter, which has the inputs of all ranks.
         """
         inputs = self._shape.hidden if w13 else self._shape.own.total
         return 0 if scales == 1 and not has_zeros else inputs // scales
@@ -427,10 +431,10 @@ class ExpertWeights:
 
     def _recognize_awq_or_gptq(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
-        rows, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
-        if rows == hidden:
+        words, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden  # along the inputs
+        if words == hidden:
             return self._read_awq, "int4 (AWQ)"
-        if rows * _NIBBLES == hidden:
+        if words * _NIBBLES == hidden:
             return self._read_gptq, "int4 (GPTQ)"
         raise self._build_refusal()
 

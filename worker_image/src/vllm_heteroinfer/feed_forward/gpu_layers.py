@@ -1,4 +1,4 @@
-"""Layers whose experts a GPU can compute, and where ranks have their weights. Imports torch."""
+"""Finds the layers whose experts a GPU can compute, with the places of the ranks' weights. Imports torch."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -148,7 +148,7 @@ def find_gpu_layers(
 
     Args:
         offers: where each feed-forward rank has its weights, by rank.
-        map_memory: maps a rank's memory.
+        map_memory: maps a rank's memory for the GPU. Called only for ranks whose weights the GPU uses.
     """
     layers_by_rank = {rank: {layer.layer: layer for layer in offer.layers} for rank, offer in offers.items()}
     obstacles: dict[str, list[int]] = {}
@@ -174,7 +174,8 @@ def find_gpu_layers(
         layers[number] = GpuLayer(number, layer, ranks)
     for obstacle, numbers in obstacles.items():
         _logger.warning(
-            "layers %s: CPU ranks compute all experts, also of long batches, because the GPU cannot (%s)",
+            "layers %s: CPU ranks compute all experts, also of long batches, because the GPU cannot compute "
+            "any (%s)",
             numbers,
             obstacle,
         )

@@ -53,8 +53,9 @@ def load_parts(
     """Reads and packs this rank's part of the recipe's layers.
 
     Args:
+        own: this rank's share in the plan, with the rule by which the ranks divide layers.
         shares: agreed shares of the feed-forward ranks that read this recipe.
-        index: index of this rank among them.
+        index: index of this rank in `shares`.
 
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.
@@ -74,6 +75,7 @@ def load_parts(
             columns = Span(total=layer.inner, first=0, end=layer.inner)
             experts = Span(total=layer.experts, first=0, end=layer.experts)
             if by_experts:
+                # The same in each layer, because all layers have the same number of experts.
                 experts = own_experts = share_experts(layer.experts, shares)[index]
             else:
                 columns = share_columns(layer.inner, shares, recipe.unit)[index]

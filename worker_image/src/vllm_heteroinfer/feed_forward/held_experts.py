@@ -117,7 +117,7 @@ def activation_of(recipe: LayerRecipe) -> Activation:
             f"experts: activation must be one of {', '.join(sorted(_KINDS))}, {ALTERNATING} in HeteroInfer's "
             f"CPU kernels (got {name!r}). Use spec.parallelism.mode: Pipeline with GPU roles only"
         )
-    gated = not name.endswith(_UNGATED) and name != "relu2"
+    gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 has no gate in either case
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)
 
 
@@ -159,24 +159,10 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
         or weights.unquantized_dtype == torch.float32
     ):
         if weights.unquantized_dtype is None:
-            if library is None:
-                reason = "there are no kernels for this CPU"
-            elif dtype not in ELEMENTS:
-                types = ", ".join(str(each).removeprefix("torch.") for each in ELEMENTS)
-                reason = f"engine.dtype must be one of {types} (got {str(dtype).removeprefix('torch.')})"
-            else:
-                reason = (
-                    f"hidden size and columns per rank must be multiples of {SHARED_COLUMNS} (got "
-                    f"{recipe.hidden} and {part.columns.count})"
-                )
-            raise ContractError(
-                f"experts: HeteroInfer's CPU kernels cannot compute this layer in {weights.name}: {reason}. "
-                "Use the bf16 version of the model, or lower feedForward.layers, so that the GPU computes "
-                "the layer"
-            )
+            raise _build_refusal(library, weights, recipe, part, dtype)
         return _TorchExperts(weights, part, activation, biased=has_biases)
-    # These kernels need AVX-512 (`library.paths` is empty without it). They are faster than those of any
-    # format.
+    # The kernels for bf16 and FP8 with SiLU are faster than the kernels for any format. They need AVX-512:
+    # `library.paths` is empty without it.
     fits_swish_kernel = (
         library.paths and activation == Activation() and not has_biases and dtype == torch.bfloat16
     )
@@ -185,8 +171,32 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     return _CodedFormatExperts(library, weights, part, activation, dtype, biased=has_biases)
 
 
+def _build_refusal(
+    library: KernelLibrary | None,
+    weights: ExpertWeights,
+    recipe: LayerRecipe,
+    part: OwnPart,
+    dtype: torch.dtype,
+) -> ContractError:
+    """Returns the error for quantized experts that no kernel of this CPU computes."""
+    if library is None:
+        reason = "there are no kernels for this CPU"
+    elif dtype not in ELEMENTS:
+        types = ", ".join(str(each).removeprefix("torch.") for each in ELEMENTS)
+        reason = f"engine.dtype must be one of {types} (got {str(dtype).removeprefix('torch.')})"
+    else:
+        reason = (
+            f"hidden size and columns per rank must be multiples of {SHARED_COLUMNS} (got {recipe.hidden} "
+            f"and {part.columns.count})"
+        )
+    return ContractError(
+        f"experts: HeteroInfer's CPU kernels cannot compute this layer in {weights.name}: {reason}. Use the "
+        "bf16 version of the model, or lower feedForward.layers, so that the GPU computes the layer"
+    )
+
+
 def _describe_part(part: PackedPart) -> PackedMatrix:
-    """Returns a matrix that `kernels.coded_experts` packed, with what another process needs to unpack it."""
+    """Describes a matrix that `kernels.coded_experts` packed, so that another process can unpack it."""
     return PackedMatrix(
         packed=part.packed, columns=part.columns, inputs=part.inputs, format=part.format, has_headers=True
     )
@@ -221,8 +231,9 @@ class _SwishExperts:
         w2_scales: list[torch.Tensor] = []
         for local in range(self.count):
             expert = part.experts.first + local
-            for packed, gates in ((w13, True), (w2, False)):
-                pack_expert(library, packed[local], weights.read_floats(expert, w13=gates), gates=gates)
+            for packed, is_w13 in ((w13, True), (w2, False)):
+                floats = weights.read_floats(expert, w13=is_w13)
+                pack_expert(library, packed[local], floats, gates=is_w13)
             if not is_unquantized:
                 w13_scales.append(weights.block_scales(expert, w13=True))
                 w2_scales.append(weights.block_scales(expert, w13=False))
@@ -254,7 +265,10 @@ class _MatrixPacker:
         self._biases: list[torch.Tensor] = []
 
     def pack(self, local: int, expert: int, *, biased: bool) -> None:
-        """Reads the matrix of an expert of the layer, and packs it as expert `local` of this rank."""
+        """Reads the matrix of an expert of the layer, and packs it as expert `local` of this rank.
+
+        The first call allocates memory for all experts, because all have the first expert's format and size.
+        """
         weight = self._weights.read_coded(expert, w13=self._w13)
         if self._part is None:
             self._part = allocate_part(
@@ -303,6 +317,7 @@ class _CodedFormatExperts:
         self.packed: Sequence[torch.Tensor] = [w13.part.packed, w2.part.packed]
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.coded_paths)})"
+        # A GPU computes only gated experts without biases.
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
             self.matrices = (_describe_part(w13.part), _describe_part(w2.part))
@@ -320,23 +335,14 @@ class _TorchExperts:
         """Reads this rank's part of each expert, w13 of all experts into one tensor and w2 into another."""
         self._activation, self.count = activation, part.experts.count
         own_experts = range(part.experts.first, part.experts.end)
-        self._weights: list[torch.Tensor] = []
-        biases: list[list[torch.Tensor | None]] = []
-        for w13 in (True, False):  # first w13, then w2
-            sample = weights.read_floats(own_experts[0], w13=w13)
-            all_experts = weight_memory.empty((self.count, *sample.shape), sample.dtype)
-            for local, expert in enumerate(own_experts):
-                # A copy, because `read_floats` may return a view of a file.
-                all_experts[local].copy_(weights.read_floats(expert, w13=w13))
-            self._weights.append(all_experts)
-            biases.append([weights.read_bias(expert, w13=w13) if biased else None for expert in own_experts])
-        self._w13_biases, self._w2_biases = biases
+        w13, self._w13_biases = _read_all(weights, own_experts, w13=True, biased=biased)
+        w2, self._w2_biases = _read_all(weights, own_experts, w13=False, biased=biased)
+        self._weights = (w13, w2)
         self.packed: Sequence[torch.Tensor] = self._weights
-        # The GPU computes only gated experts without biases.
+        # A GPU computes only gated experts without biases.
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
-            w13_weights, w2_weights = self._weights
-            self.matrices = (PackedMatrix.of(w13_weights, None), PackedMatrix.of(w2_weights, None))
+            self.matrices = (PackedMatrix.of(w13, None), PackedMatrix.of(w2, None))
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} (torch)"
 
@@ -374,6 +380,19 @@ class _TorchExperts:
             if up is None
             else activated * (up.clamp(-activation.limit, activation.limit) + activation.offset)
         )
+
+
+def _read_all(
+    weights: ExpertWeights, own_experts: range, *, w13: bool, biased: bool
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Reads w13 or w2 of a rank's experts. Returns [experts, columns, inputs], and each expert's bias."""
+    sample = weights.read_floats(own_experts[0], w13=w13)
+    all_experts = weight_memory.empty((len(own_experts), *sample.shape), sample.dtype)
+    for local, expert in enumerate(own_experts):
+        # A copy, because `read_floats` may return a view of a file.
+        all_experts[local].copy_(weights.read_floats(expert, w13=w13))
+    biases = [weights.read_bias(expert, w13=w13) if biased else None for expert in own_experts]
+    return all_experts, biases
 
 
 def _join_scales(scales: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -31,7 +31,8 @@ class LoadedReader(LayerReader):
     def has(self, name: str) -> bool:
         """Returns whether the layer has a parameter that its format uses.
 
-        vLLM creates an order of inputs (`_g_idx`) also for checkpoints whose format has none.
+        vLLM creates the parameter for the order of inputs (`_g_idx`) even if the format has no order. So the
+        answer for this parameter comes from the format.
         """
         if name.endswith("_g_idx"):
             return _orders_inputs(self._module.quant_method)
@@ -41,7 +42,7 @@ class LoadedReader(LayerReader):
         """Returns a view of a region of an expert's parameter.
 
         Args:
-            ranges: of each dimension of the parameter; None or omitted for all indices.
+            ranges: range of indices for each dimension of the parameter; None or omitted for all indices.
         """
         values: torch.Tensor = self._module._parameters[name].data[expert]
         for dim, indices in enumerate(ranges):
@@ -69,7 +70,7 @@ def pack_loaded_experts(module: Any, dtype: torch.dtype) -> held_experts.Experts
 
 
 def _orders_inputs(method: Any) -> bool:
-    """Returns whether a checkpoint of 4 bits orders its inputs by their activations."""
-    config = getattr(method, "quant_config", None)
-    ordered = getattr(getattr(method, "weight_quant", None), "actorder", None)
-    return bool(getattr(config, "desc_act", False)) or ordered == "group"
+    """Returns whether a checkpoint of 4 bits orders its inputs by their activations (GPTQ's act-order)."""
+    config = getattr(method, "quant_config", None)  # GPTQ has `desc_act`
+    compressed_order = getattr(getattr(method, "weight_quant", None), "actorder", None)  # compressed-tensors
+    return bool(getattr(config, "desc_act", False)) or compressed_order == "group"

@@ -44,10 +44,11 @@ class RemoteMlp(torch.nn.Module):
     """Replaces a dense layer's MLP, which feed-forward ranks compute."""
 
     def __init__(self, layer: int, *, reduces: bool) -> None:
-        """Replaces the MLP of a layer.
+        """Prepares the replacement of a layer's MLP.
 
         Args:
-            reduces: whether the MLP adds the parts of all ranks of the stage.
+            layer: number of the decoder layer.
+            reduces: whether the replaced MLP adds the parts of all ranks of the stage.
         """
         super().__init__()
         self._layer, self._reduces = layer, reduces
@@ -101,7 +102,7 @@ class RecordedMlp:
         """Yields each parameter under an expert parameter's name: `w13_` for gate and up, `w2_` for down."""
         for name, parameter in self._down.named_parameters(recurse=False):
             if name == "bias" and self._down.tp_rank:
-                continue  # only the first rank of a stage adds it
+                continue  # only the first rank of a stage adds the bias
             yield f"w2_{name}", RecordedParameter(parts=(parameter,), shape=(1, *parameter.shape))
         for name, parameter in self._ups[0].named_parameters(recurse=False):
             parts = tuple(getattr(linear, name) for linear in self._ups)
@@ -112,8 +113,9 @@ class RecordedMlp:
         """Does nothing, because the MLP is in the model already."""
 
     def end(self) -> None:
-        """Replaces the MLP in the model."""
+        """Replaces the MLP in the model by a `RemoteMlp`."""
         down = self._down
+        # If vLLM's down layer adds the parts of all ranks of the stage, the replacement must do so, too.
         reduces = isinstance(down, RowParallelLinear) and down.reduce_results and down.tp_size > 1
         setattr(self._layer, self._name, RemoteMlp(self._index, reduces=reduces))
 
@@ -132,10 +134,7 @@ class RecordedMlp:
 
 
 def _could_be_mlp(module: torch.nn.Module) -> bool:
-    """Returns whether a module may be a layer's MLP.
-
-    It may if it has linear layers of a decoder, no experts, and one input.
-    """
+    """Returns whether a module may be a layer's MLP: it has linear layers, no experts, and one input."""
     linears = [each for each in module.modules() if isinstance(each, LinearBase)]
     # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0). So its
     # MLPs must not be mistaken for those of the decoder.
@@ -143,7 +142,7 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
         return False
     required_parameters = [
         parameter
-        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
+        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]  # no `self`
         if parameter.default is inspect.Parameter.empty
         and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
@@ -154,8 +153,8 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
     """Returns an MLP's activation, its gate and up layers (or one layer with both), and its down layer.
 
-    Runs the MLP with random numbers as the outputs of its linear layers. The numbers that it computes between
-    them must be those of a known activation.
+    Runs the MLP with random numbers as the outputs of its linear layers. The input of its last linear layer
+    must then be a known activation of the other layers' outputs.
 
     Raises:
         _NoMlpError: the module computes something else.
@@ -200,7 +199,7 @@ def _find_activation(
         for gate_and_up in possible_orders
     ]
     distance, activation, gate_and_up = min(candidates, key=lambda candidate: candidate[0])
-    if distance > _MAX_DISTANCE or (gated and activation == "relu2"):
+    if distance > _MAX_DISTANCE or (gated and activation == "relu2"):  # no kernel computes relu2 with a gate
         raise _NoMlpError(f"must have one of the activations {', '.join(_ACTIVATIONS)}")
     return activation, [linear for linear, _, _ in gate_and_up]
 

@@ -46,6 +46,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
     # The memory for this rank's weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
+    # Waits for all ranks, so that all measure at the same time.
     store.put(_store_key("reads", rank), "")
     for other in ranks:
         store.get(
@@ -62,7 +63,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of `rank` and of the other feed-forward ranks of its asking rank, in their order.
+    """Returns the shares of all feed-forward ranks that serve the same rank as `rank`, in their order.
 
     The plan may set these shares. Otherwise they follow the published read rates. Each of these ranks gets
     the same result.

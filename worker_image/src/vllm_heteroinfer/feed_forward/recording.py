@@ -82,12 +82,12 @@ class RemoteExperts:
             self.targets[name] = RecordedParameter(parts=(parameter,), shape=parameter.shape)
 
     def begin(self) -> None:
-        """Gives the module the method that created the parameters. Loaders read the format from it."""
+        """Gives the module vLLM's own method, from which the loaders read the format."""
         self._remote_method = self.module.quant_method
         _set_method(self.module, self.method)
 
     def end(self) -> None:
-        """Removes the parameters, and gives the module its `RemoteMethod` back."""
+        """Removes the parameters. If `begin` was called, gives the module its `RemoteMethod` back."""
         if self._remote_method is not None:
             _set_method(self.module, self._remote_method)
         for name in self.targets:
@@ -150,7 +150,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
             computes values of a remote part.
     """
     files = MappedFiles()
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # `_yield_tensors` fills it while the model loads
     tensors = _yield_tensors(loader, model, config.model_config, files, frozenset(layers), names)
     recipe, copies = record_load(config, files, layers, lambda: model.load_weights(tensors))
     starts = sorted(names)
@@ -159,7 +159,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     unused = sorted(set(names.values()) - remote_names - own_names)
     if unused:
         _logger.warning(
-            "%s: no layer uses %d tensors of the checkpoint, so they are not loaded: %s",
+            "%s: no layer uses %d tensors of the checkpoint, so they are not loaded, such as %s",
             config.model_config.model,
             len(unused),
             ", ".join(unused[:_SHOWN]),
@@ -267,7 +267,7 @@ def _yield_tensors(
     """Yields tensors that may belong to remote layers, under their names in the checkpoint.
 
     Args:
-        names: receives the name of each of these tensors, by the address of its first byte.
+        names: this function adds the name of each of these tensors, by the address of its first byte.
 
     Raises:
         ContractError: the checkpoint is not in safetensors files.
@@ -303,6 +303,7 @@ def _may_be_remote(name: str, layers: Collection[int]) -> bool:
     layer = layer_of(name)
     if layer is not None:
         return layer in layers
+    # Some checkpoints have other names than `layers.N`, so each number in the name may be a layer.
     return any(part.isdecimal() and int(part) in layers for part in name.split("."))
 
 
@@ -319,13 +320,15 @@ class Copies(TorchDispatchMode):
         """Notes the memory of each parameter of the remote layers, to recognize copies to it."""
         super().__init__()
         self._files = files
+        # By storage: layer, name and shape of the parameter, and its first element in this storage.
         self._targets: dict[int, tuple[int, str, Sequence[int], int]] = {}
         for layer, part in layers.items():
             for name, target in part.targets.items():
-                first = 0
+                first_element = 0
                 for each in target.parts:
-                    self._targets[each.untyped_storage()._cdata] = (layer, name, target.shape, first)
-                    first += each.numel()
+                    storage = each.untyped_storage()._cdata
+                    self._targets[storage] = (layer, name, target.shape, first_element)
+                    first_element += each.numel()
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
         self.remote_tensors: set[int] = set()
         self.own_tensors: set[int] = set()
@@ -346,7 +349,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Records a copy to a remote part. For another target, only notes the tensor of the file, if any."""
+        """Records a copy to a remote part. For another target, only notes that this rank uses the tensor."""
         recorded = self._targets.get(target.untyped_storage()._cdata)
         place_in_file = self._files.find(source)
         if recorded is None:
@@ -354,6 +357,7 @@ class Copies(TorchDispatchMode):
                 self.own_tensors.add(source.data_ptr())
             return target
         layer, name, shape, offset = recorded
+        # Like `copy_`, gives the source the target's shape.
         expanded = (
             source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
         )

@@ -86,15 +86,15 @@ def connect_all(
                 f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
             ) from error
         _logger.info(
-            "feed-forward rank %d in pod %d: one token takes %.0f us there and back, long batches pass at %s "
-            "per second",
+            "feed-forward rank %d in pod %d: the network needs %.0f us for one token and its answer, and "
+            "transfers %s per second of long batches",
             rank.rank,
             rank.pod,
             cost.round_trip_s * 1e6,
             format_bytes(cost.bytes_per_s),
         )
         connected_lanes.append(RelayedLane(lane, rank, connection))
-        reports[lane] = replace(
+        reports[lane] = replace(  # the rank's own time and the time of the network
             report,
             ask_s=report.ask_s + cost.round_trip_s,
             row_s=report.row_s + (ask_bytes + shape.row_bytes) / cost.bytes_per_s,
@@ -149,7 +149,8 @@ class Relay:
     def _build_error(self, index: int) -> LaneError:
         """Returns the error that accuses a pod's first rank of the end of its connection.
 
-        If the pod may still report the cause, waits so that this report comes first.
+        If the rank's process may have ended, waits OWN_REPORT_S first. In this time the pod's own report,
+        which has the cause, can reach the leader.
         """
         rank, error = self._relayed[index].rank, self._links[index].error
         if error == pod_link.MALFORMED:

@@ -74,7 +74,10 @@ class RemoteMethod(FusedMoEMethodBase):
         self._layer, self._experts, self._records = layer, experts, records
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Creates the parameters on the meta device, for the recording of their places in the files."""
+        """Creates the parameters on the meta device, so that the recording finds their places in the files.
+
+        Without a recording, removes the parameters at once.
+        """
         self._experts.create(*args, **kwargs)
         if not self._records:
             self._experts.end()
@@ -97,10 +100,10 @@ class RemoteMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
-        del shared_experts, shared_experts_input  # the runner computes them on a separate stream
+        del shared_experts, shared_experts_input  # vLLM's runner computes them on a separate stream
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
-            x = (x * weights).to(x.dtype)  # a row has one expert, so it has one weight
+            x = (x * weights).to(x.dtype)  # each row of such a layer has one expert, and so one weight
             weights = torch.ones_like(weights)
         return _ask_feed_forward_ranks(
             self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous()

@@ -1,4 +1,4 @@
-"""How the ring's memory is divided, and which slot takes which experts. PURE.
+"""Divides the memory of the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
 
 A slot has packed experts of one layer. Slots are used in turn.
 """
@@ -50,9 +50,10 @@ def ring_sizes(
         arrays: maximum number of arrays in a slot; each of them is aligned.
         most_experts: number of experts in the largest layer.
     """
-    padding = arrays * ALIGNED
-    fitting = (num_bytes - SLOTS * (padding + ALIGNED)) // (SLOTS * packed_bytes + dense_bytes)
-    experts = max(1, min(fitting, most_experts))
+    padding = arrays * ALIGNED  # aligning each array adds less than ALIGNED bytes
+    bytes_for_experts = num_bytes - SLOTS * (padding + ALIGNED)  # `align` below may add up to ALIGNED bytes
+    num_fitting = bytes_for_experts // (SLOTS * packed_bytes + dense_bytes)
+    experts = max(1, min(num_fitting, most_experts))
     return RingSizes(
         slot_experts=experts,
         slot_bytes=align(experts * packed_bytes) + padding,
@@ -69,9 +70,9 @@ class SlotContent:
     experts: int
 
     def includes(self, other: "SlotContent") -> bool:
-        """Returns whether a slot with this content can serve `other`, because it begins with it."""
-        same_begin = (self.layer, self.first) == (other.layer, other.first)
-        return same_begin and self.experts >= other.experts
+        """Returns whether this content begins with `other`, so that its slot can serve `other`."""
+        has_same_begin = (self.layer, self.first) == (other.layer, other.first)
+        return has_same_begin and self.experts >= other.experts
 
 
 class SlotOrder:

@@ -114,14 +114,13 @@ class SharedExchange:
             ring_bytes: GPU memory for copied and unpacked experts. The ring takes more if one expert needs
                 more.
             captured_rows: maximum number of rows of a captured CUDA graph. CPUs compute all experts of
-            batches up to
-                this size, because a graph contains asks to the ranks only.
+                batches up to this size, because a graph contains asks to the ranks only.
             meter: counts each layer of users' steps in which the GPU computed some experts. Gaps between
                 layers are measured in these steps only, because compilers may run in vLLM's warm-up.
 
         Raises:
             ContractError: this process cannot map the weights of a rank.
-            CudaError: the device cannot copy from them.
+            CudaError: the device cannot copy from these weights.
         """
         self._exchange, self._recipe, self._meter, self._device = exchange, recipe, meter, device
         self._captured_rows, self._dtype = captured_rows, getattr(torch, recipe.dtype)
@@ -135,6 +134,7 @@ class SharedExchange:
         memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
 
         def register(rank: int) -> torch.Tensor:
+            """Lets the GPU copy from a rank's weights, and returns their memory."""
             register_memory(memories[rank])
             return memories[rank]
 
@@ -145,7 +145,7 @@ class SharedExchange:
                     "the plan lets the GPU compute experts of long batches, but the GPU can do so for no "
                     "layer. The warnings above have the reasons"
                 )
-                return
+                return  # without a ring: `ask` uses it only for layers in `self._layers`
             layers = list(self._layers.values())
             self._first_layer, self._last_layer = layers[0], layers[-1]
             self._ring = WeightRing(layers, ring_bytes, self._dtype, Unpacker(device), self.times)
@@ -177,8 +177,8 @@ class SharedExchange:
         The result is valid once the stream has done the work so far.
         """
         gpu_layer, rows = self._layers.get(layer), x.shape[0]
-        # Decides by the rows, not by whether a capture runs: the warm-up passes of a graph run outside of its
-        # capture, but must take the same path.
+        # Short batches use the ranks only, even if no graph is being captured: the warm-up passes before a
+        # capture must compute in the same way as the captured graph.
         if gpu_layer is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
         is_users_step = self._meter.is_users_step
@@ -186,12 +186,12 @@ class SharedExchange:
             self._gaps.note_ask(layer, rows)
         gpu_experts = self._balances[gpu_layer.kind].gpu_experts(rows, self._gaps.gap_s(rows), self._ahead)
         if gpu_experts:
-            copied = self._ring.copied_bytes
+            copied_before = self._ring.copied_bytes
             answer = self._compute_with_ranks(gpu_layer, gpu_experts, x, ids, weights, padding)
             if gpu_layer is self._last_layer:
                 self._copy_first_layer_early(gpu_experts)
             if is_users_step:
-                self._meter.count(rows, self._ring.copied_bytes - copied)
+                self._meter.count(rows, self._ring.copied_bytes - copied_before)
         else:
             answer = self._exchange.ask(layer, x, ids, weights, padding)
         if is_users_step:
@@ -229,7 +229,7 @@ class SharedExchange:
     def _compute(
         self, layer: GpuLayer, gpu_experts: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the sum of the first `gpu_experts` experts that the GPU takes, [rows, hidden] float32."""
+        """Computes `gpu_experts` experts on the GPU. Returns each row's sum, [rows, hidden] float32."""
         choices = self._expert_choices(layer)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         padded = slot_experts.pad_rows(x, ids, weights)
@@ -241,7 +241,10 @@ class SharedExchange:
         return total
 
     def _copy_first_layer_early(self, gpu_experts: int) -> None:
-        """Starts to copy the first layer's experts for the next step, while the link is free."""
+        """Starts to copy the first layer's experts for the next step, while the link is free.
+
+        Expects that the next step needs as many experts as this step.
+        """
         layer = self._first_layer
         ranges = self._expert_choices(layer).gpu_ranges(min(gpu_experts, layer.recipe.experts))
         loads = layer.split_into_loads(ranges, self._ring.slot_experts)
@@ -265,22 +268,23 @@ class SharedExchange:
             row_ids, row_weights = ids[:rows], weights[:rows]
             torch.cuda.synchronize()
             busy_before_ns = self._read_busy_ns()
-            answers = []
+            answer_events = []
             with self.times.recording() as spans:
                 for _ in range(REPEATS):
                     if gpu_experts:
                         self._compute_with_ranks(layer, gpu_experts, x[:rows], row_ids, row_weights, None)
                     else:
                         self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
-                    answers.append(torch.cuda.Event(enable_timing=True))
-                    answers[-1].record()
+                    answer_events.append(torch.cuda.Event(enable_timing=True))
+                    answer_events[-1].record()
                 torch.cuda.synchronize()
             busy_ns = max(
                 after_ns - before_ns
                 for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
             )
+            first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
             return LayerTimes(
-                period_s=answers[0].elapsed_time(answers[-1]) / 1e3 / (REPEATS - 1),
+                period_s=first_to_last_s / (REPEATS - 1),
                 cpu_s=busy_ns / 1e9 / REPEATS,
                 copy_s=total_s(spans.get(COPY, [])) / REPEATS,
                 compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
@@ -305,9 +309,9 @@ class SharedExchange:
         """Computes one expert with each kernel that batches need, so that no request waits for a compiler."""
         unit = slot_experts.ROW_UNIT
         first = (self._captured_rows // unit + 1) * unit
-        numbers = range(first, max(first, len(x)) + unit, unit)
+        possible_rows = range(first, max(first, len(x)) + unit, unit)
         for rows in slot_experts.rows_of_each_kernel(
-            layer.recipe, self._ring.slot_experts, self._dtype, numbers
+            layer.recipe, self._ring.slot_experts, self._dtype, possible_rows
         ):
             self._compute(layer, 1, *(each[:rows] for each in (x, ids, weights)))
         torch.cuda.synchronize()

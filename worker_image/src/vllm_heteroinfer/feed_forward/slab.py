@@ -63,8 +63,8 @@ class Shape:
             )
         if not 0 < self.lanes <= MAX_LANES:
             raise ContractError(
-                f"feed-forward: the ranks that serve a GPU rank must be 1 to {MAX_LANES} (got {self.lanes}). "
-                "Change feedForward.ranks"
+                f"feed-forward: a GPU rank must have 1 to {MAX_LANES} lanes (got {self.lanes}: one for each "
+                "feed-forward rank of its pod, and one for each other pod). Change feedForward.ranks"
             )
         if self.row_bytes % 16:
             raise ContractError(
@@ -79,17 +79,18 @@ class Shape:
 
     @property
     def layout(self) -> slab_library.Layout:
-        """Offsets of all parts of the slab."""
-        rows = _round_up_to_pages(self.max_rows * self.row_bytes)
-        choices = _round_up_to_pages(self.max_rows * max(1, self.topk) * 4)
+        """Offsets of the control words, rows, choices and answers of the slab."""
+        rows_bytes = _round_up_to_pages(self.max_rows * self.row_bytes)
+        choices_bytes = _round_up_to_pages(self.max_rows * max(1, self.topk) * 4)  # ids, and also weights
         x = CONTROL_BYTES
-        ids = x + rows
+        ids = x + rows_bytes
+        weights = ids + choices_bytes
         return slab_library.Layout(
             x=x,
             ids=ids,
-            weights=ids + choices,
-            y=ids + 2 * choices,
-            y_stride=rows,
+            weights=weights,
+            y=weights + choices_bytes,
+            y_stride=rows_bytes,
             hidden=self.hidden,
             topk=self.topk,
             dtype=DTYPES[self.dtype],
@@ -241,9 +242,9 @@ class Slab:
         return self._read_word(CHECKS_OFFSET, "=I")
 
     def add_check(self) -> None:
-        """Adds a check of the asking rank's `Watch` to the count.
+        """Adds 1 to the count of checks of the asking rank's `Watch`.
 
-        If the count does not grow, the host may be stopped, so the device keeps waiting.
+        As long as the count does not grow, the host may be stopped. So the device keeps waiting for answers.
         """
         ctypes.c_uint32.from_address(self.address + CHECKS_OFFSET).value = self.checks + 1
 
@@ -294,9 +295,9 @@ class LaneView:
 
 
 def create(shape: Shape) -> tuple[Slab, Offer]:
-    """Creates a slab of this process, and an offer with its location for other processes.
+    """Creates a slab of this process, and an offer with the slab's location for other processes.
 
-    Its descriptor stays open as long as the process runs.
+    The slab's descriptor stays open as long as this process runs.
 
     Raises:
         OSError: the memory is not available.
@@ -317,10 +318,13 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
-    """Raises ContractError if a slab has another shape than `reader` expects.
+    """Raises ContractError if a slab has another shape than the rank `reader` expects.
 
     The slab's topk may be larger than expected, because a rank that computes MLPs reads no choices of
     experts.
+
+    Args:
+        reader: name of the rank that maps the slab, for the message.
     """
     differing = [
         name

@@ -102,7 +102,7 @@ class Unpacker:
             out: [experts, 2 for w13 or 1, columns, inputs], a view of matrices with more columns or inputs.
             gated: whether the matrix is w13.
         """
-        if matrix.format is None:
+        if matrix.format is None:  # not packed: the bytes are the weights
             out.copy_(codes.view(out.dtype).view(out.shape))
             return
         params = UnpackParams(

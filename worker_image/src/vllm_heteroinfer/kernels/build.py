@@ -63,8 +63,8 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
     """
     version = _find_version(compiler)
     library = library_path(into)
-    stamp = library.with_suffix(".compiler")
-    if library.exists() and stamp.exists() and stamp.read_text() == version:
+    version_file = library.with_suffix(".compiler")
+    if library.exists() and version_file.exists() and version_file.read_text() == version:
         return library
     into.mkdir(parents=True, exist_ok=True)
     # A finished library replaces the old one at once, so no rank ever loads an incomplete library.
@@ -73,10 +73,10 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
         for old in into.glob("libheteroinfer_cpu-*"):
             if old.stem != library.stem:
                 old.unlink(missing_ok=True)
-        library_made = Path(scratch) / "library.so"
-        library_made.chmod(0o755)
-        library_made.replace(library)
-    stamp.write_text(version)
+        new_library = Path(scratch) / "library.so"
+        new_library.chmod(0o755)
+        new_library.replace(library)
+    version_file.write_text(version)
     return library
 
 
@@ -97,14 +97,14 @@ def _compile(compiler: str, scratch: Path) -> None:
     failures = [out for process, out in zip(compiling, outputs, strict=True) if process.returncode]
     if not failures:
         link = [compiler, *LINK_FLAGS, *map(str, objects), "-o", str(scratch / "library.so")]
-        done = subprocess.run(
+        linked = subprocess.run(
             link, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S
         )
-        failures = [done.stdout] if done.returncode else []
+        failures = [linked.stdout] if linked.returncode else []
     if failures:
         raise BuildError(
-            f"kernels: {compiler} cannot compile {SOURCE}. The compiler must be GCC 11 or later, which "
-            "supports AMX. Its messages:\n" + "\n".join(failures)
+            f"kernels: {compiler} cannot compile {SOURCE}. Use GCC 11 or later, which supports AMX. The "
+            "compiler's messages:\n" + "\n".join(failures)
         )
 
 

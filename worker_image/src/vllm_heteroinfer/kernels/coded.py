@@ -123,7 +123,8 @@ class Coded:
         """Raises ValueError if a shape or dtype differs from the format's."""
         form, groups = self.format, self.format.groups(self.inputs)
         column_blocks = -(-self.columns // SHARED_COLUMNS)
-        width = -(-self.inputs // _CODES_PER_BYTE) if form.code >= Code.INT4 else self.inputs
+        has_4_bits = form.code in {Code.INT4, Code.FP4}
+        width = -(-self.inputs // _CODES_PER_BYTE) if has_4_bits else self.inputs
         scale_rows = column_blocks if form.scale == Scale.BLOCK_F32 else self.columns
         expected = {
             "codes": ((self.columns, width), _CODE_TYPES.get(form.code, torch.uint8)),
@@ -134,10 +135,11 @@ class Coded:
         for name, required in expected.items():
             tensor = getattr(self, name)
             shape_and_type = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            contiguous = tensor is None or (
+            # The kernels take the distance between rows for codes only.
+            is_contiguous = tensor is None or (
                 tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
             )
-            if shape_and_type != required or not contiguous:
+            if shape_and_type != required or not is_contiguous:
                 raise ValueError(
                     f"coded weight: {name} must be {required} with contiguous rows (got {shape_and_type})."
                 )

@@ -136,6 +136,7 @@ def interleave_gates_and_ups(weight: Coded) -> Coded:
         """Interleaves the gates and the ups of a tensor in blocks; None for None."""
         return None if tensor is None else interleave_halves(tensor, block)
 
+    # With BLOCK_F32, one row of scales belongs to a whole block of columns.
     scale_block = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
     return replace(
         weight,
@@ -191,7 +192,7 @@ class CodedExperts:
             )
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
-        if w13_biases is not None:
+        if w13_biases is not None:  # in the order of the packed columns
             interleaved = [
                 interleave_halves(bias, SHARED_COLUMNS) if activation.gated else bias for bias in w13_biases
             ]

@@ -55,7 +55,7 @@ def pack_expert(library: KernelLibrary, out: torch.Tensor, weight: torch.Tensor,
     calls = library.calls
     call = calls.heteroinfer_pack_fp8 if weight.dtype == FP8 else calls.heteroinfer_pack
     columns, inputs = weight.shape
-    if gates:
+    if gates:  # from all gates, then all ups, to alternating blocks
         weight = weight.view(2, columns // (2 * BLOCK), BLOCK, inputs).transpose(0, 1)
     rows = weight.reshape(columns, inputs).contiguous()
     call(out.data_ptr(), rows.data_ptr(), inputs, columns, inputs)

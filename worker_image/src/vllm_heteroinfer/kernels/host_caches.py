@@ -19,7 +19,7 @@ def bytes_beyond_caches(
     Args:
         cpus: logical cores that read; the cores of this process if None.
     """
-    # By the list of the cores that share a cache, so that each cache counts once.
+    # Key: the list of the cores that share the cache, so that each cache counts once.
     largest_by_cores: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
@@ -29,13 +29,14 @@ def bytes_beyond_caches(
     return min(max(2 * sum(largest_by_cores.values()), MIN_SAMPLE_BYTES), MAX_SAMPLE_BYTES)
 
 
-def _read_cache(size: Path) -> tuple[int, str]:
-    """Returns the size of a cache in bytes, and the list of the cores that share it.
+def _read_cache(size_file: Path) -> tuple[int, str]:
+    """Returns the size of a cache in bytes, and the list of the cores that share the cache.
 
-    The list is "" if the kernel does not have it.
+    The list is "" if Linux does not report it.
     """
-    sharing = size.with_name("shared_cpu_list")
-    return _parse_cache_size(size.read_text()), sharing.read_text().strip() if sharing.exists() else ""
+    cores_file = size_file.with_name("shared_cpu_list")
+    cores = cores_file.read_text().strip() if cores_file.exists() else ""
+    return _parse_cache_size(size_file.read_text()), cores
 
 
 def _parse_cache_size(text: str) -> int:

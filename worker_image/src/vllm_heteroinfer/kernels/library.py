@@ -144,7 +144,8 @@ def load(path: Path | None = None) -> KernelLibrary:
             "engine.env"
         )
     available_bits = calls.heteroinfer_init(_ALLOWED_BITS[setting])
-    # Without VBMI, weights that could be widened to bf16 are decoded to float32 by AVX-512F.
+    # Without VBMI, the kernels cannot widen coded weights to bf16. AVX-512F then decodes these weights to
+    # float32, and the bf16 instruction sets compute no coded weights.
     coded_bits = (
         available_bits
         if available_bits & _WIDENING

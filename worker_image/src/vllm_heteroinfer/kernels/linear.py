@@ -84,8 +84,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
     """Returns x times a packed weight, plus bias: [..., columns], bf16, sums in float32.
 
-    On CPUs with AVX512-BF16 or AMX a denormal weight, input, product or sum (below 2**-126 in size) counts
-    as zero, so that infinity times a denormal is NaN; with AVX-512F alone it does not (source/linear.h).
+    On CPUs with AVX512-BF16 or AMX, denormal weights, inputs, products and sums (below 2**-126 in size) count
+    as zero. So infinity times a denormal is NaN there. With AVX-512F alone, denormals keep their values
+    (source/linear.h).
 
     Args:
         x: [..., k], bf16, cpu.
@@ -127,7 +128,7 @@ def _call_kernel(
 
 
 def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
-    """Checks dtypes and shapes, because the kernel reads raw pointers. Raises RuntimeError."""
+    """Raises RuntimeError for a wrong dtype or shape. The kernel reads raw pointers, so it cannot check them."""
     blocks, pairs = packed.shape[0], packed.shape[1]
     inputs = x.shape[-1]
     if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():
@@ -135,6 +136,7 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
             "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
             f"(got x {x.dtype}, weight {packed.dtype})."
         )
+    # The packed weight has the inputs of x, padded to whole units.
     inputs_fit = 0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS
     columns_fit = 0 < columns <= blocks * _BLOCK_COLUMNS
     if not (inputs_fit and columns_fit):

@@ -65,7 +65,10 @@ class LinearLayers:
         return True
 
     def _find_problem(self, layer: torch.nn.Module) -> str | None:
-        """Returns why the kernels cannot compute a layer: "" for a reason not to log; None if they can."""
+        """Returns why the kernels cannot compute a layer; None if they can.
+
+        Returns "" for a reason that the caller must not log.
+        """
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.device.type != "cpu":
             return ""  # a layer of another stage, or not a linear layer
@@ -76,10 +79,10 @@ class LinearLayers:
             return f"a {bias.dtype} bias"
         if _is_head(layer) and _head_dtype() not in (None, weight.dtype):
             return f"a head computed in {_head_dtype()}"
-        return None if self._load_kernels() else ""
+        return None if self._load_kernels() else ""  # `_load_kernels` logs the reason itself
 
     def _load_kernels(self) -> bool:
-        """Loads the kernels once; returns False, with a warning in the log, if that fails."""
+        """Loads the kernels once. If that fails, logs a warning and returns False."""
         if self._library is not None:
             return True
         try:

@@ -13,7 +13,10 @@ MAX_S: Final = 1.5
 
 
 def median_s(calls: Sequence[Callable[[], Any]], *, min_s: float = MIN_S, max_s: float = MAX_S) -> float:
-    """Returns the median time of a round over all calls, in seconds. The first round is a warm-up."""
+    """Returns the median time of a round over all calls, in seconds. The first round is a warm-up.
+
+    There are at least ROUNDS rounds, and rounds for at least `min_s`. But no round begins after `max_s`.
+    """
     _round(calls)
     times: list[float] = []
     start = time.perf_counter()

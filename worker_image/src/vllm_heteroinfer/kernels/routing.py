@@ -145,17 +145,17 @@ class Mixture:
             ValueError: the parts do not belong to one layer.
         """
         num_experts, hidden, inner = packed.w2.shape
-        is_packed = gate is None or (
+        gate_fits = gate is None or (
             gate.shape == linear.packed_shape(num_experts, hidden)
             and gate.dtype == torch.bfloat16
             and gate.is_contiguous()
         )
-        if routing.experts != num_experts or not is_packed:
+        if routing.experts != num_experts or not gate_fits:
             raise ValueError(
                 f"mixture: gate and routing must be for {num_experts} experts of {hidden} inputs (got gate "
                 f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)."
             )
-        self._referenced = (routing, packed, gate)
+        self._referenced = (routing, packed, gate)  # the kernel has only their addresses
         self._experts, self._hidden, self._gated = num_experts, hidden, gate is not None
         scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
         self._layer = _Layer(
@@ -186,6 +186,7 @@ class Mixture:
                 f"mixture: x must be [rows, {self._hidden}] bf16 with contiguous rows "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
             )
+        # With a gate, the kernel computes the logits itself and ignores their type.
         logits_address, logits_type = None, _LOGITS[torch.bfloat16]
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:

@@ -1,6 +1,6 @@
 """Packed weights in a memfd, so that other processes of the pod can map them. Imports torch, not vLLM.
 
-The kernel frees a memfd when the last process that has it exits. A memfd needs no /dev/shm, and reads are as
+Linux frees a memfd when the last process that has it exits. A memfd needs no /dev/shm, and reads are as
 fast as from private memory (docs/decisions/2026-11-22-feed-forward.md). Linux only.
 """
 
@@ -82,7 +82,7 @@ class WeightMemory:
         return any(begin <= tensor.data_ptr() < end for begin, end, _ in self._spans)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Returns the place of a tensor's first byte in the file; raises KeyError if it is elsewhere."""
+        """Returns the place of a tensor's first byte in the file; raises KeyError for other tensors."""
         address = tensor.data_ptr()
         for begin, end, offset in self._spans:
             if begin <= address < end:
@@ -151,7 +151,7 @@ def _map_aligned(fd: int, offset: int, length: int) -> int:
 
 
 def _call_mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
-    """Calls mmap() and returns the address; raises OSError if the kernel refuses."""
+    """Calls mmap() and returns the address; raises OSError if Linux refuses the mapping."""
     mapped = _libc.mmap(address, length, protection, flags, fd, offset)
     if mapped is None or mapped == _MAP_FAILED:
         number = ctypes.get_errno()
