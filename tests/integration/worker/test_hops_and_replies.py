@@ -143,7 +143,7 @@ def test_a_column_that_a_step_leaves_out_reads_as_zeros(tmp_path: Path) -> None:
     """Granite4Vision's features, where a step has no image: a KeyError ended the group in its first step."""
     ended = run_script(WORKER_PYTHON, HOPS, str(tmp_path / "store"))
     assert ended.lines[:1] == ["[[[1.0], [7.0]], [[2.0], [7.0]], [[3.0], [0.0]]]"], ended.errors
-    assert "this stage sends deltas, but the next stage has no buffer for it" in ended.answer()
+    assert "the next stage has no buffer for deltas, which this stage sends" in ended.answer()
 
 
 def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> None:

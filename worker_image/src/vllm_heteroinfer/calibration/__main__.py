@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _handle_sigterm() -> None:
-    """Makes SIGTERM end this process, its children and its temporary files, also if it is PID 1.
+    """Makes this process end at SIGTERM, with its children and its temporary files.
 
-    launch/cli.py has blocked the signal, so a SIGTERM from before this handler is not lost.
+    Without a handler, a process with PID 1 ignores SIGTERM. launch/cli.py has blocked the signal, so an
+    earlier SIGTERM is not lost: it takes effect when this function unblocks the signal.
     """
     signal.signal(signal.SIGTERM, _exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

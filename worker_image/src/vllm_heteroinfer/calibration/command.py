@@ -42,6 +42,8 @@ for the end of the last measurement."""
 _SHORTEST_S: Final = 1.0
 """If less time is left, no measurement begins."""
 _POLL_S: Final = 0.05
+"""Longest wait for output before the next check whether a process has ended."""
+_KILL_POLL_S: Final = 0.01
 _LAST_READ_S: Final = 0.5
 """Time to read the rest of an ended process's output. Its children can keep the pipe open."""
 _KILL_S: Final = 2.0
@@ -66,8 +68,8 @@ class MeasuredResults:
     def store_line(self, line: str) -> None:
         """Stores the result in a line of a measuring process. Ignores other lines, which are logs.
 
-        Also ignores a result that another process's line has cut in two. Keeps at most MAX_ENTRIES of each
-        list.
+        Ignores a result, too, if another process wrote into the middle of its line. Keeps at most MAX_ENTRIES
+        results of each list.
         """
         if not line.startswith('{"kind": "'):
             return
@@ -146,7 +148,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
         Measurement(
             what="hops",
             commands=tuple(("hops", str(rank), hop_file) for rank in range(2)),
-            # If the machine's own name has no address, gloo finds no interface.
+            # Gloo would look up the machine's own name, which may have no address. So names the interface.
             env={**_cpu_environment(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
         )
     )
@@ -183,7 +185,7 @@ def _cpu_environment() -> dict[str, str]:
 
 
 def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResults:
-    """Runs measurements one after another, and ends the running measurement at the limit."""
+    """Runs measurements one after another, for `limit_s` in all. Ends the one that runs at the limit."""
     results, start = MeasuredResults(), time.monotonic()
     for measurement in measurements:
         left_s = limit_s - (time.monotonic() - start)
@@ -198,8 +200,8 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
             what, why = _run_measurement(measurement, left_s, results)
             if why:
                 results.skip(what, why)
-            # If one of several measurements ended the process, run the command again. It leaves out the
-            # measurements that have begun.
+            # If one of several measurements ended the process, the command runs again and leaves out the
+            # measurements that have begun. Without a new one, a further run would fail in the same way.
             must_run = bool(why) and measurement.runs_several and len(results.begun) > begun_before
             left_s = limit_s - (time.monotonic() - start)
     return results
@@ -210,7 +212,7 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
     begun = tuple(results.begun)
     extra_arguments = (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun) if measurement.runs_several else ()
     processes: list[subprocess.Popen[bytes]] = []
-    tails: list[list[str]] = [[] for _ in measurement.commands]
+    tails: list[list[str]] = [[] for _ in measurement.commands]  # the last line of each process's errors
     other_children = set(child_pids())
     with contextlib.ExitStack() as at_end:
         at_end.callback(_end_processes, processes, other_children)  # also runs if SIGTERM ends this process
@@ -274,7 +276,7 @@ def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_childre
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(_POLL_S / 5)
+        time.sleep(_KILL_POLL_S)
 
 
 def _start_process(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -320,7 +322,7 @@ def build_calibration(
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
             f"the memory speed was not measured: {why}. Remove the cause, and run `heteroinfer-worker "
-            "calibrate` again. It needs torch and an idle machine"
+            "calibrate` again. The measurement needs torch and an idle machine"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
     machine = hardware.observe_hardware(
@@ -356,8 +358,8 @@ def fit_text(calibration: Calibration) -> str:
     ]
     kernels = calibration.kernels
     for count in range(len(kernels) - 1, -1, -1):
-        fewer = tuple(replace(kernel, more_rows=()) for kernel in kernels[count:])
-        shorter.append(replace(shorter[-1], kernels=(*kernels[:count], *fewer)))
+        one_row_only = tuple(replace(kernel, more_rows=()) for kernel in kernels[count:])
+        shorter.append(replace(shorter[-1], kernels=(*kernels[:count], *one_row_only)))
     texts = (each.to_json() for each in shorter)
     fitting = (text for text in texts if len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES)
     return next(fitting, shorter[-1].to_json())

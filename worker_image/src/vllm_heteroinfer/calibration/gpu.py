@@ -111,7 +111,7 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
     try:
         for _ in range(ROUNDS):
             with torch.cuda.stream(other_stream):
-                for _ in range(3):  # so that they last longer than the measured copy
+                for _ in range(3):  # the opposite copies must last longer than the measured copy
                     other()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             with torch.cuda.stream(stream):
@@ -140,7 +140,7 @@ def _measure_exchange(device: torch.device) -> None:
         first = exchange.ask(layer=0, x=x, ids=None, weights=None, padding=None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):
-            raise RuntimeError("the exchange with a test process must return its input (got other numbers)")
+            raise RuntimeError("the test process must return the rows that it receives (got other numbers)")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
@@ -152,7 +152,9 @@ def _measure_exchange(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _echo_process(offer: str) -> Iterator[None]:
-    """Starts a process that answers requests over the slab, waits until it is ready, and ends it afterwards.
+    """Runs a process that answers requests over the slab while the context lasts.
+
+    The context begins when the process is ready.
 
     Raises:
         RuntimeError: the process did not become ready.

@@ -66,7 +66,7 @@ Call = Callable[[], Any]
 
 
 class Input:
-    """Holds the input of a linear kernel's calls. It is replaced for each number of rows."""
+    """Holds the input `x` of a linear kernel's calls. Each number of rows gets another `x`."""
 
     x: torch.Tensor
 
@@ -268,6 +268,7 @@ class KernelBench:
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
         )
         with set_current_vllm_config(self._config):
+            # One process with rank 0. vLLM does not use the address, because torch's process group exists.
             init_distributed_environment(1, 0, "unused://", 0, "gloo")
             initialize_model_parallel(1, 1)
         cpu_coded.install()  # as in a rank
@@ -399,7 +400,7 @@ def _quantization_config(weight_format: WeightFormat) -> Any:
         # vLLM 0.32 names AWQ and GPTQ "auto_awq" and "auto_gptq".
         config_class = get_quantization_config(f"auto_{weight_format.method}")
     config = config_class.from_config({**weight_format.config, "quant_method": weight_format.method})
-    config.packed_modules_mapping = {}
+    config.packed_modules_mapping = {}  # vLLM's model loader sets this attribute, too
     return config
 
 

@@ -95,7 +95,7 @@ class ProcessOutput:
 
     def read(self, timeout_s: float) -> None:
         """Waits for output up to `timeout_s`, and reads the available output."""
-        if not self._open:
+        if not self._open:  # the processes may still run without their pipes
             time.sleep(timeout_s)
             return
         for key, _ in self._selector.select(timeout_s):

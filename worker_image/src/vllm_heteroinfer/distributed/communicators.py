@@ -53,14 +53,15 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
     class GroupCpuCommunicator(CpuCommunicator):
         """vLLM's CpuCommunicator, with timed collectives.
 
-        It uses shared memory, on which its collectives spin, only if each compute thread has a CPU.
+        vLLM's collectives over shared memory spin. So this class uses them only if each compute thread has a
+        CPU, and otherwise gloo.
         """
 
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             if isinstance(self.dist_module, _CPUSHMDistributed):
-                # Every rank has mapped the shared memory by now. Without a name, the kernel frees it with the
-                # last process.
+                # Every rank has mapped the shared memory by now. Without a name, the memory is freed when its
+                # last process ends.
                 name = f"{self.dist_module.group_name}_{self.rank_in_group}"
                 (SHARED_MEMORY / name).unlink(missing_ok=True)
 
@@ -129,9 +130,9 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
 def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
     """Returns whether the ranks of a stage should exchange tensors over the shared memory of one host.
 
-    HETEROINFER_BRIDGE decides if the user set it, otherwise the plan does. The bridge tests whether the ranks
-    can. Pods with the same address share a machine, as under `heteroinfer up`. In a cluster, each pod has its
-    own address.
+    HETEROINFER_BRIDGE decides if the user set it, otherwise the plan does. The bridge tests later whether the
+    ranks can share memory. Pods with the same address share a machine, as under `heteroinfer up`. In a
+    cluster, each pod has its own address.
 
     Raises:
         ContractError: the value of HETEROINFER_BRIDGE is not valid.
@@ -170,11 +171,11 @@ def forget_shared_memory(*groups: Any) -> None:
         queue = group.mq_broadcaster
         if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
             queue.buffer.shared_memory.unlink()
-            queue.buffer.is_creator = False  # so its destructor does not unlink it again
+            queue.buffer.is_creator = False  # the destructor must not unlink the memory again
 
 
 def _build_bridge_communicator(kwargs: dict[str, Any]) -> Any:
-    """Builds the communicator over the bridge. Imports it late, because it imports vLLM."""
+    """Builds the communicator over the bridge. Imports its module late, because the module imports vLLM."""
     from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
 
     return BridgeCommunicator(**kwargs)

@@ -154,12 +154,13 @@ class PipelineTransport:
         self._on_error = on_error
         self._rows = 0
         on_gpu = device.type == "cuda"
-        sends = 0 if group.is_last_rank else _SLOTS
-        receives = 0 if group.is_first_rank else _SLOTS
-        self._send_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(sends)])
-        self._recv_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(receives)])
-        self._copy_stream = torch.cuda.Stream(device) if on_gpu and sends else None
-        self._send_thread = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
+        # The last stage sends nothing, and the first stage receives nothing.
+        num_sends = 0 if group.is_last_rank else _SLOTS
+        num_receives = 0 if group.is_first_rank else _SLOTS
+        self._send_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(num_sends)])
+        self._recv_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(num_receives)])
+        self._copy_stream = torch.cuda.Stream(device) if on_gpu and num_sends else None
+        self._send_thread = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and num_sends else None
 
     def attach(self) -> None:
         """Replaces the process group's own methods for hops, on this instance only.
@@ -213,8 +214,8 @@ class PipelineTransport:
         rows = self._rows
         if unknown := set(tensor_dict) - set(slot.columns):
             raise RuntimeError(
-                f"pipeline hop: this stage sends {', '.join(sorted(unknown))}, but the next stage has no "
-                "buffer for it (the model's make_empty_intermediate_tensors lacks it). Use a "
+                f"pipeline hop: the next stage has no buffer for {', '.join(sorted(unknown))}, which this "
+                "stage sends (the model's make_empty_intermediate_tensors does not list every tensor). Use a "
                 "spec.parallelism.mode other than Pipeline"
             )
         for name, column in slot.columns.items():
@@ -267,6 +268,7 @@ class PipelineTransport:
         start = time.perf_counter()
         slot.staged[:rows].copy_(slot.host[:rows], non_blocking=True)
         slot.copied.record()
+        # `wait_for_receive` counts the bytes.
         self._meter.add_transfer("recv", time.perf_counter() - start, 0)
 
     def _send_after_copy(

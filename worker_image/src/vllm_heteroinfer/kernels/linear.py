@@ -128,7 +128,7 @@ def _call_kernel(
 
 
 def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
-    """Raises RuntimeError for a wrong dtype or shape. The kernel reads raw pointers, so it cannot check them."""
+    """Raises RuntimeError for a wrong dtype or shape. The kernel gets only addresses, so it cannot check."""
     blocks, pairs = packed.shape[0], packed.shape[1]
     inputs = x.shape[-1]
     if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():

@@ -134,8 +134,8 @@ class Bridge:
     def _create_signal(self, slab: BridgeSlab) -> tuple[StreamSignal | None, str]:
         """Creates the signal with which the GPU publishes small parts itself, by a write on its stream.
 
-        Returns None and the reason for the log if the driver does not support it. Then the host publishes all
-        parts, after it has waited for the stream.
+        If the driver does not support such writes, returns None and the reason for the log. Then the host
+        publishes all parts, after it has waited for the stream.
         """
         # The constructor of a signal tests it with a word of this rank that nothing else uses.
         proof_word = self._process_group.index * WORDS + PROOF
@@ -190,7 +190,7 @@ class Bridge:
         # The copy to the host runs while this thread fills the header.
         header = _all_reduce_template(form).fill(self._step, self._count, self._history)
         parts = self._exchange.publish_and_collect(header, x, form)
-        if len(parts) == 2:  # as in `_sum`
+        if len(parts) == 2:  # torch adds two narrow floats in float32 and rounds once, as in `_sum`
             result = torch.add(*parts, out=target)
         else:
             result = torch.empty_like(parts[self._process_group.index]) if target is None else target
@@ -267,6 +267,7 @@ class Bridge:
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrites `x` with the tensor of rank `src`. Returns `x`."""
+        # Only rank `src` publishes elements. `flat` is a copy if `x` is not contiguous.
         header = self._next_header(Operation.BROADCAST, x, x.shape, root=src)
         counts = [x.numel() if index == src else 0 for index in range(len(self._process_group.ranks))]
         flat = x.contiguous().view(-1)
@@ -284,11 +285,10 @@ class Bridge:
         """Sends a tensor to rank `dst`, which must call `recv`. Uses gloo even with shared memory."""
         flat = x.contiguous().view(-1)
         header = self._next_send_header(self._process_group.index, dst, x.shape, x.dtype)
-        per_part = PART_BYTES // x.element_size()
-        for part in range(num_parts(flat.numel(), per_part)):
-            self._send_link.send(
-                dst, header_of_part(header, part), flat[part * per_part : (part + 1) * per_part]
-            )
+        part_elements = PART_BYTES // x.element_size()
+        for part in range(num_parts(flat.numel(), part_elements)):
+            elements = flat[part * part_elements : (part + 1) * part_elements]
+            self._send_link.send(dst, header_of_part(header, part), elements)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> torch.Tensor:
         """Receives a tensor from rank `src`, on this rank's device.
@@ -299,11 +299,11 @@ class Bridge:
         target = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         flat = target.view(-1)
         header = self._next_send_header(src, self._process_group.index, shape, dtype)
-        per_part = PART_BYTES // target.element_size()
-        for part in range(num_parts(flat.numel(), per_part)):
+        part_elements = PART_BYTES // target.element_size()
+        for part in range(num_parts(flat.numel(), part_elements)):
             peer_header, buffer = self._send_link.receive(src)
             self._exchange.compare(header_of_part(header, part), src, peer_header)
-            target_part = flat[part * per_part : (part + 1) * per_part]
+            target_part = flat[part * part_elements : (part + 1) * part_elements]
             target_part.copy_(buffer.first_elements(dtype, target_part.numel()))
         return target
 
@@ -372,7 +372,7 @@ class Bridge:
             """Sums elements [begin, end), which are in this rank's share."""
             self._sum(flat[begin - first_element : end - first_element], parts)
 
-        counts = [x.numel()] * len(sizes)
+        counts = [x.numel()] * len(sizes)  # each rank publishes its whole tensor
         self._exchange.exchange_parts(
             header, rows.view(-1), counts, sum_parts, needed=(first_element, first_element + flat.numel())
         )
@@ -380,7 +380,7 @@ class Bridge:
 
     def _sum(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Writes the sum of the parts in the given order; `target` may be one of the parts."""
-        if len(parts) == 2:  # both devices add narrow floats in float32 and round once
+        if len(parts) == 2:  # torch adds narrow floats in float32 and rounds once, on CPUs and GPUs
             torch.add(parts[0], parts[1], out=target)
             return
         wide = torch.float32 if target.dtype in _NARROW else target.dtype

@@ -83,11 +83,11 @@ class Exchange:
                 are compared, as this rank needs no data.
             needed: [begin, end) of the elements that `use_parts` needs; all elements if None.
         """
-        per_part = PART_BYTES // own_elements.element_size()
-        low, high = needed or (0, max(counts))
-        for part in range(num_parts(max(counts), per_part)):
-            offset = part * per_part
-            own_end = min(offset + per_part, counts[self._process_group.index])
+        part_elements = PART_BYTES // own_elements.element_size()
+        needed_begin, needed_end = needed or (0, max(counts))
+        for part in range(num_parts(max(counts), part_elements)):
+            offset = part * part_elements
+            own_end = min(offset + part_elements, counts[self._process_group.index])
             own_part = own_elements[offset : max(offset, own_end)]  # may be empty: ranks' counts differ
             if own_part.numel():
                 self._staging.copy_out(
@@ -96,7 +96,7 @@ class Exchange:
             self._meter.add_transfer("send", self._staging.wait_for_copies(), own_part.nbytes)
             own_header = header_of_part(header, part)
             self._link.publish(own_header, own_part.nbytes)
-            begin, end = max(offset, low), min(offset + per_part, high)
+            begin, end = max(offset, needed_begin), min(offset + part_elements, needed_end)
             if use_parts is None or begin >= end:  # this rank needs no data of this part
                 for peer, peer_header, _ in self._link.collect():
                     self.compare(own_header, peer, peer_header)
@@ -121,7 +121,7 @@ class Exchange:
         for peer, peer_header, buffer in self._link.collect():
             self.compare(header, peer, peer_header)
             offset, begin, end = ranges[peer]
-            if end > begin:
+            if end > begin:  # fetches the part's first elements, up to the last one that is needed
                 peer_part = self._staging.fetch(
                     peer, buffer, form_of(own_elements.dtype, torch.Size((end - offset,)))
                 )
@@ -134,8 +134,8 @@ class Exchange:
         """Checks that another rank made the same call.
 
         Raises:
-            CollectiveMismatchError: the calls differ. The other rank gets this rank's header first, so
-                that it can raise the error too.
+            CollectiveMismatchError: the calls differ. Before the error, this method waits until the other
+                rank has this rank's header, so that the other rank finds the difference, too.
         """
         if peer_header == own_header:
             return

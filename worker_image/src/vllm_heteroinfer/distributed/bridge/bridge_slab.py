@@ -153,7 +153,7 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
         nonces_and_errors = gather_values((attempt.nonce, attempt.error), cpu_group)
         problems = gather_values(_own_problem(attempt, nonces_and_errors, process_group), cpu_group)
     finally:
-        if fd >= 0:
+        if fd >= 0:  # the first rank: all ranks have opened the memory by now, or failed
             os.close(fd)
     failures = [problem for problem in problems if problem]
     if failures or attempt.slab is None:

@@ -36,7 +36,7 @@ _PARTS = 2
 _MAX_UNREAD = 16
 """Number of announcements that may be unread."""
 _MISMATCH_GRACE_S = 1.0
-"""Time that a rank waits after it found a mismatch, so that the other rank finds it too."""
+"""Time that a rank waits after it found a mismatch, so that the other rank finds the mismatch, too."""
 _LENGTH_BYTES = 8
 
 
@@ -201,7 +201,7 @@ class GlooLink:
 
     def finish_sending(self, peer: int) -> None:
         """Waits until a rank has received this rank's last part, for at most one second."""
-        works = self._out[self._published % _PARTS].works
+        works = self._out[self._published % _PARTS].works  # empty before the first part
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):

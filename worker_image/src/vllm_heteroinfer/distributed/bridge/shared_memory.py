@@ -118,6 +118,7 @@ class SharedMemoryLink:
                     return True
             return False
 
+        # The meter and a time-out name one rank: the first of the pending ranks.
         self._wait_and_report(ready, pending[0], "a part of a collective operation")
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
@@ -195,7 +196,7 @@ class SharedMemoryLink:
         """Does nothing, because a published part exists as long as any rank maps the slab."""
 
     def close(self) -> None:
-        """Marks this rank as closed. The kernel frees the memory after the last process unmaps it."""
+        """Marks this rank as closed. Linux frees the memory when no process maps it any more."""
         self._slab.words[self._line + CLOSED] = 1
         self._slab.unlock()
 

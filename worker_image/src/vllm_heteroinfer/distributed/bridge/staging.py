@@ -142,9 +142,9 @@ class CudaStaging(Staging):
     def publishing_signal(self) -> StreamSignal | None:
         """Returns the signal with which the device publishes a part itself; None if the host must publish it.
 
-        The device can publish only a small part, on the same stream as the part before. Then the stream
-        itself orders the write of the next part after the use of the fetched parts, and the host need not
-        wait. The host must wait for a timed copy, to read its time.
+        The device may publish a small part that is copied on the same stream as the part before. This stream
+        copies the part only after it has used the earlier parts, so the host need not wait. For a timed copy,
+        the host must wait anyway, to read the time.
         """
         signal, is_timed = self._signal, bool(self._time_factor)
         if (
@@ -165,7 +165,7 @@ class CudaStaging(Staging):
         start = time.perf_counter()
         stream, former = torch.cuda.current_stream(self._device), self._stream
         stream.synchronize()
-        if former != stream:  # the caller changed streams, and the former may still use fetched parts
+        if former != stream:  # torch's current stream changed; the former stream may still use fetched parts
             former.synchronize()
             self._stream = stream
         if self._is_first_part:

@@ -67,9 +67,10 @@ class StreamSignal:
 def create_signal(
     words: "memoryview[int]", address: int, device: torch.device, proof_word: int
 ) -> tuple[StreamSignal | None, str]:
-    """Creates a signal, if the driver supports it. Returns the signal and a description for the log.
+    """Creates a signal. Returns the signal, and the description of the publisher for the log.
 
-    The signal is None if the driver does not support it. The arguments are the same as for `StreamSignal`.
+    Returns None as the signal if the driver does not support signals. The arguments are those of
+    `StreamSignal`.
     """
     try:
         signal = StreamSignal(words, address, device, proof_word=proof_word)

@@ -20,18 +20,18 @@ def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
 
     Counts at most MAX_TURN_S for each check, so that a time without CPU does not use up the time-out.
     """
-    waited, before = 0.0, time.perf_counter()
+    waited_s, last_check_s = 0.0, time.perf_counter()
     while True:
         if ready():
             return True
-        now = time.perf_counter()
-        waited += min(now - before, MAX_TURN_S)
-        before = now
-        if waited < SPIN_S:
+        now_s = time.perf_counter()
+        waited_s += min(now_s - last_check_s, MAX_TURN_S)
+        last_check_s = now_s
+        if waited_s < SPIN_S:
             continue
-        if waited > timeout_s:
+        if waited_s > timeout_s:
             return ready()  # the word may have changed since the check above
-        if waited < YIELD_S:
-            time.sleep(0)
+        if waited_s < YIELD_S:
+            time.sleep(0)  # yields the CPU
         else:
-            time.sleep(_SLEEP_S if waited < _LONG_S else _LONG_SLEEP_S)
+            time.sleep(_SLEEP_S if waited_s < _LONG_S else _LONG_SLEEP_S)
