@@ -100,8 +100,8 @@ def open_slab(
         ready.append(report)
         if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != report.nonce:
             raise ContractError(
-                f"feed-forward rank {rank.rank}: must share memory with rank {asking.rank}, which it serves "
-                "(a test number that it wrote did not arrive). Run both in one PID namespace"
+                f"feed-forward rank {rank.rank}: must share memory with rank {asking.rank} (the test number "
+                f"that rank {rank.rank} wrote did not arrive). Run both ranks in one PID namespace"
             )
     return slab, tuple(ready)
 
@@ -215,7 +215,8 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
     if rows > shape.max_rows or (hidden, topk, dtype) != (shape.hidden, shape.topk, shape.dtype):
         raise ValueError(
             f"feed-forward ask: must have at most {shape.max_rows} rows, hidden size {shape.hidden}, dtype "
-            f"{shape.dtype} and {shape.topk} experts per row (got {rows} rows, {hidden}, {dtype}, {topk}). "
+            f"{shape.dtype} and {shape.topk} experts per row (got {rows} rows, hidden size {hidden}, dtype "
+            f"{dtype} and {topk} experts). "
             "This is a defect of HeteroInfer. Report it, and name the model"
         )
 

@@ -1,7 +1,7 @@
 """Finds the layers whose experts a GPU can compute, with the places of the ranks' weights. Imports torch."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,10 +135,24 @@ def find_obstacle(layer: LayerRecipe) -> str | None:
     return None
 
 
-def _has_other_type(offered: Iterable[OfferedLayer], dtype: torch.dtype) -> bool:
-    """Returns whether some weights that are not packed have another type than `dtype`."""
+def _find_obstacle_of_weights(
+    offered: Collection[OfferedLayer], num_ranks: int, dtype: torch.dtype
+) -> str | None:
+    """Returns why a GPU cannot compute a layer with the weights that ranks offer; None if it can.
+
+    Args:
+        offered: the layer's weights, of each rank that offers them.
+        num_ranks: number of ranks that have a part of the layer.
+        dtype: type of hidden states.
+    """
+    # A rank does not offer a layer whose experts have biases or no gate (held_experts.py).
+    if len(offered) < num_ranks:
+        return "the experts have biases or no gate"
     matrices = [matrix for layer in offered for matrix in (layer.w13, layer.w2)]
-    return any(matrix.format is None and dtype_of(matrix.dtype) != dtype for matrix in matrices)
+    # Weights without a format are not packed, so nothing converts them to the type of hidden states.
+    if any(matrix.format is None and dtype_of(matrix.dtype) != dtype for matrix in matrices):
+        return "the experts and the hidden states have different types"
+    return None
 
 
 def find_gpu_layers(
@@ -158,12 +172,9 @@ def find_gpu_layers(
         offered = {
             rank: rank_layers[number] for rank, rank_layers in layers_by_rank.items() if number in rank_layers
         }
-        obstacle = find_obstacle(layer)
-        # A rank does not offer a layer whose experts have biases or no gate (held_experts.py).
-        if obstacle is None and len(offered) < len(offers):
-            obstacle = "the experts have biases or no gate"
-        if obstacle is None and _has_other_type(offered.values(), dtype_of(recipe.dtype)):
-            obstacle = "the experts and the hidden states have different types"
+        obstacle = find_obstacle(layer) or _find_obstacle_of_weights(
+            offered.values(), len(offers), dtype_of(recipe.dtype)
+        )
         if obstacle is not None:
             obstacles.setdefault(obstacle, []).append(number)
             continue

@@ -289,7 +289,7 @@ def _yield_tensors(
         if not in_safetensors:
             raise ContractError(
                 f"{source.model_or_path}: the weights must be in safetensors files for mode FeedForward (got "
-                f"{sorted(paths)[:1]}). Convert them, or use spec.parallelism.mode: Pipeline"
+                f"{sorted(paths)[:1]}). Convert the weights, or use spec.parallelism.mode: Pipeline"
             )
         for path in sorted(paths):
             for name, tensor in files.add(Path(path)).tensors():
@@ -374,8 +374,8 @@ class Copies(TorchDispatchMode):
             pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
         else:
             self.problems.append(
-                f"layer {layer}: the model's loader computes {name}, so feed-forward ranks cannot read it "
-                "from the checkpoint"
+                f"layer {layer}: the model's loader computes parameter {name}, so feed-forward ranks cannot "
+                "read this parameter from the checkpoint"
             )
         if target.device.type != "meta":  # small parameters have memory, because loaders compare their values
             target.copy_(source)

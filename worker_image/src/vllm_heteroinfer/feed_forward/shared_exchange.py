@@ -80,7 +80,8 @@ def let_gpu_compute_experts(
         shared = SharedExchange(exchange, recipe, offers, **options)
     except (ContractError, CudaError) as error:
         _logger.warning(
-            "CPU ranks compute all experts, also of long batches, because the GPU cannot copy them (%s)",
+            "CPU ranks compute all experts, also of long batches, because the GPU cannot copy the ranks' "
+            "weights (%s)",
             error,
         )
         report(0)

@@ -119,7 +119,8 @@ class Shape:
 
 def _describe_header(header: bytes) -> str:
     """Returns a slab's header in words, for messages."""
-    _, version, epoch, hidden, topk, max_rows, dtype, lanes = _HEADER.unpack(header)
+    _, version, epoch, hidden, topk, max_rows, dtype_number, lanes = _HEADER.unpack(header)
+    dtype = {number: name for name, number in DTYPES.items()}.get(dtype_number, dtype_number)
     return (
         f"version {version}, epoch {epoch}, hidden size {hidden}, {topk} experts per token, {max_rows} "
         f"tokens, type {dtype}, {lanes} lanes"

@@ -148,8 +148,8 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     gpu_experts = experts // 2
     run(sizes[0], gpu_experts)  # its times do not count: it also builds tables and loads kernels
     for rows in sizes:
-        cpus_alone = _run_twice(run, rows, 0)
-        gpu_alone = _run_twice(run, rows, experts)
+        cpus_alone = _run_twice(run, rows, gpu_experts=0)
+        gpu_alone = _run_twice(run, rows, gpu_experts=experts)
         tries = []
         for _ in range(TRIES):
             both = run(rows, gpu_experts)

@@ -141,7 +141,8 @@ class Coded:
             )
             if shape_and_type != required or not is_contiguous:
                 raise ValueError(
-                    f"coded weight: {name} must be {required} with contiguous rows (got {shape_and_type})."
+                    f"coded weight: shape and dtype of {name} must be {required}, and rows contiguous (got "
+                    f"{shape_and_type})."
                 )
 
 
@@ -161,7 +162,7 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
         raise ValueError(
-            f"coded weight: must have a format and sizes with a kernel (got {form}, {columns} columns, "
+            f"coded weight: no kernel supports this format with these sizes (got {form}, {columns} columns, "
             f"{inputs} inputs)."
         )
     return size
@@ -282,7 +283,7 @@ def register(path: Path | None = None) -> KernelLibrary:
     if not _registered:
         library = load(path)
         if not library.coded_paths:
-            raise KernelsUnavailableError("this CPU does not support AVX2, FMA and F16C")
+            raise KernelsUnavailableError("this CPU does not have all of AVX2, FMA and F16C")
         _schema.define(
             "coded_linear(Tensor x, Tensor packed, Tensor? bias, int[] format, int columns, int inputs)"
             " -> Tensor"
