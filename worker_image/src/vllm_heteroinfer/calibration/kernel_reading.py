@@ -80,6 +80,7 @@ class ExpertsInput:
     """
 
     turns: Final = EXPERTS // TOP_K
+    """Number of calls with one row that together use each expert once."""
 
     def __init__(self) -> None:
         self._chosen = torch.arange(EXPERTS, dtype=torch.int32).view(self.turns, TOP_K)
@@ -189,15 +190,15 @@ def measure_our_linear(threads: int) -> None:
     library, size = linear.prepare(), SIZE
     dense = torch.randn((size, size)).to(torch.bfloat16)
     packed = [linear.pack(dense) for _ in range(-(-bytes_beyond_caches() // dense.nbytes))]
-    given = Input()
+    shared_input = Input()
 
     def call(weight: torch.Tensor) -> Call:
         """Returns a call of our kernel with a packed weight."""
-        return lambda: linear.linear(given.x, weight, None, size)
+        return lambda: linear.linear(shared_input.x, weight, None, size)
 
     def prepare(rows: int) -> None:
         """Sets the input of all calls to `rows` random rows."""
-        given.x = torch.randn((rows, size)).to(torch.bfloat16)
+        shared_input.x = torch.randn((rows, size)).to(torch.bfloat16)
 
     rates = _measure_rates(KernelPart.LINEAR, [call(each) for each in packed], dense.nbytes, prepare)
     _report_rates(
@@ -308,23 +309,26 @@ class KernelBench:
             )
 
         layer = build()
-        num_bytes, given = _fill_with_values(layer), Input()
+        num_bytes, shared_input = _fill_with_values(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-bytes_beyond_caches() // num_bytes)
         if weight_format.copy:
-            calls = _calls_with_copies(layer, count, lambda: [lambda: layer(given.x)])
+            calls = _calls_with_copies(layer, count, lambda: [lambda: layer(shared_input.x)])
         else:
-            calls = [lambda: layer(given.x), *(_packed_layer_call(build(), given) for _ in range(count - 1))]
+            calls = [
+                lambda: layer(shared_input.x),
+                *(_packed_layer_call(build(), shared_input) for _ in range(count - 1)),
+            ]
 
         def prepare(rows: int) -> None:
             """Sets the input of all calls to `rows` random rows."""
-            given.x = torch.randn((rows, SIZE), dtype=dtype)
+            shared_input.x = torch.randn((rows, SIZE), dtype=dtype)
 
         return _measure_rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel_name(layer)
 
     def _measure_experts(self, weight_format: WeightFormat) -> tuple[list[float], str]:
         """Returns the rates of a feed-forward rank's experts in a format, and the name of their kernel."""
-        layer, given = weight_format.layer(EXPERTS, TOP_K, HIDDEN, WIDTH), ExpertsInput()
+        layer, shared_input = weight_format.layer(EXPERTS, TOP_K, HIDDEN, WIDTH), ExpertsInput()
         all_bytes = sum(
             math.prod(parameter.shape) * getattr(torch, parameter.dtype).itemsize
             for parameter in layer.parameters.values()
@@ -335,26 +339,26 @@ class KernelBench:
 
         def call(experts: Experts, turn: int) -> None:
             """Computes the experts. With one row, only those of this turn."""
-            given.turn = turn
-            x, ids, weights, y = given.arguments()
+            shared_input.turn = turn
+            x, ids, weights, y = shared_input.arguments()
             experts.compute(y, x, weights, ids)
 
         copies = [
             load_experts(LayerReader(MappedFiles(), layer, dummy=True), all_experts, torch.bfloat16)
             for _ in range(-(-bytes_beyond_caches() // all_bytes))
         ]
-        calls = [partial(call, experts, turn) for experts in copies for turn in range(given.turns)]
-        num_bytes = all_bytes // given.turns
+        calls = [partial(call, experts, turn) for experts in copies for turn in range(shared_input.turns)]
+        num_bytes = all_bytes // shared_input.turns
         return _measure_rates(
-            KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=all_bytes
+            KernelPart.EXPERTS, calls, num_bytes, shared_input.prepare, many_bytes=all_bytes
         ), copies[0].method
 
 
-def _packed_layer_call(layer: Any, given: Input) -> Call:
+def _packed_layer_call(layer: Any, shared_input: Input) -> Call:
     """Packs a layer with typical values. Returns a call of the layer."""
     _fill_with_values(layer)
     layer.quant_method.process_weights_after_loading(layer)
-    return lambda: layer(given.x)
+    return lambda: layer(shared_input.x)
 
 
 def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:

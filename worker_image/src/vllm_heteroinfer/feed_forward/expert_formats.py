@@ -1,5 +1,6 @@
 """Turns parameters of vLLM's expert methods into weights of our kernels. Imports torch, not vLLM.
 
+An expert has gates and ups (vLLM names both together w13) and a projection back to the hidden size (w2).
 vLLM's methods name their parameters by format. All methods put gates before ups in `w13_*`, or let both
 alternate. A format is recognized by the names, types and shapes of the parameters.
 """
@@ -86,46 +87,47 @@ class ExpertWeights:
 
     # Regions of parameters
 
-    def _read_columns(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
+    def _read_columns(self, name: str, expert: int, dim: int = 0, per_element: int = 1) -> torch.Tensor:
         """Reads this rank's columns of w13: gates, then ups.
 
         Args:
             dim: dimension of the columns.
-            per: columns per element.
+            per_element: number of columns in one element of the parameter.
         """
         shape, own = self._shape, self._shape.own
 
         def read(first: int, end: int) -> torch.Tensor:
             """Reads the parameter's elements for columns [first, end)."""
             ranges: list[Range | None] = [None, None]
-            ranges[dim] = (first // per, -(-end // per))
+            ranges[dim] = (first // per_element, -(-end // per_element))
             return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
 
         if not shape.gated:
             return read(own.first, own.end)
         if shape.alternate:
-            if per > 1:
+            if per_element > 1:
                 raise ContractError(
                     f"{name}: gate and up columns alternate, so each column must have an element of its own "
-                    f"(got {per} columns per element). Use another checkpoint of the model, or GPU roles only"
+                    f"(got {per_element} columns per element). Use another checkpoint of the model, or GPU "
+                    "roles only"
                 )
             alternating = read(2 * own.first, 2 * own.end)
             index = torch.arange(alternating.shape[dim])
             return alternating.index_select(dim, torch.cat((index[0::2], index[1::2])))
-        first_up = -(-shape.padded // per) * per  # the ups begin with an element of their own
+        first_up = -(-shape.padded // per_element) * per_element  # the ups begin with an element of their own
         gates, ups = read(own.first, own.end), read(first_up + own.first, first_up + own.end)
         return torch.cat((gates, ups), dim)
 
-    def _read_inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
+    def _read_inputs(self, name: str, expert: int, dim: int = 1, per_element: int = 1) -> torch.Tensor:
         """Reads this rank's inputs of w2.
 
         Args:
             dim: dimension of the inputs.
-            per: inputs per element.
+            per_element: number of inputs in one element of the parameter.
         """
         own = self._shape.own
         ranges: list[Range | None] = [None, None]
-        ranges[dim] = (own.first // per, -(-own.end // per))
+        ranges[dim] = (own.first // per_element, -(-own.end // per_element))
         return self._reader.read(name, expert, *ranges)
 
     def _read_columns_and_inputs(
@@ -133,8 +135,8 @@ class ExpertWeights:
     ) -> torch.Tensor:
         """Reads a parameter [columns, inputs] of w13 or w2."""
         if w13:
-            return self._read_columns(f"w13_{suffix}", expert, dim=0, per=per_column)
-        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per=per_input)
+            return self._read_columns(f"w13_{suffix}", expert, dim=0, per_element=per_column)
+        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per_element=per_input)
 
     def _columns_and_inputs(self, w13: bool) -> tuple[int, int]:
         """Returns columns and inputs of w13 or w2."""
@@ -400,10 +402,10 @@ class ExpertWeights:
         The file packs them along the columns, [columns / 8, groups], and stores each plus 8.
         """
         if w13:
-            packed = self._read_columns(name, expert, dim=0, per=_NIBBLES)
+            packed = self._read_columns(name, expert, dim=0, per_element=_NIBBLES)
         else:
             packed = (
-                self._read_inputs(name, expert, dim=1, per=group)
+                self._read_inputs(name, expert, dim=1, per_element=group)
                 if group
                 else self._reader.read(name, expert)
             )
@@ -427,7 +429,7 @@ class ExpertWeights:
             return self._read_columns(f"w13_{suffix}", expert).contiguous()
         if not group:
             return self._reader.read(f"w2_{suffix}", expert).contiguous()
-        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per=group).contiguous()
+        return self._read_inputs(f"w2_{suffix}", expert, dim=1, per_element=group).contiguous()
 
     def _recognize_awq_or_gptq(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
@@ -438,18 +440,20 @@ class ExpertWeights:
             return self._read_gptq, "int4 (GPTQ)"
         raise self._build_refusal()
 
-    def _read_by_group(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
-        """Reads a parameter [groups, columns / per] of AWQ or GPTQ.
+    def _read_by_group(
+        self, suffix: str, expert: int, w13: bool, group: int, per_element: int
+    ) -> torch.Tensor:
+        """Reads a parameter [groups, columns / per_element] of AWQ or GPTQ.
 
         Args:
             group: inputs of a group; 0 if all inputs are one group.
-            per: columns per element.
+            per_element: number of columns in one element of the parameter.
         """
         if w13:
-            return self._read_columns(f"w13_{suffix}", expert, dim=1, per=per)
+            return self._read_columns(f"w13_{suffix}", expert, dim=1, per_element=per_element)
         if not group:
             return self._reader.read(f"w2_{suffix}", expert)
-        return self._read_inputs(f"w2_{suffix}", expert, dim=0, per=group)
+        return self._read_inputs(f"w2_{suffix}", expert, dim=0, per_element=group)
 
     def _read_awq(self, expert: int, w13: bool) -> Coded:
         """Reads int4 of AWQ as [columns, inputs], with zero points.
@@ -460,7 +464,7 @@ class ExpertWeights:
         scales_per_column = self._reader.shape("w13_scales" if w13 else "w2_scales")[0]
         group = self._inputs_per_scale(scales_per_column, w13, has_zeros=True)
         packed = (
-            self._read_columns("w13_qweight", expert, dim=1, per=_NIBBLES)
+            self._read_columns("w13_qweight", expert, dim=1, per_element=_NIBBLES)
             if w13
             else self._read_inputs("w2_qweight", expert, dim=0)
         )
@@ -488,7 +492,7 @@ class ExpertWeights:
         packed = (
             self._read_columns("w13_qweight", expert, dim=1)
             if w13
-            else self._read_inputs("w2_qweight", expert, dim=0, per=_NIBBLES)
+            else self._read_inputs("w2_qweight", expert, dim=0, per_element=_NIBBLES)
         )
         codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()

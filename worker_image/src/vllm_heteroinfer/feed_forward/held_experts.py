@@ -1,4 +1,7 @@
-"""A layer's routed experts in the memory of a feed-forward rank. Imports torch, not vLLM."""
+"""A layer's routed experts in the memory of a feed-forward rank. Imports torch, not vLLM.
+
+w13 is vLLM's name for an expert's gates and ups, and w2 for its projection back to the hidden size.
+"""
 
 import contextlib
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Where a feed-forward rank has its packed weights, for a GPU of its pod that copies them. Imports torch.
 
 The weights are in the rank's memfd. The GPU's process opens it through /proc, like the ranks open the slab.
+w13 is vLLM's name for an expert's gates and ups, and w2 for its projection back to the hidden size.
 """
 
 import mmap

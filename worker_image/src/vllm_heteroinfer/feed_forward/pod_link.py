@@ -136,7 +136,7 @@ class Connection:
         self.socket, self.token = connected, token
 
     def link(self, lane: int) -> Link:
-        """Returns the connection's state for native code. The connection must outlive it."""
+        """Returns the connection's state for native code. The connection must outlive the result."""
         self.socket.setblocking(False)
         return Link(socket=self.socket.fileno(), lane=lane, token=self.token)
 
@@ -298,7 +298,12 @@ def _prove(key: EpochKey | None, purpose: str, *parts: str) -> str:
 
 
 def _derive_token(key: EpochKey | None, *parts: str) -> int:
-    """Returns the number that each message of a connection carries."""
+    """Returns the number that each message of a connection carries.
+
+    Args:
+        key: the epoch's key; None for a group without a key.
+        *parts: texts that only this connection has; the last text is a nonce in hex.
+    """
     text = parts[-1] if key is None else key.session("feed-forward", *parts).code("token")
     return int(text[:16], 16)
 

@@ -135,8 +135,8 @@ class Recipe:
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
             raise ContractError(
-                "feed-forward ranks: all layers must have equal hidden sizes and numbers of experts per token "
-                f"(got {_describe_rows(rows)}). Use spec.parallelism.mode: Pipeline"
+                "feed-forward ranks: all layers must have the same hidden size and the same number of "
+                f"experts per token (got {_describe_rows(rows)}). Use spec.parallelism.mode: Pipeline"
             )
         return rows.pop()
 

@@ -69,7 +69,7 @@ def describe_matrix(matrix: OfferedMatrix, *, gated: bool) -> dict[str, int]:
         "code": matrix.code,
         "scale": matrix.scale,
         "has_zeros": int(matrix.zeros),
-        "block_rows": scale_rows // 2 if gated else scale_rows,
+        "block_rows": scale_rows // 2 if gated else scale_rows,  # of the gates, or of the ups
         "block_columns": scale_columns,
     }
 

@@ -1,6 +1,7 @@
 """Routed experts whose weights stay in their checkpoint's format. Imports torch, not vLLM.
 
-The kernels read each chosen expert once, on every instruction set of `kernels/coded.py`.
+The kernels read each chosen expert once, on every instruction set of `kernels/coded.py`. w13 is vLLM's name
+for an expert's gates and ups, and w2 for its projection back to the hidden size.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""Routed experts of a mixture in bf16 or FP8: each chosen expert is read once. Imports torch, not vLLM."""
+"""Routed experts of a mixture in bf16 or FP8: each chosen expert is read once. Imports torch, not vLLM.
+
+w13 is vLLM's name for an expert's gates and ups, and w2 for its projection back to the hidden size.
+"""
 
 from dataclasses import dataclass
 from typing import Final

@@ -75,7 +75,7 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
     if code is None or dims > _MAX_DIMS:
         raise ValueError(
             f"{operation.name.lower()}: tensor must have at most {_MAX_DIMS} dims and one of the dtypes "
-            f"{', '.join(_DTYPES)} (got {dtype} with {dims} dims). Pass a view with fewer dims or another dtype"
+            f"{', '.join(_DTYPES)} (got {dtype} with {dims} dims). Pass a view with other dims or dtype"
         )
     digest = 0 if sizes is None else zlib.crc32(struct.pack(f"={len(sizes)}q", *sizes))
     part = 0
