@@ -313,7 +313,7 @@ class KernelBench:
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-bytes_beyond_caches() // num_bytes)
         if weight_format.copy:
-            calls = _calls_with_copies(layer, count, lambda: [lambda: layer(shared_input.x)])
+            calls = _calls_with_copies(layer, count, lambda: layer(shared_input.x))
         else:
             calls = [
                 lambda: layer(shared_input.x),
@@ -361,35 +361,24 @@ def _packed_layer_call(layer: Any, shared_input: Input) -> Call:
     return lambda: layer(shared_input.x)
 
 
-def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:
+def _calls_with_copies(layer: Any, count: int, call: Call) -> list[Call]:
     """Returns calls that read separate copies of a packed layer's weights, so that no cache serves them.
 
     Args:
         count: number of copies, including the layer's own weights.
-        build: returns calls of the layer with its current weights.
+        call: computes the layer with its current weights.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
     own_weights = [parameter.data for parameter in parameters]
+    copies = [own_weights, *([weight.clone() for weight in own_weights] for _ in range(count - 1))]
 
-    def install_weights(copy: Sequence[torch.Tensor]) -> None:
-        """Makes the layer's parameters use one copy of the weights."""
+    def call_with(copy: Sequence[torch.Tensor]) -> Any:
+        """Makes the layer's parameters use one copy of the weights, and computes the layer."""
         for parameter, tensor in zip(parameters, copy, strict=True):
             parameter.data = tensor
+        return call()
 
-    def with_weights(copy: Sequence[torch.Tensor], call: Call) -> Call:
-        """Returns a call that first installs one copy of the weights."""
-
-        def run() -> Any:
-            install_weights(copy)
-            return call()
-
-        return run
-
-    calls: list[Call] = []
-    for copy in (own_weights, *([weight.clone() for weight in own_weights] for _ in range(count - 1))):
-        install_weights(copy)
-        calls += [with_weights(copy, call) for call in build()]
-    return calls
+    return [partial(call_with, copy) for copy in copies]
 
 
 def _quantization_config(weight_format: WeightFormat) -> Any:

@@ -158,7 +158,7 @@ class CudaExchange:
         with torch.cuda.device(device):
             register_memory(slab.bytes)
             self._kernels = Kernels(device)
-            # Not in the memory pool that `sleep` empties, because the number of asks must never decrease.
+            # Outside the memory pool that vLLM's sleep mode empties: the number of asks must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._ask_kernel, self._sum_kernel = (
             self._kernels.function("ff_ask"),

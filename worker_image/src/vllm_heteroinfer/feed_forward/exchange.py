@@ -267,7 +267,7 @@ class Watch:
         """Checks that the device never gave up waiting; only then are the results of a step valid.
 
         Raises:
-            RuntimeError: the device gave up waiting for an answer. Before it raises, it waits up to
+            RuntimeError: the device gave up waiting for an answer. Before the error, this method waits up to
                 NAMING_LIMIT_S, so that the watch can end this process with an error that names the rank.
         """
         if self._slab.device_gave_up:

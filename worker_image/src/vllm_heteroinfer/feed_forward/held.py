@@ -60,7 +60,7 @@ def load_parts(
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.
     """
-    by_experts = own.by_experts and recipe.topk > 0
+    by_experts = own.by_experts and recipe.topk > 0  # ranks divide MLPs (topk 0) by columns
     expert_counts = {layer.experts for layer in recipe.layers.values()}
     if by_experts and len(expert_counts) > 1:
         raise ContractError(

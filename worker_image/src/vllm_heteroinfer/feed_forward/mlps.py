@@ -106,7 +106,7 @@ class RecordedMlp:
             yield f"w2_{name}", RecordedParameter(parts=(parameter,), shape=(1, *parameter.shape))
         for name, parameter in self._ups[0].named_parameters(recurse=False):
             parts = tuple(getattr(linear, name) for linear in self._ups)
-            shape = (1, len(parts) * len(parameter), *parameter.shape[1:])
+            shape = (1, len(parts) * len(parameter), *parameter.shape[1:])  # an MLP is one expert
             yield f"w13_{name}", RecordedParameter(parts=parts, shape=shape)
 
     def begin(self) -> None:

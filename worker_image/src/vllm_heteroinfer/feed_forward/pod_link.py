@@ -229,7 +229,7 @@ class Listener:
                     if proving.acquire(blocking=False):
                         # Each client has a thread, so that a slow stranger does not keep the asking rank out.
                         start_thread(partial(prove, connected), name="heteroinfer-proof", failed=results.put)
-                    else:
+                    else:  # too many clients at the same time
                         connected.close()
             raise TimeoutError(
                 f"rank {asking} did not connect within {deadline.total_s:.0f} s. See the log of rank {asking}"

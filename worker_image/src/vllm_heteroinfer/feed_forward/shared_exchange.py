@@ -279,14 +279,14 @@ class SharedExchange:
                     answer_events.append(torch.cuda.Event(enable_timing=True))
                     answer_events[-1].record()
                 torch.cuda.synchronize()
-            busy_ns = max(
+            slowest_busy_ns = max(
                 after_ns - before_ns
                 for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
             )
             first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
             return LayerTimes(
                 period_s=first_to_last_s / (REPEATS - 1),
-                cpu_s=busy_ns / 1e9 / REPEATS,
+                cpu_s=slowest_busy_ns / 1e9 / REPEATS,
                 copy_s=total_s(spans.get(COPY, [])) / REPEATS,
                 compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
             )

@@ -217,6 +217,7 @@ def _own_problem(
     prefix = f"rank {process_group.own_rank}"
     if attempt.error or attempt.slab is None:
         return f"{prefix}: {attempt.error}"
+    # A rank with an error wrote no nonce, and reports its own problem.
     unreadable = [
         process_group.ranks[index]
         for index, (nonce, error) in enumerate(nonces_and_errors)

@@ -207,7 +207,7 @@ def _has_reached(words: "memoryview[int]", word: int, value: int) -> bool:
 
 
 def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
-    """Chooses the link between the ranks. Returns it with the reason.
+    """Chooses the link between the ranks. Returns the link's name, and the reason for the log.
 
     Args:
         share_host: whether the plan puts the ranks on one host.
