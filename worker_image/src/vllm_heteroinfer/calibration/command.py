@@ -148,7 +148,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
         Measurement(
             what="hops",
             commands=tuple(("hops", str(rank), hop_file) for rank in range(2)),
-            # Gloo would look up the machine's own name, which may have no address. So names the interface.
+            # Without this variable, gloo would look up the machine's own name, which may have no address.
             env={**_cpu_environment(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
         )
     )
@@ -281,6 +281,7 @@ def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_childre
 
 def _start_process(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     """Starts a measuring process, which dies with this process, on the CPUs of the measurement."""
+    # With a plan in its environment, the process would count as a rank.
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
     # Sets the CPUs before the module is imported, because its libraries start threads then.
@@ -354,7 +355,7 @@ def fit_text(calibration: Calibration) -> str:
         replace(
             calibration, skipped=tuple(replace(each, why=each.why[:length]) for each in calibration.skipped)
         )
-        for length in (2 * MAX_TEXT, 80, 30, 0)
+        for length in (2 * MAX_TEXT, 80, 30, 0)  # the first length cuts nothing
     ]
     kernels = calibration.kernels
     for count in range(len(kernels) - 1, -1, -1):

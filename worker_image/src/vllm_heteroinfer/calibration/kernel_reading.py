@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
     has_our_linear = (
         attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in begun_before[:-1]
     )
-    report_begun("vLLM's kernels")
+    report_begun("vLLM's kernels")  # names the measurement if vLLM crashes before the first kernel
     bench = KernelBench(threads)
     attempts.attempt(
         "linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32")
@@ -255,6 +255,7 @@ class KernelBench:
     """Measures vLLM's kernels, with vLLM set up for one CPU rank."""
 
     def __init__(self, threads: int) -> None:
+        """Sets vLLM up for one CPU rank, with the configuration of a small model and without its weights."""
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -274,7 +275,7 @@ class KernelBench:
             initialize_model_parallel(1, 1)
         cpu_coded.install()  # as in a rank
         if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # vLLM's kernels for AMX end with SIGILL without it
+            torch.cpu._init_amx()  # without this call, vLLM's kernels for AMX end with SIGILL
 
     def close(self) -> None:
         """Removes the temporary model folder."""
@@ -403,6 +404,7 @@ def _fill_with_values(layer: Any) -> int:
     for parameter in layer.parameters():
         total += parameter.nbytes
         if parameter.is_floating_point():
+            # One block is repeated, because it takes long to draw many random numbers.
             block = torch.rand(min(parameter.numel(), 1 << 20), dtype=torch.float32) * 0.01 + 0.01
             repeats = -(-parameter.numel() // block.numel())
             parameter.data.copy_(block.repeat(repeats)[: parameter.numel()].view(parameter.shape))

@@ -41,7 +41,7 @@ def take_wait_s() -> float:
 def build_cpu_communicator(**kwargs: Any) -> Any:
     """Builds the communicator of a CPU rank's process group; None for a pipeline's process group.
 
-    vLLM calls it in place of a communicator class, on every rank of the process group.
+    vLLM calls this function instead of a communicator class, on every rank of the process group.
     """
     if _is_pipeline_group(kwargs):
         return None
@@ -68,9 +68,9 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
         def _all_group_ranks_share_shm_group_name(self) -> bool:
             """Returns whether the process group's collectives may use shared memory; the same on each rank.
 
-            vLLM's own check compares names that contain the rendezvous port. These are the same in every pod,
-            so the check would also accept pods on different hosts. It also ignores that the collectives spin,
-            so that each rank needs its own CPUs.
+            vLLM's own check compares names that contain the rendezvous port. These names are the same in
+            every pod, so vLLM's check would also accept pods on different hosts. It would also accept ranks
+            that share CPUs, although the collectives spin.
             """
             plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
             can_share = len({plan.ranks[rank].pod for rank in self.ranks}) == 1 and may_spin(plan, launch)
@@ -119,7 +119,7 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
 
     communicator = CudaCommunicator(**kwargs)
     if communicator.pynccl_comm is None or communicator.pynccl_comm.disabled:
-        # vLLM would use gloo, through host memory.
+        # Without this error, vLLM would use gloo, through host memory.
         raise ContractError(
             f"process group {kwargs.get('unique_name')}: NCCL is not available on GPU ranks {ranks}. Install "
             "libnccl.so.2 in the worker image, and unset VLLM_DISABLE_PYNCCL"

@@ -296,8 +296,8 @@ def _load_nvrtc() -> Any:
 def _nvrtc_files() -> Iterator[str]:
     """Yields files and names under which NVRTC may be found, those of torch's packages first.
 
-    Before it yields a file of a package, it loads libnvrtc-builtins from the same folder, so that NVRTC finds
-    this library.
+    Before this function yields a file of a package, it loads libnvrtc-builtins from the same folder, because
+    NVRTC itself does not look for the library there.
     """
     for folder in sys.path:
         for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):

@@ -129,7 +129,7 @@ class HostExchange:
         ready: Sequence[LaneReady],
         describe_ask: Callable[[int], str] = no_description,
     ) -> None:
-        """Sends asks through `slab` to `lanes`, whose reports are `ready`."""
+        """Takes the slab for the asks, the rank of each lane, and the lanes' reports (`ready`)."""
         self.slab = slab
         self._lanes, self._ready, self._describe_ask = lanes, ready, describe_ask
         self._exchange = slab_library.load().heteroinfer_ff_exchange

@@ -69,7 +69,7 @@ class ExpertWeights:
         return self._read(expert, w13)
 
     def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
-        """Returns this rank's part of unquantized weights, [columns, inputs]."""
+        """Returns this rank's part of a weight of floats, [columns, inputs], without its scales."""
         return self._read_columns("w13_weight", expert) if w13 else self._read_inputs("w2_weight", expert)
 
     def read_bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
@@ -100,6 +100,7 @@ class ExpertWeights:
             """Reads the parameter's elements for columns [first, end)."""
             ranges: list[Range | None] = [None, None]
             ranges[dim] = (first // per_element, -(-end // per_element))
+            # A bias has one dimension only.
             return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
 
         if not shape.gated:
@@ -163,6 +164,7 @@ class ExpertWeights:
 
     def _recognize(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Returns the method that reads this layer's format, and the format's name."""
+        # Each format has one of these parameters, with its codes. int32 words hold several codes.
         dtype = (
             self._find_dtype("w13_weight")
             or self._find_dtype("w13_weight_packed")

@@ -154,7 +154,8 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     library = _find_kernels()
     has_supported_sizes = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
     has_biases = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
-    # No kernel supports this layer here. torch can compute it only if its weights are not quantized.
+    # No kernel supports this CPU, this dtype, these sizes or float32 weights. Then torch computes the layer
+    # if the weights are not quantized.
     if (
         library is None
         or dtype not in ELEMENTS

@@ -121,6 +121,7 @@ class RecordedMlp:
 
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
         """Returns the layer's recipe with these parameters."""
+        # A stage's ranks may divide the columns. Then this is the number of this rank's columns.
         columns = getattr(self._down, "input_size_per_partition", self._down.input_size)
         return LayerRecipe(
             experts=1,

@@ -102,7 +102,7 @@ class OfferedMatrix:
         if self.block_scales is not None:
             end = max(end, self.block_scales + experts * self.scale_bytes)
         if end > num_bytes:
-            return f"weights must end in {num_bytes} bytes of memory (got {end})"
+            return f"weights must end within {num_bytes} bytes of memory (got {end})"
         return ""
 
 

@@ -179,6 +179,7 @@ class Connection:
             if not trial.ask:
                 return
             codec.at_least(0, "trial", ask=trial.ask, answer=trial.answer)
+            # `measure` sends no larger messages.
             codec.at_most(LARGE_BYTES * 2, "trial", ask=trial.ask, answer=trial.answer)
             _read_and_discard(self.socket, trial.ask)
             self.socket.sendall(bytes(trial.answer))
@@ -337,8 +338,10 @@ def _read_line(connected: socket.socket, deadline: Deadline) -> str:
         if deadline.left_s == 0:
             raise TimeoutError(f"the other end sent no whole line within {deadline.total_s:.0f} s")
         byte = connected.recv(1)
-        if not byte or len(line) == _LINE_BYTES:
-            raise ConnectionError("the other end closed the connection, or sent too long a line")
+        if not byte:
+            raise ConnectionError("the other end closed the connection")
+        if len(line) == _LINE_BYTES:
+            raise ConnectionError(f"the other end sent a line of more than {_LINE_BYTES} bytes")
         line += byte
     return line[:-1].decode(errors="replace")
 

@@ -69,7 +69,7 @@ def agreed_shares(
     the same result.
 
     Raises:
-        TimeoutError: another rank did not `publish_read_rate` by the deadline.
+        TimeoutError: another rank did not publish its read rate by the deadline.
     """
     ranks = plan.feed_forward_ranks_of(plan.asking_rank(rank))
     if not _shares_follow_rates(ranks):

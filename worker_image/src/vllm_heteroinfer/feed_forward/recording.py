@@ -96,8 +96,8 @@ class RemoteExperts:
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
         """Returns the layer's recipe with these parameters.
 
-        Only the first rank of a stage adds the biases of w2. On the other ranks, loaders write zeros over
-        them, so the recipe leaves them out.
+        Only the first rank of a stage adds the biases of w2. On the other ranks, loaders overwrite these
+        biases with zeros, so the recipe leaves the biases out.
         """
         module, config = self.module, self.module.moe_config
         if config.tp_rank:

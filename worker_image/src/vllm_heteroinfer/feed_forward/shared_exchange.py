@@ -223,6 +223,7 @@ class SharedExchange:
         if gpu_experts == layer.recipe.experts:
             return self._compute(layer, gpu_experts, x, ids, weights).to(x.dtype)
         rank_ids = self._expert_choices(layer).mask_gpu_experts(ids, gpu_experts)
+        # The ranks compute their experts while the GPU computes its own.
         receive = self._exchange.send(layer.number, x, rank_ids, weights, padding, beside_copies=True)
         total = self._compute(layer, gpu_experts, x, ids, weights)
         return total.add_(receive()).to(x.dtype)
@@ -249,7 +250,7 @@ class SharedExchange:
         layer = self._first_layer
         ranges = self._expert_choices(layer).gpu_ranges(min(gpu_experts, layer.recipe.experts))
         loads = layer.split_into_loads(ranges, self._ring.slot_experts)
-        for load in itertools.islice(loads, SLOTS):
+        for load in itertools.islice(loads, SLOTS):  # the ring has one slot for each of these loads
             self._ring.start_early_copy(load)
 
     # Measurement at start
@@ -309,7 +310,7 @@ class SharedExchange:
     ) -> None:
         """Computes one expert with each kernel that batches need, so that no request waits for a compiler."""
         unit = slot_experts.ROW_UNIT
-        first = (self._captured_rows // unit + 1) * unit
+        first = (self._captured_rows // unit + 1) * unit  # padded rows of the shortest shared batch
         possible_rows = range(first, max(first, len(x)) + unit, unit)
         for rows in slot_experts.rows_of_each_kernel(
             layer.recipe, self._ring.slot_experts, self._dtype, possible_rows

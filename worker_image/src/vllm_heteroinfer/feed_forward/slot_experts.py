@@ -74,8 +74,8 @@ def rows_of_each_kernel(
     def kernel_settings(num_rows: int) -> object:
         """Returns vLLM's settings of the kernel for a number of rows."""
         settings: dict[str, object] = try_get_optimal_moe_config(
-            (slot_experts, 2 * recipe.inner, recipe.hidden),
-            (slot_experts, recipe.hidden, recipe.inner),
+            (slot_experts, 2 * recipe.inner, recipe.hidden),  # shape of w13
+            (slot_experts, recipe.hidden, recipe.inner),  # shape of w2
             recipe.topk,
             _get_config_dtype_str(dtype),
             num_rows,

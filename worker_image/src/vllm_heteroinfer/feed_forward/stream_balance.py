@@ -270,7 +270,7 @@ def rows_to_measure(captured_rows: int, most: int) -> Iterator[int]:
     rows = max(LEAST_ROWS, captured_rows + 1)
     while rows < most:
         yield rows
-        rows = 1 << rows.bit_length()
+        rows = 1 << rows.bit_length()  # the next power of two
     yield most
 
 

@@ -142,7 +142,7 @@ def _is_head(layer: torch.nn.Module) -> bool:
 def _head_dtype() -> torch.dtype | None:
     """Returns the type in which vLLM computes logits, or None without a model's configuration.
 
-    If it is not the head's type, vLLM reads the head's weight itself.
+    If this type differs from the type of the head's weight, vLLM reads that weight itself.
     Source: vllm/model_executor/layers/logits_processor.py::LogitsProcessor._apply_head@v0.32.0.
     """
     from vllm.config import get_current_vllm_config_or_none

@@ -9,7 +9,7 @@ def weight_bytes(model: Any) -> int:
     A CPU linear layer passes its packed weight to oneDNN and keeps an empty tensor, so the size comes from
     the layer's shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
     """
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}  # each once
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}  # no duplicates
     total = sum(tensor.nbytes for tensor in tensors.values())
     for module in model.modules():
         weight = getattr(module, "weight", None)

@@ -86,7 +86,8 @@ class Bridge:
             rank: this process's global rank.
             device: this rank's device; a GPU needs its index.
             cpu_group: gloo ProcessGroup of exactly these ranks.
-            share_host: whether the plan puts the ranks on one host; the constructor tests it.
+            share_host: whether the plan puts the ranks on one host. If so, the constructor tests that they
+                can share memory.
             timeout_s: longest wait for another rank, in seconds.
 
         Raises:
@@ -122,6 +123,7 @@ class Bridge:
         if device.type == "cuda":
             staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
         self._exchange = Exchange(self._process_group, self._link, staging, meter)
+        # Twice a part, because numbers of 16 bits are summed in float32.
         self._sum_buffer = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._send_counts: dict[tuple[int, int], int] = {}
@@ -206,7 +208,7 @@ class Bridge:
     def all_gatherv(
         self, x: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Concatenates the ranks' tensors along `dim`. Their sizes along `dim` may differ.
+        """Concatenates the ranks' tensors along `dim`. The tensors' sizes along `dim` may differ.
 
         Args:
             x: this rank's tensor, or several tensors.

@@ -42,8 +42,8 @@ class Exchange:
         """Publishes the tensor that `copy_out` copied, and returns the tensors of all ranks.
 
         The tensors are in the process group's order and valid until `mark_used`. The own tensor is `x`.
-        Use it for tensors of at most one part: `exchange_parts` creates flat views, which takes longer than
-        this whole method.
+        This method takes tensors of at most one part. For these, `exchange_parts` would be slower, because it
+        creates flat views.
         """
         signal = self._staging.publishing_signal()
         # With a signal, the device publishes the part after the copy, so the host does not wait.
