@@ -59,7 +59,7 @@ def _parse_limit(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
+        seconds = 0.0  # too short, so refused below
     if not MIN_LIMIT_S <= seconds <= MAX_LIMIT_S:
         raise argparse.ArgumentTypeError(f"must be {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g} seconds (got {text!r})")
     return seconds

@@ -178,7 +178,7 @@ def _cpu_environment() -> dict[str, str]:
     """Returns the variables for a process that uses only CPUs."""
     return {
         names.ENV_VISIBLE_GPUS: names.HIDE_GPUS,
-        # Without a plan vLLM chooses the platform: CUDA in the image for GPUs.
+        # Without this variable and without a plan, vLLM would choose CUDA in the image for GPUs.
         names.ENV_TARGET_DEVICE: "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }

@@ -42,7 +42,7 @@ class ExpertChoices:
         self._maps = torch.cat((outside, torch.where(slots < counts, slots, -1), outside), 1).to(device)
 
     def gpu_ranges(self, gpu_experts: int) -> list[Range]:
-        """Returns the range of each span that the GPU computes if it computes `gpu_experts` experts."""
+        """Returns for each span its range of experts for the GPU, which computes `gpu_experts` in all."""
         return [
             (first, first + sum(self._least_number[expert] <= gpu_experts for expert in range(first, end)))
             for first, end in self._spans

@@ -90,7 +90,7 @@ class GpuLayer:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Sizes, formats and the division by ranks. Layers of equal kind take equally long."""
+        """Sizes, formats and the division by ranks. Layers of equal kind take the same time."""
         recipe = self.recipe
         parts = tuple(
             (span, rank.offered.first_column, *(matrix.kind for matrix in rank.matrices))

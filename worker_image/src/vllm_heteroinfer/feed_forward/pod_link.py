@@ -347,7 +347,7 @@ def _read_line(connected: socket.socket, deadline: Deadline) -> str:
 
 
 def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
-    """Reads `num_bytes` bytes; raises ConnectionError if the connection ends before."""
+    """Reads `num_bytes` bytes; raises ConnectionError if the connection ends earlier."""
     remaining = num_bytes
     while remaining:
         count = len(connected.recv(min(remaining, LARGE_BYTES)))

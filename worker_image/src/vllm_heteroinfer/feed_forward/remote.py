@@ -197,7 +197,7 @@ class VisitingOffloader(NoopOffloader):
     def wrap_modules(
         self, modules_generator: Generator[torch.nn.Module, None, None], prefix: str = ""
     ) -> list[torch.nn.Module]:
-        """Returns the layers after the visits."""
+        """Visits each layer as soon as vLLM has built it. Returns all layers."""
         built: list[torch.nn.Module] = []
         for index, layer in enumerate(modules_generator):
             self._visit(index, layer)

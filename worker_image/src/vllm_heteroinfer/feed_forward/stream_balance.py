@@ -89,6 +89,7 @@ class Measured:
         if not gpu_experts:
             return gap_s + self.cpus_alone_s
         if gpu_experts == self.experts:
+            # CPUs do not compute then, so the measured time of the GPU alone replaces the time of its copies.
             return self._gpu_period_s(gpu_experts, gap_s, ahead, self.gpu_alone_s)
         gpu_s = self._gpu_period_s(gpu_experts, gap_s, ahead, self.copy_s)
         return max(gpu_s, self._cpu_period_s(gpu_experts, gap_s))
@@ -248,9 +249,9 @@ class Gaps:
         self._by_size[size] = average_s + (seconds - average_s) / 4
 
     def gap_s(self, rows: int) -> float:
-        """Returns the gap for about this number of rows, or else for the next smaller one measured.
+        """Returns the gap for about this number of rows.
 
-        Returns 0 if no such gap was measured.
+        Without such a measurement, returns the gap for the next smaller number of rows; 0 if there is none.
         """
         sizes = [size for size in self._by_size if size <= rows.bit_length()]
         return self._by_size[max(sizes)] if sizes else 0.0

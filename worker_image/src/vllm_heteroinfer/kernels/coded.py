@@ -195,6 +195,7 @@ def packed_layout(library: KernelLibrary, form: Format, columns: int, inputs: in
     library.calls.heteroinfer_coded_layout(
         ctypes.addressof(native), columns, inputs, ctypes.addressof(layout)
     )
+    # The library writes the fields in the order of `PackedLayout`.
     return PackedLayout(**dict(zip(PackedLayout.__slots__, layout, strict=True)))
 
 

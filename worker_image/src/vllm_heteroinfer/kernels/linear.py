@@ -40,7 +40,7 @@ def prepare(path: Path | None = None) -> KernelLibrary:
 def find() -> KernelLibrary | None:
     """Loads the kernels and registers the op; returns None if they are unavailable.
 
-    The code of linear layers logs the reason.
+    `LinearLayers` (linear_layers.py) logs the reason.
     """
     try:
         return prepare()

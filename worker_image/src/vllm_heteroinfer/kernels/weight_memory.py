@@ -48,7 +48,7 @@ class WeightMemory:
         self.name = f"{NAME}-{secrets.token_hex(16)}"
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        # Of each tensor: its first address, the address after its last, and its place in the file.
+        # For each tensor: the first address, the address after the last, and the place in the file.
         self._spans: list[tuple[int, int, int]] = []
         self._end = weakref.finalize(self, os.close, self.fd)
 

@@ -12,6 +12,7 @@ __all__ = ["Bridge"]
 
 
 def __getattr__(name: str) -> Any:
+    """Imports `Bridge`, and with it torch, at the first access."""
     if name != "Bridge":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from vllm_heteroinfer.distributed.bridge.bridge import Bridge

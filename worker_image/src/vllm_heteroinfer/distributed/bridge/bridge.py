@@ -150,7 +150,7 @@ class Bridge:
     def begin_step(self, step: int) -> None:
         """Starts a step of the engine.
 
-        Ranks compare its number, and the count of collectives starts again at 0.
+        The ranks compare the step's number. The count of collectives starts again at 0.
         """
         self._step, self._count = step, 0
 
@@ -428,7 +428,7 @@ class Bridge:
         )
 
     def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
-        """Raises ValueError unless `sizes` has an entry for each rank, which is `own` for this rank."""
+        """Raises ValueError unless `sizes` has an entry for each rank, and this rank's entry is `own`."""
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
                 f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and the entry "

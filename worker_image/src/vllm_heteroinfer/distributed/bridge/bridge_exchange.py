@@ -61,7 +61,7 @@ class Exchange:
     def mark_used(self, form: Form) -> None:
         """Marks the tensors of `publish_and_collect` as used.
 
-        Call it after their last use is queued on the stream.
+        Call this method after the last use of the tensors is queued on the stream.
         """
         self._staging.end_fetches()
         self._meter.add_transfer("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))

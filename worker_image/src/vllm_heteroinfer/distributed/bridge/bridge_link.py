@@ -79,7 +79,7 @@ class Buffer:
         """Returns a view of the first elements as a tensor of this form."""
         view = self._shaped.get(form)
         if view is None:
-            if len(self._shaped) == _MAX_FORMS:
+            if len(self._shaped) == _MAX_FORMS:  # limits the memory of the cache
                 self._shaped.clear()
             view = self._shaped[form] = self.first_elements(form.dtype, form.shape.numel()).view(form.shape)
         return view

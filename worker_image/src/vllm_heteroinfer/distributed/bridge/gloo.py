@@ -212,11 +212,11 @@ class GlooLink:
         if self._wait_threads is not None:
             self._wait_threads.shutdown(wait=False, cancel_futures=True)
 
-    def _post(self, post: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
-        """Starts a send or a receive; raises PeerLostError if the connection is lost."""
+    def _post(self, operation: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
+        """Starts a send or a receive (`operation`); raises PeerLostError if the connection is lost."""
         rank = self._process_group.ranks[peer]
         try:
-            return post(message, rank, group=self._group, tag=tag)
+            return operation(message, rank, group=self._group, tag=tag)
         except RuntimeError as error:
             raise PeerLostError(rank, 0.0, str(error), awaited="a message") from error
 

@@ -63,7 +63,7 @@ class Staging:
     def end_fetches(self) -> None:
         """Ends the time measurement of a part's fetches.
 
-        Call it after the last use of the fetched tensors is queued on the stream.
+        Call this method after the last use of the fetched tensors is queued on the stream.
         """
         if self._fetch_start is not None:
             self._seconds += time.perf_counter() - self._fetch_start
@@ -241,8 +241,8 @@ class _HostMemory:
         self._memory = memory
         self.__cuda_array_interface__ = {
             "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
+            "typestr": "|u1",  # uint8
+            "data": (memory.data_ptr(), False),  # not read-only
             "version": 3,
         }
 
