@@ -54,7 +54,8 @@ __device__ void store_number(void* p, u64 v) {
 __device__ void store_word(void* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ uint4 load_part(const uint4* p) {  // bypasses the caches, because the host wrote this memory
+// Reads 16 bytes without the caches, because the host wrote this memory.
+__device__ uint4 load_part(const uint4* p) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -153,7 +154,7 @@ __device__ u32 wait_for_lanes(const Params& p, u64 number) {
       if (load_word(p.slab + kStop)) return 1 + lane;
       if (clock_ns() - start > p.limit_ns && watch_made_checks(p, checks)) return 1 + lane;
     }
-    if (load_word(at + 8)) return 1 + lane;  // the lane's status: its computation failed
+    if (load_word(at + 8)) return 1 + lane;  // a status other than 0: the lane's computation failed
   }
   return 0;
 }

@@ -60,6 +60,7 @@ __device__ float scale_of(const Params& p, const u8* header, u32 group, u32 colu
     case kColumnF32: return ((const float*)at)[column];
     case kColumnBf16: return __uint_as_float((u32)((const u16*)at)[column] << 16);
     case kColumnF16: return from_half(((const u16*)at)[column]);
+    // The code 0 is 2^-127, which a float32 has only as a denormal number.
     case kColumnE8m0: return at[column] ? __uint_as_float((u32)at[column] << 23) : 5.877471754e-39f;
     default: return from_fp8(at[column]) * ((const float*)header)[column];
   }
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ff_unpack(const Params p)
   __syncthreads();
   const u32 column = threadIdx.x / 8, unit = threadIdx.x % 8 / 2, half = threadIdx.x % 2 * 16;
   if (unit >= count) return;
+  // which: 0 for gates (and for w2), 1 for ups. In a packed w13, blocks of gates and ups alternate.
   const u32 which = p.gate_rows ? block % 2 : 0, column_block = p.gate_rows ? block / 2 : block;
   const u64 row = (u64)which * p.gate_rows + column_block * kColumns + column, input = (u64)(first + unit) * kUnit + half;
   const u8* codes = (const u8*)copied + unit * p.unit_bytes;
