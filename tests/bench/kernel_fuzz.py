@@ -50,7 +50,7 @@ _KINDS: Final = (
 )
 _WHOLE: Final = frozenset({"plain", "denormal", "huge"})
 """Kinds of layers of which all outputs are numbers."""
-_ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "relu2")
+_ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "limited after", "relu2")
 _ROWS: Final = (1, 1, 1, 2, 3, 4, 5, 6, 7, 12, 13, 30, 64, 65, 140)
 
 

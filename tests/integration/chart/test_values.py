@@ -263,12 +263,42 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
         ({"image.repository": "fd00::1/x"}, "/image/repository"),
         ({"networkPolicy.metricsFrom": [{"namespaces": {}}]}, "/networkPolicy/metricsFrom/0"),
         ({"podDisruptionBudget.maxUnavailable": "0%"}, "/podDisruptionBudget/maxUnavailable"),
+        ({"fetchEgress.cidrs": ["1:2:3/64"]}, "/fetchEgress/cidrs/0"),
+        ({"fetchEgress.except": ["1::2::3/64"]}, "/fetchEgress/except/0"),
+        (
+            {"fullnameOverride": "1abc", "metricsService.enabled": True},
+            "the name of a Service must begin with a letter (got 1abc-metrics)",
+        ),
     ],
 )
 def test_nonsensical_values_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as refused:
         render(tmp_path, values)
     assert said in str(refused.value)
+
+
+def test_ranges_of_ipv6_addresses_are_accepted(tmp_path: Path) -> None:
+    ranges = ["::/0", "fd00::/8", "2001:db8:0:1:2:3:4:5/128", "1::8/64", "1:2:3:4:5:6:7::/112"]
+    (deployment,) = (o for o in render(tmp_path, {"fetchEgress.cidrs": ranges}) if o["kind"] == "Deployment")
+    env = {each["name"]: each.get("value") for each in find_container(deployment)["env"]}
+    assert json.loads(env["HETEROINFER_FETCH_EGRESS"])["cidrs"] == ranges
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, {"app.kubernetes.io/name": "heteroinfer-operator", "app.kubernetes.io/instance": "rel"}),
+        ({"labelSelector": {"matchLabels": {"team": "ml"}}}, {"team": "ml"}),
+    ],
+)
+def test_a_constraint_without_a_selector_counts_the_operators_pods(
+    given: dict[str, Any], used: dict[str, str], tmp_path: Path
+) -> None:
+    zones = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    values = {"topologySpreadConstraints": [zones | given, zones | given]}
+    (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
+    expected = zones | {"labelSelector": {"matchLabels": used}}
+    assert deployment["spec"]["template"]["spec"]["topologySpreadConstraints"] == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -410,7 +440,6 @@ def test_names_that_yaml_reads_as_numbers_or_booleans_stay_texts(
         "dashboards.namespace": "2023",
         "podDisruptionBudget.enabled": True,
         "networkPolicy.enabled": True,
-        "metricsService.enabled": True,
     }
     objects = render(tmp_path, values, release="2025", namespace="2024")
     names = [

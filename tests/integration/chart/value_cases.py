@@ -15,7 +15,14 @@ KIND = "calibration.nodeKinds"
 ONE_KIND = [{"name": "m7i", "nodeSelector": {"type": "m7i"}}]
 TOLERATION = [{"key": "gpu", "operator": "Exists"}]
 VOLUME = [{"name": "ca", "configMap": {"name": "ca"}}]
-SPREAD = [{"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]
+SPREAD = [
+    {
+        "maxSkew": 2,
+        "topologyKey": "zone",
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"a": "b"}},
+    }
+]
 RELABELING = [{"targetLabel": "cluster", "replacement": "a"}]
 PROXY = [{"ports": [{"port": 3128, "protocol": "TCP"}]}]
 FROM = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]

@@ -110,6 +110,9 @@ class Layout:
         if self.name == "swigluoai":
             gate, up = sums[0::2].clamp(max=7.0), sums[1::2].clamp(-7.0, 7.0)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        if self.name == "swiglustep":
+            gate, up = sums.chunk(2)
+            return (gate * torch.sigmoid(gate)).clamp(max=7.0) * up.clamp(-7.0, 7.0)
         gate, up = sums.chunk(2) if self.gated else (sums, torch.ones(()).double())
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -128,6 +131,7 @@ LAYOUTS = {
     "gelu_tanh": Layout("gelu_tanh"),
     "swigluoai": Layout("swigluoai", fused=True),
     "relu2": Layout("relu2_no_mul"),
+    "swiglustep": Layout("swiglustep"),
     "limit": Layout(limit=0.5),
     "one group": Layout(inner=128),
     "stacked": Layout(stacked="yes"),

@@ -102,7 +102,7 @@ def test_experts_run_on_a_cpu_without_avx512(name: str, library: list[str]) -> N
     assert answer["held"] == f"{FORMATS[name][1]} (avx2)"
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "relu2", "limit"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2", "limit"])
 def test_each_activation_matches_the_reference(activation: str, library: list[str]) -> None:
     check(ask_forked(PROBE, "bfloat16", activation, *library), 2.0**-7)
 

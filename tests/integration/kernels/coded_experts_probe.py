@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(kind=ActivationKind.GELU_TANH),
     "gpt-oss": Activation(alpha=1.702, limit=7.0, offset=1.0),
     "limited": Activation(limit=0.5),
+    "limited after": Activation(kind=ActivationKind.SWISH_LIMITED, limit=0.5),
     "relu2": Activation(kind=ActivationKind.RELU2, gated=False),
 }
 
@@ -29,10 +30,13 @@ ACTIVATIONS = {
 def exact_activation(sums: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Returns the inputs of w2 in float64; `sums` are gates, then ups."""
     gate, up = sums.chunk(2) if activation.gated else (sums, None)
-    gate = gate.clamp(max=activation.limit)
+    if activation.kind is not ActivationKind.SWISH_LIMITED:
+        gate = gate.clamp(max=activation.limit)
     match activation.kind:
         case ActivationKind.SWISH:
             made = gate * torch.sigmoid(activation.alpha * gate)
+        case ActivationKind.SWISH_LIMITED:
+            made = (gate * torch.sigmoid(activation.alpha * gate)).clamp(max=activation.limit)
         case ActivationKind.GELU:
             made = torch.nn.functional.gelu(gate)
         case ActivationKind.GELU_TANH:

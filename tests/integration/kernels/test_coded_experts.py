@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.coded_experts_probe"
 PROBE_SETS = CODED_SETS
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "limited after", "relu2")
 
 
 def draw_cases(name: str, path: str) -> list[dict[str, Any]]:

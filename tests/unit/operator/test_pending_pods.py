@@ -71,6 +71,12 @@ class Look:
         return [view.waiting for view in self.pending.explain(RESOURCE, pods)]
 
 
+NO_CONFIG_KEY = (
+    'MountVolume.SetUp failed for volume "ca-bundle" : configmap references non-existent config key: ca.crt'
+)
+NO_SECRET_KEY = 'MountVolume.SetUp failed for volume "mine" : references non-existent secret key: b'
+
+
 @pytest.mark.parametrize(
     ("events", "words"),
     [
@@ -79,6 +85,20 @@ class Look:
         (
             (event(1, "FailedMount", 'MountVolume.SetUp failed for volume "s" : secret "b" not found'),),
             "Secret b does not exist in namespace default",
+        ),
+        (
+            (
+                event(
+                    1,
+                    "FailedMount",
+                    NO_CONFIG_KEY,
+                ),
+            ),
+            "the object that spec.model.caBundle mounts has no key ca.crt. Add the key, or",
+        ),
+        (
+            (event(1, "FailedMount", NO_SECRET_KEY),),
+            "the object that volume mine of the role's template mounts has no key b. Add the key",
         ),
         ((TIMED_OUT,), 'kubelet reports FailedMount: "Unable to attach or mount volumes'),
         ((MISSING, event(5, "FailedMount", "no route to the server"), TIMED_OUT), "no route to the server"),

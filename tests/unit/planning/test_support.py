@@ -215,7 +215,6 @@ def test_experts_of_stages_are_in_every_format_of_our_kernels() -> None:
     ("changed", "why"),
     [
         ({"architecture": "KimiK3ForConditionalGeneration"}, "the experts' activation situ"),
-        ({"architecture": "Step3p5ForCausalLM", "limited_experts": True}, "activation swiglustep"),
         ({"scheme": Scheme(name=SchemeName.OTHER, bits=0)}, "no CPU kernel for this format"),
         ({"scheme": Scheme(name=SchemeName.INT4, bits=8)}, "no CPU kernel for this format"),
         (
@@ -336,6 +335,7 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
     with pytest.raises(PlanError, match="experts' activation swiglustep"):
         plan(spec(*MIXED), replace(limited, architecture="Step3p5ForCausalLM"))
     assert plan(beside, limited).plan
+    assert plan(beside, replace(limited, architecture="Step3p5ForCausalLM")).plan
     plan(spec(gpu(deviceMemory="80Gi")), limited)
     with pytest.raises(PlanError, match="vLLM's router for them needs a GPU"):
         plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))

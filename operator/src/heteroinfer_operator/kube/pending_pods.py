@@ -22,6 +22,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord, label_key
+from heteroinfer_operator.manifests.mounted_files import FIELDS_OF_VOLUMES
 from heteroinfer_operator.stored_fields import as_object, as_objects, as_text, as_texts
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
 """Reasons of the events about volumes, from the kubelet and the attach controller."""
 _MISSING_OBJECT: Final = re.compile('(configmap|secret) "([^"]+)" not found')
+_MISSING_KEY: Final = re.compile('volume "([^"]+)" : .*?non-existent (?:config|secret) key: ([^ ,;]+)')
+"""Text of the kubelet (volume/configmap and volume/secret), which leaves out the object's name."""
 _SUMMARY: Final = "Unable to attach or mount volumes"
 """Text of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go).
 
@@ -257,7 +260,12 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
     # The kubelet's event about all volumes has no cause, and may be newer than the event with the cause.
     causes = [failure for failure in failures if _SUMMARY not in as_text(failure.get("note"), "note")]
     newest = (causes or failures)[0]
-    if (missing_object := _MISSING_OBJECT.search(as_text(newest.get("note"), "note"))) is not None:
+    note = as_text(newest.get("note"), "note")
+    if (missing_key := _MISSING_KEY.search(note)) is not None:
+        volume, key = (printable(part)[:253] for part in missing_key.groups())
+        source = FIELDS_OF_VOLUMES.get(volume, f"volume {volume} of the role's template")
+        return f"the object that {source} mounts has no key {key}. Add the key, or correct {source}"
+    if (missing_object := _MISSING_OBJECT.search(note)) is not None:
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
         return f"{name} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
     return _quote_event(newest)

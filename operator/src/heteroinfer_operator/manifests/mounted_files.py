@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -9,6 +10,10 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 
 _CA_BUNDLE: Final = "ca-bundle"
 _FILES: Final = "files"
+FIELDS_OF_VOLUMES: Final[Mapping[str, str]] = MappingProxyType(
+    {_CA_BUNDLE: "spec.model.caBundle", _FILES: "spec.engine.files"}
+)
+"""Field of the resource that adds a volume, by the volume's name. A role's template adds the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

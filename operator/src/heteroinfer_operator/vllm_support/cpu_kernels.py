@@ -93,7 +93,8 @@ activations only, and fail with other types at the first step
 (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu). Our own kernels compute FP8 in blocks
 (patches/cpu_experts.py)."""
 FEED_FORWARD_ACTIVATIONS: Final = frozenset(
-    {"silu", "gelu", "gelu_tanh", "relu2", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"}
+    {"silu", "gelu", "gelu_tanh", "relu2", "relu2_no_mul"}
+    | {"swigluoai", "swigluoai_uninterleave", "swiglustep"}
 )
 """Activation functions of experts that feed-forward ranks support, by vLLM's names
 (feed_forward/held_experts.py)."""

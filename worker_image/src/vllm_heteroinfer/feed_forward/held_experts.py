@@ -32,6 +32,10 @@ from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableEr
 
 _OAI_ALPHA, _OAI_LIMIT, _OAI_BETA = 1.702, 7.0, 1.0
 """Constants of gpt-oss' activation (vllm/model_executor/layers/activation.py::SwigluOAIAndMul@v0.32.0)."""
+_STEP: Final = "swiglustep"
+_STEP_LIMIT: Final = 7.0
+"""Step-3.5's activation, and the only limit that vLLM's experts have for it
+(vllm/model_executor/layers/activation.py::swiglustep_and_mul_triton@v0.32.0)."""
 _KINDS: Final = {
     "silu": ActivationKind.SWISH,
     "gelu": ActivationKind.GELU,
@@ -114,11 +118,14 @@ def activation_of(recipe: LayerRecipe) -> Activation:
             limit=_OAI_LIMIT if recipe.limit is None else recipe.limit,
             offset=_OAI_BETA if recipe.beta is None else recipe.beta,
         )
+    if name == _STEP:
+        return Activation(kind=ActivationKind.SWISH_LIMITED, limit=_STEP_LIMIT)
     kind = _KINDS.get(name.removesuffix(_UNGATED))
     if kind is None:
         raise ContractError(
-            f"experts: activation must be one of {', '.join(sorted(_KINDS))}, {ALTERNATING} in HeteroInfer's "
-            f"CPU kernels (got {name!r}). Use spec.parallelism.mode: Pipeline with GPU roles only"
+            "experts: activation must be one that HeteroInfer's CPU kernels compute: "
+            f"{', '.join(sorted(_KINDS))}, {_STEP}, {ALTERNATING} (got {name!r}). Use "
+            "spec.parallelism.mode: Pipeline with GPU roles only"
         )
     gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 has no gate in either case
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)
@@ -371,9 +378,12 @@ class _TorchExperts:
         """Returns the input of w2: the activation of the sums of w13."""
         activation = self._activation
         gate, up = sums.chunk(2, -1) if activation.gated else (sums, None)
-        gate = gate.clamp(max=activation.limit)
-        if activation.kind is ActivationKind.SWISH:
+        if activation.kind is not ActivationKind.SWISH_LIMITED:
+            gate = gate.clamp(max=activation.limit)
+        if activation.kind in (ActivationKind.SWISH, ActivationKind.SWISH_LIMITED):
             activated = gate * torch.sigmoid(activation.alpha * gate)
+            if activation.kind is ActivationKind.SWISH_LIMITED:
+                activated = activated.clamp(max=activation.limit)
         elif activation.kind is ActivationKind.RELU2:
             activated = torch.relu(gate).square()
         else:

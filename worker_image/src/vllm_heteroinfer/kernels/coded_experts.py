@@ -39,6 +39,8 @@ class ActivationKind(IntEnum):
     GELU_TANH = 2
     RELU2 = 3
     """ReLU squared."""
+    SWISH_LIMITED = 4
+    """min(g * sigmoid(alpha * g), limit): the limit follows the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class Activation:
     An input of w2 is kind(gate) * (up + offset). If the activation is not gated, it is kind(column).
 
     Attributes:
-        limit: gates are at most `limit`, ups between -limit and limit.
+        limit: gates are at most `limit` (their function's values for SWISH_LIMITED), ups between -limit and
+            limit.
     """
 
     kind: ActivationKind = ActivationKind.SWISH

@@ -18,7 +18,7 @@ namespace heteroinfer {
 enum Code { kBf16, kF16, kFp8, kInt8, kInt4, kFp4, kCodes };
 enum ScaleType { kNoScale, kBlockF32, kColumnF32, kColumnBf16, kColumnF16, kColumnE8m0, kColumnE4m3 };
 enum Element { kElementBf16, kElementF16, kElementF32 };  // element types of inputs and outputs
-enum ActivationKind { kSwish, kGelu, kGeluTanh, kRelu2 };
+enum ActivationKind { kSwish, kGelu, kGeluTanh, kRelu2, kSwishLimited };
 
 constexpr long kUnitPairs = kUnit / 2;
 constexpr int kStreamRows = 4;  // for up to this many rows, several blocks are read at once
@@ -68,7 +68,8 @@ struct CodedInputs {
 struct Activation {
   long kind, gated;
   float alpha;   // for swish: g * sigmoid(alpha * g)
-  float limit;   // upper bound of gates, and bound of the magnitude of ups; infinity for no bound
+  float limit;   // upper bound of gates (of their activation for kSwishLimited), and bound of the magnitude of ups;
+                 // infinity for no bound
   float offset;
 };
 

@@ -129,6 +129,10 @@ INLINE Wide apply_activation(Wide gate, const Activation& activation) {
     case kSwish: return gate * sigmoid(activation.alpha * gate);
     case kGelu: return gate * normal_distribution(gate);
     case kGeluTanh: return gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate));
+    case kSwishLimited: {
+      const Wide limit = Wide{} + activation.limit, made = gate * sigmoid(activation.alpha * gate);
+      return made > limit ? limit : made;
+    }
     default: {
       const Wide positive = gate < 0.0f ? Wide{} : gate;
       return positive * positive;
@@ -146,7 +150,7 @@ static void activate_elements(void* h, long element, long ldh, const float* sums
       const long at = column / kColumns * each + column % kColumns;
       Wide gate = Lanes::read<Wide>(sums + r * ld + at);
       if (bias) gate += Lanes::read<Wide>(bias + at);
-      gate = gate > limit ? limit : gate;
+      if (activation.kind != kSwishLimited) gate = gate > limit ? limit : gate;
       Wide made = apply_activation(gate, activation);
       if (activation.gated) {
         Wide up = Lanes::read<Wide>(sums + r * ld + at + kColumns);
