@@ -79,7 +79,7 @@ class Mlp(torch.nn.Module):
         self.down = RowParallelLinear(INNER, HIDDEN, prefix=f"{prefix}.down", **given)
         self.kind, self.changes = kind, changes
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         if self.changes == "norm":
             x = x * self.scale
         up, _ = self.up(2 * x if self.changes == "input" else x)

@@ -253,22 +253,26 @@ def compile_source(source: Path, architecture: str) -> bytes:
     program = ctypes.c_void_p()
     header_texts = (ctypes.c_char_p * 1)((source.parent / HEADER).read_bytes())
     header_names = (ctypes.c_char_p * 1)(HEADER.encode())
-    nvrtc.nvrtcCreateProgram(
+    status = nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 1, header_texts, header_names
     )
-    options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
-    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:
-        raise CudaError(
-            f"{source.name}: NVRTC cannot compile this file for {architecture} (error {status}: "
-            f"{_compile_log(nvrtc, program)}). Report this, and name the GPU"
-        )
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, code)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw
+        raise CudaError(f"{source.name}: NVRTC cannot read this file (error {status}). Report this")
+    try:
+        options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+        status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        if status:
+            raise CudaError(
+                f"{source.name}: NVRTC cannot compile this file for {architecture} (error {status}: "
+                f"{_compile_log(nvrtc, program)}). Report this, and name the GPU"
+            )
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _compile_log(nvrtc: Any, program: ctypes.c_void_p) -> str:

@@ -145,7 +145,7 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
         parameter
         for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]  # no `self`
         if parameter.default is inspect.Parameter.empty
-        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        and parameter.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     ]
     has_experts = any(isinstance(each, RoutedExperts) for each in module.modules())
     return len(required_parameters) == 1 and not has_experts

@@ -9,7 +9,6 @@ import ctypes
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +128,7 @@ class Relay:
         """
         self._slab, self._relayed, self._cpus = slab, relayed, cpus
         self._links = (pod_link.Link * len(relayed))(*(each.connection.link(each.lane) for each in relayed))
-        self._spin_ns, self._ended = spin_ns, threading.Event()
+        self._spin_ns = spin_ns
         start_thread(self._run, name="heteroinfer-relay", failed=fail)
 
     def _run(self) -> None:

@@ -309,6 +309,9 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
         os.posix_fallocate(fd, 0, shape.num_bytes)
         os.pwrite(fd, shape.header(), 0)
         slab = Slab(fd, shape)
+    except ContractError:
+        os.close(fd)
+        raise
     except OSError as error:
         os.close(fd)
         raise OSError(
