@@ -89,11 +89,11 @@ class ControlServer:
         """Returns the last report of each rank of the other pods."""
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
-    def news_age_s(self) -> float:
+    def group_age_s(self) -> float:
         """Returns the longest silence of a follower, in seconds."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
-    def lost_a_stopping_pod(self) -> bool:
+    def is_stopping_pod_disconnected(self) -> bool:
         """Returns whether the connection to a pod that was asked to stop is lost.
 
         The pod may have ended, or may reconnect.
@@ -102,7 +102,7 @@ class ControlServer:
 
     def beat(self) -> None:
         """Sends a heartbeat to every follower, with the longest silence of a follower."""
-        self._send_to_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
+        self._send_to_all(Message(group_age_s=self.group_age_s(), late_s=self._clock.late_s()))
 
     def announce_stop(self) -> None:
         """Reports to every follower that this pod was asked to stop."""
@@ -197,7 +197,7 @@ class ControlServer:
         if time.monotonic() - self._logged_at_s > LOG_INTERVAL_S:
             self._logged_at_s = time.monotonic()
             log.warning(
-                "control port: refused %d connections so far (the last because %s). Check which clients "
+                "control port: refused %d connections so far (the last one: %s). Check which clients "
                 "connect to this port",
                 self._num_refused,
                 str(error) or f"the client did not identify itself within {HELLO_TIMEOUT_S:g} s",
@@ -255,6 +255,9 @@ class ControlServer:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether the follower did.
 
         If the follower's health port refuses connections, its process has ended, so the wait ends too.
+
+        Args:
+            link: the lost connection. A new connection of the pod replaces it in `_links`.
         """
         refusals, address = 0, self._launch.addresses[pod]
         # Use the address on which the pod listens: its connection to this pod may come from a gateway's
@@ -276,7 +279,8 @@ class ControlServer:
                 refusals = refusals + 1 if refused else 0
                 if refusals == REFUSALS:
                     break
-                # A second refusal ends the wait, so it follows sooner.
+                # After a refusal, the follower has probably ended. A second refusal proves this, so check
+                # sooner.
                 await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
         finally:
             lookup.cancel()

@@ -15,12 +15,12 @@ MAX_PATIENCE_FACTOR = 10.0
 class LoopClock(TurnClock):
     """A supervisor's clock, which also records recent scheduling delays.
 
-    The clock leaves out long delays: without CPU, the supervisor cannot know whether a peer is silent. The
-    peer's messages may wait unread in the kernel.
+    The clock leaves out long delays. A supervisor that was not scheduled cannot know whether a peer is
+    silent, because the peer's messages may wait unread in the kernel.
 
     Delays of up to one interval count as time in which the supervisor ran, because it still reads messages
-    often enough. On a busy node, most turns are a little late. Without these delays, a limit of 5 s took
-    7.5 s (turns 0.15 s late, 2026-11-28).
+    often enough. On a busy node, most turns are a little late. When the clock left out these delays too, a
+    limit of 5 s took 7.5 s (turns 0.15 s late, 2026-11-28).
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:

@@ -56,6 +56,7 @@ class GroupView:
     def message(self) -> str:
         """Text that names each part for which the group waits; "" if the group is ready.
 
+        The API server counts only when all ranks are ready, and the engine only when the API server answers.
         Programs use the phases of the ranks, not this text.
         """
         asleep = [str(status.rank) for status in self.statuses() if status.phase is RankPhase.SLEEPING]
@@ -205,9 +206,9 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
     If a late rank waits for another rank that has been busy for more than half of the deadline, the other
-    rank is the culprit (it may have become busy later). If the other rank is not busy, or has been busy only
-    for a short time, the late rank is the culprit, because its message was lost. For a silent rank, the wait
-    in its last report is ignored as outdated.
+    rank is the culprit. (It may have become busy after the late rank, so it has half of the deadline.) If the
+    other rank is not busy, or has been busy only for a short time, the late rank is the culprit: it waits for
+    a message that was lost. For a silent rank, the wait in its last report is ignored as outdated.
 
     Args:
         beats: last beats of all ranks that are busy or silent, for any time.

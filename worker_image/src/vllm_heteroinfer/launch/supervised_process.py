@@ -59,7 +59,7 @@ class SupervisedProcess:
         return None if self.assignment is None else self.assignment.rank
 
     def read_channel(self, awake_s: float) -> None:
-        """Reads the process's new messages.
+        """Reads the process's new messages. Keeps the last report, and the first failure.
 
         Args:
             awake_s: current time of PodProcesses' clock.
@@ -110,7 +110,15 @@ def build_beat(process: SupervisedProcess, assignment: RankAssignment, awake_s: 
 
 
 def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Returns the failure of this process: of its engine, from its own report, or from its exit status."""
+    """Returns the failure of a process that failed, ended or was stopped.
+
+    The end of the engine has priority, because the API server's own end is only a consequence. Then follow
+    the process's own report, and what the supervisor observed.
+
+    Args:
+        pod: index of this pod.
+        seen: the process's state in the kernel.
+    """
     rank = process.rank
     observed = Failure(
         reason=exit_reason(process),
