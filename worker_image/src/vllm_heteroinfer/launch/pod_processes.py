@@ -156,7 +156,7 @@ class PodProcesses:
         """Starts the pod's first rank, and asks this rank to fork the processes in `to_fork`.
 
         Args:
-            cpus: numbers of the CPUs that forked processes may run on.
+            cpus: numbers of the CPUs for the forked processes.
         """
         if not to_fork:
             await self._start_one(first)
@@ -198,7 +198,7 @@ class PodProcesses:
         )
 
     def _keep_process(self, process: SupervisedProcess) -> SupervisedProcess:
-        """Stores a new process. The starting thread calls this, so kill() finds it even after a cancelled start."""
+        """Stores a new process, on the thread that starts it. So kill() finds it after a cancelled start."""
         self._processes.append(process)
         return process
 
@@ -417,7 +417,7 @@ class PodProcesses:
 
 
 def _start(to_start: _ProcessToStart, child_sockets: Sequence[socket.socket]) -> SupervisedProcess:
-    """Starts a process that inherits `child_sockets`. Closes the supervisor's copies of them."""
+    """Starts a process that inherits `child_sockets`. Closes the supervisor's copies of these sockets."""
     channel, child_end = RankChannel.open_pair()
     with contextlib.ExitStack() as inherited:
         descriptors = [inherited.enter_context(each).fileno() for each in (child_end, *child_sockets)]
@@ -437,7 +437,7 @@ def _request_process(
 
     Args:
         first: the first rank. The request contains only the variables that differ from its environment.
-        cpus: numbers of the CPUs that the new process may run on.
+        cpus: numbers of the CPUs for the new process.
     """
     channel, child_end = RankChannel.open_pair()
     read_fd, write_fd = os.pipe()

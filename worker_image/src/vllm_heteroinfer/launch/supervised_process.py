@@ -113,7 +113,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
     """Returns the failure of a process that failed, ended or was stopped.
 
     The end of the engine has priority, because the API server's own end is only a consequence. Then follow
-    the process's own report, and what the supervisor observed.
+    the process's own report, and the supervisor's observation.
 
     Args:
         pod: index of this pod.

@@ -49,7 +49,7 @@ It covers two watch intervals, a network delay of one heartbeat, and the time un
 failure appear.
 """
 STOP_GATHER_S = 0.7
-"""Wait for this pod's own SIGTERM after another pod was asked to stop (a deleted group stops all pods)."""
+"""Wait for this pod's own SIGTERM after another pod received one (a deleted group stops all its pods)."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
 """Extra drain time of a follower. The leader may receive SIGTERM later, and must end its API server."""
 VERDICT_TIMEOUT_S = 1.5
@@ -346,9 +346,8 @@ class Supervisor:
     def _on_evidence(self, evidence: Evidence) -> None:
         """Stores new evidence of a failure, sends it to the leader, and schedules this pod's own decision.
 
-        The leader decides after GATHER_S, in which further evidence may arrive. So does a follower that has
-        lost the leader. Any other follower decides only if the leader sends no verdict within
-        VERDICT_TIMEOUT_S.
+        The leader, and a follower that has lost the leader, decide after GATHER_S, in which further evidence
+        may arrive. Any other follower decides only if the leader sends no verdict within VERDICT_TIMEOUT_S.
         """
         failure = evidence.failure
         known_keys = {_duplicate_key(known) for _, known in self._evidence}
@@ -398,7 +397,7 @@ class Supervisor:
         )
 
     def _is_stopping_pod_disconnected(self) -> bool:
-        """Returns whether the connection to a pod that was asked to stop is lost."""
+        """Returns whether the connection to a stopping pod is lost."""
         return (self._server is not None and self._server.is_stopping_pod_disconnected()) or (
             self._client is not None and self._client.is_reconnecting_to_stopping_leader()
         )
@@ -620,7 +619,7 @@ class Supervisor:
 def _duplicate_key(evidence: Evidence) -> tuple[object, ...]:
     """Returns a key that is equal for duplicates of evidence.
 
-    An accusation by another process is no duplicate of a process's own report, which proves more.
+    An accusation by another process never duplicates a process's own report, which proves more.
     """
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 

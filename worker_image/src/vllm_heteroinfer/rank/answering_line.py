@@ -156,7 +156,10 @@ class PodLine:
         self._ask_arrived_ns = 0
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
-        """Reports the pod as ready, and waits until the asking rank has connected and measured."""
+        """Reports the pod as ready, and waits until the asking rank has connected and measured the network.
+
+        The pod answers when its slowest rank has answered, so the highest times of its ranks are reported.
+        """
         context = self._context
         ready = LaneReady(
             nonce="",
@@ -202,6 +205,8 @@ class PodLine:
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
         """Waits for the answers of the pod's ranks, and sends their sum to the asking rank.
 
+        Blames a late rank of the pod before the asking rank's own time limit (ACCUSE_EARLIER_S).
+
         Raises:
             LaneError: another rank of the pod is late, or failed.
             PeerGoneError: the connection to the asking rank has ended.
@@ -219,7 +224,7 @@ class PodLine:
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
         if result < -1:  # -1 is this rank itself, which raises its own error
-            time.sleep(OWN_REPORT_S)
+            time.sleep(OWN_REPORT_S)  # the failed rank reports its own error first
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
