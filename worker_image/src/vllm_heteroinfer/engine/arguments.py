@@ -42,7 +42,8 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         raise ContractError(str(refused))
     _check_stages(plan)
     remote_parts.check_plan(plan)
-    # The planner checks this too. But a plan written by hand must not hang in its first captured graph.
+    # The planner checks `eager_reason`, too. But a plan written by hand must not hang in its first CUDA
+    # graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
     timeout_s = int(launch.startup_timeout_s)
@@ -135,7 +136,7 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
 
 
 def choose_load_format(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
-    """Sets the load format to safetensors on CPU ranks of mode FeedForward if the user's is for GPUs only.
+    """Replaces a load format for GPUs only by safetensors on the CPU ranks of mode FeedForward.
 
     Raises:
         ContractError: feed-forward ranks cannot load the user's format.

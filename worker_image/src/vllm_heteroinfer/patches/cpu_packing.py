@@ -71,7 +71,10 @@ class _JoinedTensor:
 
 
 def _with_packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a replacement that calls vLLM's `original` for one expert at a time."""
+    """Returns a replacement that calls vLLM's `original` for one expert at a time.
+
+    One call for all experts would unpack all experts at the same time.
+    """
 
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
         """Packs the experts one by one into tensors for all experts."""
@@ -101,7 +104,10 @@ def _select_expert(tensor: torch.Tensor | None, index: int) -> torch.Tensor | No
 
 
 def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
-    """Yields the first output of each slice and the output after its last."""
+    """Yields, for each slice, its first output and the output after its last.
+
+    An unpacked slice has at most _UNPACKED_BYTES, unless its least number of outputs (_OUTPUTS) takes more.
+    """
     width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
     for first in range(0, outputs, width):
         yield first, min(first + width, outputs)
@@ -161,8 +167,8 @@ def _with_packing_in_slices(
         for first, end in _yield_slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))
             for name, tensor in tensors.items():
-                width = outputs // tensor.shape[1]  # a word of zero points covers several outputs
-                slice_ = tensor[:, first // width : end // width].contiguous()
+                per_word = outputs // tensor.shape[1]  # a word of zero points covers several outputs
+                slice_ = tensor[:, first // per_word : end // per_word].contiguous()
                 setattr(part, name, torch.nn.Parameter(slice_, requires_grad=False))
             original(self, part)
             for name, whole in joined_tensors.items():
@@ -172,7 +178,7 @@ def _with_packing_in_slices(
                 setattr(layer, name, getattr(part, name))
         for name, whole in joined_tensors.items():
             parameter = getattr(layer, name)
-            if parameter is None:
+            if parameter is None:  # zero points that the checkpoint lacks and `original` has added
                 setattr(layer, name, torch.nn.Parameter(whole.tensor, requires_grad=False))
             else:
                 parameter.data = whole.tensor

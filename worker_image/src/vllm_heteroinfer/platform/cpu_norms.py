@@ -38,9 +38,13 @@ def _supports_add_and_norm(
 
 
 def _has_whole_vectors(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Returns whether rows consist of whole vectors, and the weight has their dtype."""
+    """Returns whether vLLM's CPU operations can read these rows in whole vectors, and round them correctly.
+
+    The weight must have the dtype of the rows.
+    """
     fits = weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
-    return fits and (x.dtype is not torch.bfloat16 or _rounds_bf16())
+    rounds_correctly = x.dtype is not torch.bfloat16 or _rounds_bf16()
+    return fits and rounds_correctly
 
 
 @functools.cache
