@@ -60,12 +60,15 @@ class CleanupQuestion:
         self.number: int | None = None
 
     def confirm(self, token: str) -> bool:
-        """Confirms the open question. Returns whether the token is that of the open question."""
+        """Confirms the open question if the token is that of this question. Returns whether it is.
+
+        Logs only the first wrong token, so that strangers cannot fill the log.
+        """
         with self._changed:
             if self.number is None:
                 return False
             if not hmac.compare_digest(hash_token(token), self._token_hashes[self.number]):
-                if not self._was_refused:  # once, so that strangers cannot fill the log
+                if not self._was_refused:
                     logger.warning(
                         "clean-up of the cache: refused a confirmation without the token of question %d. "
                         "Check which clients connect to the health port of this pod",
@@ -80,7 +83,8 @@ class CleanupQuestion:
     def ask(self) -> float | None:
         """Asks the operator. Returns the time until which commits may be removed; None without an answer.
 
-        The time is a time of `clock_s`. It counts from the question, so a late answer prolongs nothing.
+        The time is on the clock of `clock_s`. It is counted from the question, so a late answer gives no more
+        time. Returns None at once if no token is left.
         """
         until_s = clock_s() + REMOVE_WITHIN_S
         with self._changed:
@@ -122,12 +126,13 @@ def remove_unused(
             for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
             if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
         ]
-        until_s = ask() if unused else None
+        if not unused:
+            return ()
+        until_s = ask()
         if until_s is None:
-            if unused:
-                logger.info(
-                    "the operator did not confirm the list of commits in use, so this fetch removes no commit"
-                )
+            logger.info(
+                "the operator did not confirm the list of commits in use, so this fetch removes no commit"
+            )
             return ()
         for confirmed_s, folder in unused:
             if _rename_for_removal(folder, confirmed_s, until_s):

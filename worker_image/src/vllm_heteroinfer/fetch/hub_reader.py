@@ -100,6 +100,8 @@ class HubReader:
     def first_bytes(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
         """Reads the first `size_bytes` of a file, or the whole file if it is smaller.
 
+        Requests at least FIRST_BYTES, and keeps them for the next call, which usually needs more bytes.
+
         Raises:
             FetchError: the hub does not send these bytes.
         """
@@ -110,11 +112,15 @@ class HubReader:
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
             first_part = self._retry(partial(self._read_first_bytes, url, request_bytes))
         if size_bytes < len(first_part):
-            self._stored_first_bytes[file.path] = first_part  # the next call needs more bytes of the file
+            self._stored_first_bytes[file.path] = first_part
         return first_part[:size_bytes]
 
     def _retry(self, read: Callable[[], bytes]) -> bytes:
-        """Returns the result of `read`. Calls `read` again after a pause if the hub is busy."""
+        """Returns the result of `read`. Calls `read` again after a pause if the hub is busy.
+
+        Raises:
+            FetchError: HF_HUB_OFFLINE forbids requests, or `read` failed permanently or three times.
+        """
         if self._offline:
             raise self._hub.offline_error()
         for pause_s in _PAUSES_S:

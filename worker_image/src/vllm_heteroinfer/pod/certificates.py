@@ -32,8 +32,8 @@ _CERTIFICATE: Final = re.compile(
 def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     """Makes clients trust the authorities of the pod's bundle in addition to the system's.
 
-    Does nothing if the pod has no bundle. If the user sets SSL_CERT_FILE, that file replaces the system's
-    file.
+    Writes the certificates of both into a file, and sets the variables of all clients to this file. If the
+    user sets SSL_CERT_FILE, this user's file replaces the system's. Does nothing if the pod has no bundle.
 
     Args:
         env: environment of this process, which its children inherit.
