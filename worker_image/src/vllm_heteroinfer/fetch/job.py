@@ -331,11 +331,12 @@ def fetch_in_parallel(
     at_once: int,
     share_lock: Callable[[], int],
 ) -> None:
-    """Fetches files, `at_once` at a time. Starts no other file after an error.
+    """Fetches files, `at_once` at a time. Starts no further download after an error.
 
-    A permanent error is raised immediately, while other downloads still run, because a download cannot be
-    interrupted. These downloads hold the lock of their folder until they or the process end, so another fetch
-    never writes to the same parts. The process does not wait for their threads at its end.
+    A temporary error is raised when all running downloads have ended. A permanent error is raised
+    immediately, although other downloads still run, because a download cannot be interrupted. These downloads
+    hold the lock of their folder until they or the process end, so another fetch never writes to the same
+    parts. A process that ends does not wait for their threads.
 
     Args:
         share_lock: returns a descriptor that keeps the lock of the folder until it is closed.

@@ -52,8 +52,6 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
             socket.setsockopt(zmq.RCVTIMEO, -1)
     buffer = queue.buffer
     if buffer is not None and buffer.is_creator:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a reader's resource tracker has removed the name already
+        with contextlib.suppress(FileNotFoundError):  # a reader's resource tracker has removed it already
             buffer.shared_memory.unlink()
         buffer.is_creator = False  # so its destructor does not remove the name again

@@ -119,8 +119,8 @@ def _connect_to_pod(launch: PodLaunch, pod: int, host: str, port: int) -> None:
             if countdown.left_s > 0:
                 continue
             raise UnreachableError(
-                f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} does not reach it "
-                f"at port {port} ({error}). Let the pods of a group reach each other at all ports: check the "
-                "NetworkPolicies of the namespace and the firewalls between the nodes"
+                f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} cannot connect to "
+                f"port {port} of this pod ({error}). Let the pods of a group reach each other at all ports: "
+                "check the NetworkPolicies of the namespace and the firewalls between the nodes"
             ) from error
         return

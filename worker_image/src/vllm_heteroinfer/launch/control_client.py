@@ -138,7 +138,7 @@ class ControlClient:
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
-        """Stores the age of the group's last heartbeat, and whether the leader is stopping."""
+        """Stores the group age that the leader has sent. Reports a leader that is stopping."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:

@@ -97,7 +97,7 @@ def _weigh_own_end(failure: Failure) -> Weight:
 def most_likely_cause(evidence: Sequence[Evidence]) -> Failure:
     """Returns the most likely cause; the oldest failure among equals.
 
-    A process's own report has priority over reports by others about it, in any order of arrival.
+    A process's own report has priority over other processes' reports about it, in any order of arrival.
 
     Args:
         evidence: at least one item, with current ages.

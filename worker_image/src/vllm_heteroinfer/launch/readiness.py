@@ -146,7 +146,7 @@ class GroupView:
         phases = list(RankPhase)
 
         def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
-            """Returns the sort key: the rank that delays the others comes first."""
+            """Returns the sort key of a rank. False sorts before True."""
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
             return (
                 self._last_beat(status.rank).silent_s <= SILENT_S,
@@ -220,13 +220,13 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     slow = {beat.status.rank: beat for beat in believed_beats if beat.late_s > step_timeout_s / 2}
     if not late:
         return None
-    culprit = _follow_waits(
-        min(
-            late.values(),
-            key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
-        ),
-        slow,
+    # Suspects first a late rank that waits for no other rank, then the rank that is late for the longest
+    # time.
+    suspect = min(
+        late.values(),
+        key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
     )
+    culprit = _follow_waits(suspect, slow)
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
     others = sorted(set(late) - {rank})
     if is_silent:

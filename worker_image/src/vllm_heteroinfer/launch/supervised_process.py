@@ -154,6 +154,7 @@ def _complete_report(reported: Failure, observed: Failure, plan: Plan, process_n
     A rank may name another rank as the culprit, for example if their settings differ. Then the failure
     must not have the exit code and log of the reporting rank.
     """
+    # The process reports its own failure, or names a rank that the plan does not have.
     if reported.rank in (None, observed.rank) or not 0 <= reported.rank < plan.world_size:
         return replace(observed, reason=reported.reason, message=f"{process_name} failed: {reported.message}")
     accused = plan.ranks[reported.rank]
@@ -188,8 +189,8 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     hint = (
-        ". If nobody killed it, the pod or the node had no memory left. Raise the pod's memory limit if "
-        "kubectl describe pod shows OOMKilled; otherwise free memory of the node"
+        ". If no user killed the process, the pod or the node had no memory left. Raise the pod's memory limit "
+        "if kubectl describe pod shows OOMKilled; otherwise free memory of the node"
         if -exit_code == signal.SIGKILL
         else ""
     )

@@ -304,9 +304,9 @@ class Supervisor:
     def _update_engine_clock(self, server: ControlServer) -> None:
         """Passes the current state of ranks, API server and engine to the clock of missing answers.
 
-        The clock stops until all ranks are ready, and during a drain. From then until the group is ready,
-        only the engine must answer: the API server does not listen yet, but already sends calls to its
-        engine.
+        The clock stops during a drain, and until all ranks are ready. While all ranks are ready but the group
+        is not, only the engine must answer: the API server does not listen yet, but already sends calls to
+        the engine.
         """
         ranks_busy = any(beat.busy is not None for beat in (*self._processes.rank_beats(), *server.ranks()))
         all_ranks_were_ready = self._was_ready or self._group_view().computes

@@ -43,7 +43,10 @@ _GROUP = 128
 
 
 def install() -> None:
-    """Puts our kernels first in vLLM's lists for CPUs, unless the user chose vLLM's kernels."""
+    """Puts our kernels first in vLLM's lists for CPUs, and keeps the FP8 scales of joined layers.
+
+    Does nothing if the user chose vLLM's kernels, or if this CPU has no kernels.
+    """
     if not is_wanted(os.environ):
         return
     try:

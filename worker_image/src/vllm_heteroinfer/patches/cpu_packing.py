@@ -133,11 +133,13 @@ def _with_conversion_in_slices(original: Callable[..., None]) -> Callable[..., N
         }
         part = SimpleNamespace()
         for first, end in _yield_slices(inputs, words * 32 // size_bits):
-            cut = slice(first * size_bits // 32, end * size_bits // 32)
-            part = SimpleNamespace(**{name: tensor[:, cut] for name, tensor in tensors.items()})
+            first_word, end_word = first * size_bits // 32, end * size_bits // 32
+            part = SimpleNamespace(
+                **{name: tensor[:, first_word:end_word] for name, tensor in tensors.items()}
+            )
             original(part, w_q_name, w_zp_name, size_bits)
             for name, whole in joined_tensors.items():
-                whole.copy_in(getattr(part, name).data, cut.start, cut.stop)
+                whole.copy_in(getattr(part, name).data, first_word, end_word)
         for name, whole in joined_tensors.items():
             parameter = getattr(part, name)  # the last slice's, of the class that vLLM chose
             parameter.data = whole.tensor
@@ -160,9 +162,9 @@ def _with_packing_in_slices(
         names = [name for name in (self.w_q_name, self.w_s_name, self.w_zp_name) if name is not None]
         tensors = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
         words, outputs = tensors[self.w_q_name].shape
-        replaced = names if replaces_scales else [self.w_q_name]
+        packed_names = names if replaces_scales else [self.w_q_name]
         joined_tensors = {
-            name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in replaced
+            name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in packed_names
         }
         for first, end in _yield_slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))

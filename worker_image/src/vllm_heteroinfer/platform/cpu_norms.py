@@ -21,8 +21,8 @@ _VECTOR: Final = 32
 def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Returns whether our `rms_norm` supports these arguments."""
-    return variance_size is None and _has_whole_vectors(x, weight)
+    """Returns whether our `rms_norm` supports these arguments: a norm over whole rows, with a weight."""
+    return variance_size is None and _supports_rows(x, weight)
 
 
 def _supports_add_and_norm(
@@ -32,12 +32,12 @@ def _supports_add_and_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Returns whether our `fused_add_rms_norm` supports these arguments."""
+    """Returns whether our `fused_add_rms_norm`, which writes to both inputs, supports these arguments."""
     can_write = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
-    return can_write and variance_size is None and _has_whole_vectors(x, weight)
+    return can_write and variance_size is None and _supports_rows(x, weight)
 
 
-def _has_whole_vectors(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def _supports_rows(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Returns whether vLLM's CPU operations can read these rows in whole vectors, and round them correctly.
 
     The weight must have the dtype of the rows.

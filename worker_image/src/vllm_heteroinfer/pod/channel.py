@@ -209,13 +209,13 @@ class RankReporter:
         rank = env.get(names.ENV_RANK, "")
         try:
             fd = int(text)
-            number = int(rank) if rank else None
+            global_rank = int(rank) if rank else None
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
         except (ValueError, OSError) as error:
             variables = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
             raise no_channel_error(variables, error) from error
-        return cls(channel, number, on_supervisor_lost)
+        return cls(channel, global_rank, on_supervisor_lost)
 
     def set_phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
         """Sets the phase of this rank, with the bytes of weights that are loaded and the total."""

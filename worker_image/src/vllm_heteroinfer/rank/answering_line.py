@@ -69,10 +69,11 @@ class Line(Protocol):
 
 
 def open_line(context: RankContext, expected: Shape) -> Line:
-    """Opens this rank's line to the rank that it serves.
+    """Opens this rank's line to the asking rank, which this rank serves.
 
-    In the pod of that rank, this rank maps that rank's slab. In another pod, the first feed-forward rank
-    creates a slab for its pod and has the TCP connection; the pod's other ranks map this slab.
+    A rank in the asking rank's pod maps the asking rank's slab. In another pod, the first feed-forward rank
+    creates a slab for its pod and has the TCP connection to the asking rank. The pod's other ranks map this
+    slab.
 
     Args:
         expected: shape of the asking rank's slab, whatever its number of lanes.
@@ -220,7 +221,7 @@ class PodLine:
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()
-        # n: the pod's rank n - 1 is late; -n: it failed.
+        # A result of n means that rank n - 1 of the pod is late, and -n means that this rank failed.
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
         if result < -1:  # -1 is this rank itself, which raises its own error

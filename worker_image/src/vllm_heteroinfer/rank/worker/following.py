@@ -121,7 +121,7 @@ def follow(
                     f"announced (ran {run_tokens}). This is a defect of HeteroInfer. Report it, name the "
                     "model, and use spec.parallelism.mode: Pipeline"
                 )
-    if count != value:
+    if count != value:  # the value of END
         raise FollowError(
             f"{phase}: this rank must run all {value} passes that the stage's first rank announced (ran "
             f"{count}). This is a defect of HeteroInfer. Report it, name the model, and use "

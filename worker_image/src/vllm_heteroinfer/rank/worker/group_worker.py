@@ -68,9 +68,9 @@ class GroupWorkerMixin:
         self.context = context
 
     def init_device(self) -> None:
-        """Joins the process groups."""
+        """Joins the process groups, builds this rank's mode, and makes prompt logprobs take less memory."""
         super().init_device()  # type: ignore[misc]
-        communicators.forget_shared_memory(get_tp_group(), get_world_group())
+        communicators.forget_shared_memory(get_tp_group(), get_world_group())  # all ranks have mapped it
         self.mode = modes.connect(self.context, self.device, self.vllm_config)
         compute_prompt_logprobs_in_parts(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
 
