@@ -38,8 +38,9 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
             feature that does not exist; the message contains the fix.
     """
     engine = plan.engine
-    for refused in find_refused(engine.extra_args):
-        raise ContractError(str(refused))
+    first_refused = next(iter(find_refused(engine.extra_args)), None)
+    if first_refused is not None:
+        raise ContractError(str(first_refused))
     _check_stages(plan)
     remote_parts.check_plan(plan)
     # The planner checks `eager_reason`, too. But a plan written by hand must not hang in its first CUDA

@@ -177,7 +177,7 @@ class FetchJob:
         return store.complete()
 
     def _open_store(self, commit: str) -> ModelStore:
-        """Returns the folder of a commit in the cache."""
+        """Returns the folder of a commit in the cache, which is the folder of `progress` from now on."""
         if self._store is None or self._commit != commit:
             self._store = ModelStore(self._options.cache, self._options.repository, commit)
             self._commit = commit

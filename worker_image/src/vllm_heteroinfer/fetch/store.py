@@ -112,8 +112,8 @@ class ModelStore:
                 os.close(descriptor)  # this lock file is in a folder that a clean-up removed
         raise FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,
-            f"cache folder {self.folder}: another program removed it {_MAX_TRIES} times while a fetch tried "
-            "to lock it. Stop the program that removes files from the cache",
+            f"cache folder {self.folder}: another program removed this folder {_MAX_TRIES} times while a "
+            "fetch tried to lock it. Stop the program that removes files from the cache",
         )
 
     def share_lock(self) -> int:

@@ -38,7 +38,10 @@ async def probe_api(
 
 
 async def _api_is_healthy(host: str, port: int) -> bool | None:
-    """Returns whether the API server answered 200; None if it did not answer in time."""
+    """Returns whether the API server answered 200; None if no answer came in time.
+
+    Returns False if the API server refuses or breaks the connection.
+    """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)

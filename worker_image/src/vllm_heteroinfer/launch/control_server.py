@@ -77,8 +77,8 @@ class ControlServer:
             self._server = await listen(self._serve, bind_host(host), port)
         except OSError as error:
             raise ContractError(
-                f"control port {port} is not available: {error}. End the process that uses it, or set a "
-                f"different control_port in {names.ENV_ADDRESSES}"
+                f"control port {port} is not available: {error}. End the process that uses the port, or set "
+                f"another control_port in {names.ENV_ADDRESSES}"
             ) from error
 
     def missing_pods(self) -> list[int]:

@@ -56,8 +56,9 @@ class GroupView:
     def message(self) -> str:
         """Text that names each part for which the group waits; "" if the group is ready.
 
-        The API server counts only when all ranks are ready, and the engine only when the API server answers.
-        Programs use the phases of the ranks, not this text.
+        If ranks sleep and all pods are connected, the text names only the sleeping ranks. The API server
+        counts only when all ranks are ready, and the engine only when the API server answers. Programs use
+        the phases of the ranks, not this text.
         """
         asleep = [str(status.rank) for status in self.statuses() if status.phase is RankPhase.SLEEPING]
         if asleep and not self.missing_pods:

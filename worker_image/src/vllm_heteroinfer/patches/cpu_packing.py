@@ -57,17 +57,18 @@ class _JoinedTensor:
         assert self._whole is not None
         return self._whole
 
-    def copy_in(self, part: torch.Tensor, first: int, end: int) -> None:
-        """Copies parts `first` to `end - 1` into the tensor.
+    def copy_in(self, slice_: torch.Tensor, first: int, end: int) -> None:
+        """Copies a slice, which has the parts `first` to `end - 1`, into the tensor.
 
-        A part can cover several indices of the dimension, or a fraction of an index.
+        A part can cover several indices of the dimension, or a fraction of an index. The first call allocates
+        the tensor, because the size of a part is not known before.
         """
-        size, count = part.shape[self._dim], end - first
+        size, count = slice_.shape[self._dim], end - first
         if self._whole is None:
-            shape = list(part.shape)
+            shape = list(slice_.shape)
             shape[self._dim] = size * self._parts // count
-            self._whole = self._allocate(shape, dtype=part.dtype)
-        self._whole.narrow(self._dim, size * first // count, size).copy_(part)
+            self._whole = self._allocate(shape, dtype=slice_.dtype)
+        self._whole.narrow(self._dim, size * first // count, size).copy_(slice_)
 
 
 def _with_packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

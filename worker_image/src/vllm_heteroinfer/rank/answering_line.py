@@ -176,7 +176,7 @@ class PodLine:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
             raise PeerGoneError(
-                self._asking, f"the connection to rank {self._asking} ended while it was measured: {error}"
+                self._asking, f"the connection to rank {self._asking} ended during its measurement: {error}"
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
@@ -198,7 +198,7 @@ class PodLine:
             layer,
             rows,
         )
-        self._ask_arrived_ns = time.monotonic_ns()
+        self._ask_arrived_ns = time.monotonic_ns()  # the time limit of the pod's ranks starts here
         if result == slab_library.STOPPED:
             raise self._build_lost_error()
         return bool(result == slab_library.ASKED)
@@ -232,7 +232,9 @@ class PodLine:
         """Returns the error for the ended connection to the asking rank, with the reason."""
         error = self._link.error
         if error == pod_link.MALFORMED:
-            reason = "it sent a message that is not a request for a layer. Start all pods from one image"
+            reason = (
+                "the rank sent a message that is not a request for a layer. Start all pods from one image"
+            )
         else:
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
             reason += f". See the log of rank {self._asking}"

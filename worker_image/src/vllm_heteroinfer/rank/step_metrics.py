@@ -457,8 +457,8 @@ def serve(
         server = MetricsServer(launch.address.host, port, Handler)
     except OSError as error:
         _logger.error(
-            "rank %d: cannot listen at metrics port %d (%s), so it runs without metrics. Free the port, and "
-            "restart the group",
+            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
+            "process that uses the port, and restart the group",
             rank.rank,
             port,
             error,

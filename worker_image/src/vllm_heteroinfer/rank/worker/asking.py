@@ -133,8 +133,8 @@ class Asking(RankMode):
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
         remote.connect(self._let_gpu_compute_experts(exchange, runner))
         _logger.info(
-            "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for it, at most %d rows "
-            "of %d elements at once",
+            "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for this rank, at most "
+            "%d rows of %d elements at once",
             context.rank.rank,
             [rank.rank for rank in self._ranks],
             len(self._layers),

@@ -51,7 +51,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
     Args:
         announce: sends a message to every follower, in order with the group's collectives.
         model: the model itself, not a wrapper. Inside the context, its `forward` and `compute_logits`
-        announce.
+            announce each call.
     """
     count = 0
 
