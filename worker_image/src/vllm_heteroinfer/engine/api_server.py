@@ -47,7 +47,7 @@ _EXIT_CODE_POLL_S = 0.01
 _SHUTDOWN_S = 1.0
 """Longest wait for requests that still run when the server ends. Drained requests have ended before."""
 _EXTRA_TIMEOUT_S = 5.0
-"""How much longer the engine waits for a step than the supervisors, because they can name the stuck rank."""
+"""Extra time of the engine for a step. The supervisors end the group earlier, and name the stuck rank."""
 
 
 def main() -> NoReturn:

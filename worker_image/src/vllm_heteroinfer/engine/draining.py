@@ -31,7 +31,7 @@ _REFUSAL: Final = {
         "code": 503,
     }
 }
-"""Has the form of an error of the OpenAI API."""
+"""Body of a refusal, in the form of an error of the OpenAI API."""
 _UNCOUNTED_PATHS: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
 """Paths that the server answers until its end, and that do not delay the end."""
 

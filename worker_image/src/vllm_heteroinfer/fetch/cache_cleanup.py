@@ -34,8 +34,8 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 logger = logging.getLogger(__name__)
 
 RECENT_S: Final = 3600.0
-"""A commit stays for this time after a fetch last found it complete, so that it is there for a group that
-another resource starts now."""
+"""A commit stays for this time after a fetch last found it complete, because another resource may be starting
+a group with the commit."""
 _REMOVING: Final = ".removing-"
 """Prefix for the name of a folder to remove; no commit begins like this."""
 
@@ -44,8 +44,8 @@ class CleanupQuestion:
     """The question to the operator whether a fetch may remove commits now. Thread-safe.
 
     Args:
-        token_hashes: hash of the token that confirms each question, by number. If all are used, the operator
-            can confirm no other question.
+        token_hashes: hash of the token that confirms each question, by number. If all tokens are used, the
+            operator can confirm no further question.
 
     Attributes:
         number: number of the open question; None if there is none.

@@ -29,7 +29,7 @@ from vllm_heteroinfer.fetch.selection import can_be_a_file
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 REQUEST_TIMEOUT_S: Final = 30.0
 FIRST_BYTES: Final = 64 * 2**10
-"""Size of the first read of a file. Most headers fit, and a second request takes as long as the first."""
+"""Size of the first read of a file. It includes most headers, so few files need a second request."""
 _MAX_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Pauses before the same request is repeated, if the hub is busy or closed the connection."""

@@ -1,4 +1,4 @@
-"""The protocol between the supervisors of a group: JSON lines over TCP, from followers to the leader.
+"""The protocol between the supervisors of a group: JSON lines over TCP. Followers connect to the leader.
 
 Both ends prove that they have the epoch's key. The follower sends its identity, and the leader accepts or
 refuses it. Then both send five heartbeats a second. A follower reconnects after a lost connection; a peer

@@ -11,7 +11,8 @@ from itertools import zip_longest
 WORTH_ONE_NODE = 0.75
 """A rank gets CPUs of several nodes if it would keep less than this part of its threads on one NUMA node.
 
-Remote memory is read at about two thirds of the speed of local memory, and only part of the memory is remote.
+Fewer threads would cost more than remote memory, which is read at about two thirds of the speed of local
+memory. Besides, only a part of the rank's memory is remote then.
 """
 
 
@@ -20,7 +21,8 @@ class Cpu:
     """One CPU that this pod may run on.
 
     Attributes:
-        core: its physical core; CPUs of one core are hyper-threads of each other.
+        core: number of the physical core. CPUs of one core are hyper-threads of each other.
+        node: number of the NUMA node.
     """
 
     id: int

@@ -38,7 +38,8 @@ class Evidence:
 
     Attributes:
         lost: the other process that the culprit lost, if this loss ended the culprit.
-        accused: whether another process named the culprit, instead of the culprit or its supervisor.
+        accused: whether another process reported the failure, instead of the culprit or the culprit's
+            supervisor.
     """
 
     failure: Failure

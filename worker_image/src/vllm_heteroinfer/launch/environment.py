@@ -34,7 +34,7 @@ requests for two layers, and shorter than a step."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The facts about this pod's machine that its processes' environments depend on.
+    """Facts about this pod's machine, on which the environments of the pod's processes depend.
 
     Attributes:
         cpu_quota: CPU limit of the cgroups, in CPUs; None without a limit.

@@ -7,7 +7,7 @@ from vllm_heteroinfer.pod.turn_clock import TurnClock
 WINDOW_S = 30.0
 """Time for which a late turn counts, in seconds."""
 NEXT_DELAY = 4.0
-"""A supervisor may next be silent for this many times its largest recent delay."""
+"""The allowed silence of a supervisor grows by this many times its largest recent delay."""
 MAX_PATIENCE_FACTOR = 10.0
 """Largest extension of the heartbeat limit for busy machines, as a multiple of the limit."""
 

@@ -58,7 +58,8 @@ class Commands:
     Attributes:
         api_server: runs in the leader's pod only. If empty, the group has no API server.
         forks: whether the pod's other processes are forked from its first rank, which has already imported
-            their libraries (pod/forking.py). Then each command must be a Python, `-m` and a module.
+            their libraries (pod/forking.py). Then each command must be a Python interpreter, `-m` and a
+            module.
     """
 
     rank: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.rank.entry")

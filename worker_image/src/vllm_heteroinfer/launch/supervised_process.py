@@ -13,7 +13,7 @@ from vllm_heteroinfer.pod.channel import EngineEnd, RankChannel, RankReport
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 STOPPED_LIMIT_S = 1.0
-"""Debuggers and profilers stop a process for a shorter time."""
+"""Longest stop of a process that does not end the group. Profilers stop a process for a shorter time."""
 STOPPED = (
     f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (by SIGSTOP or a debugger). Do not stop "
     "processes of a running group"

@@ -45,8 +45,8 @@ WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
 """Time from the first evidence to the leader's verdict.
 
-It covers two watch intervals, a network delay of one heartbeat, and the time until the consequences of a
-failure appear.
+In this time, the evidence of all pods must arrive. So the time covers two watch intervals, a network delay of
+one heartbeat interval, and the time until the consequences of a failure appear.
 """
 STOP_GATHER_S = 0.7
 """Wait for this pod's own SIGTERM after another pod received one (a deleted group stops all its pods)."""
@@ -583,7 +583,7 @@ class Supervisor:
         if path == names.PATH_READYZ:
             reason = self._not_ready_reason()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
-            if self._guard is not None:  # the group has a key, which clients of this path do not prove
+            if self._guard is not None:  # clients of this path do not prove that they have the group's key
                 reason = _without_failure(reason)
             return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:

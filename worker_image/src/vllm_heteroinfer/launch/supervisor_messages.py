@@ -53,7 +53,7 @@ class RankBeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One line between supervisors. A field with None or False has no meaning.
+    """One line between supervisors. A field with None or False is not set.
 
     Attributes:
         ranks: in each heartbeat of a follower: the state of its ranks.

@@ -2,7 +2,7 @@
 
 For CPUs the registry contains only `native`, which runs nine operations of torch for a norm if the model is
 not compiled. Without AVX512-BF16, vLLM's CPU operations cut float32 off to bf16 instead of rounding it, so
-bf16 rows are left to `native` there. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py,
+`native` computes bf16 rows on such CPUs. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py,
 csrc/cpu/cpu_types_x86.hpp::BF16Vec8@v0.32.0.
 """
 

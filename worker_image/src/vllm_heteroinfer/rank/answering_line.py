@@ -40,7 +40,7 @@ class Line(Protocol):
 
     Attributes:
         slab: has this rank's inputs and its part of the answers.
-        lane: number of this rank in the slab.
+        lane: number of this rank's lane in the slab.
     """
 
     slab: Slab
