@@ -170,12 +170,10 @@ def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmCo
 
 
 def check_supported(plan: Plan, config: "VllmConfig") -> None:
-    """Raises ContractError if this group cannot serve the resolved model."""
-    model = config.model_config
-    text_only = model.multimodal_config is None or getattr(
-        model.multimodal_config, "language_model_only", False
-    )
-    if not text_only and plan.ranks[0].device is Device.CPU:
+    """Raises ContractError if the model accepts images or other media, and rank 0 is a CPU rank."""
+    multimodal = config.model_config.multimodal_config
+    accepts_only_text = multimodal is None or getattr(multimodal, "language_model_only", False)
+    if not accepts_only_text and plan.ranks[0].device is Device.CPU:
         raise ContractError(_unsupported_message(plan.engine.model, MULTIMODAL_CPU_FIRST))
 
 

@@ -69,7 +69,7 @@ class GroupExecutor(MultiprocExecutor):
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
-        """Waits until every rank has loaded its weights, and connects to all of them.
+        """Compares settings with rank 0's, then connects to every rank when all have loaded their weights.
 
         Raises:
             TimeoutError: a rank did not connect before the start-up deadline.

@@ -160,7 +160,10 @@ class HubModel:
 
     @contextlib.contextmanager
     def _converted_errors(self) -> Iterator[None]:
-        """Turns errors of the hub's client into FetchErrors."""
+        """Turns errors of the hub's client into FetchErrors. Does not change an OSError with an errno.
+
+        The file system of the cache raises an OSError with an errno, and the client an OSError without.
+        """
         import httpx2
         from huggingface_hub import errors
 
@@ -179,7 +182,7 @@ class HubModel:
             raise self._hub.no_answer_error(error) from error
         except OSError as error:
             if error.errno is not None:
-                raise  # the cache caused the error, not the hub
+                raise
             raise self._hub.unavailable_error(
                 f"did not send {self._hub.model}: {self._hub.clean(error)}"
             ) from error

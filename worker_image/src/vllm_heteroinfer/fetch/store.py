@@ -75,8 +75,8 @@ class ModelStore:
     def try_lock(self) -> Iterator[bool]:
         """Tries to lock the folder; yields whether this fetch may write there.
 
-        Creates the folder again if a clean-up removes it before it is locked. The kernel releases the lock if
-        the process ends.
+        Creates the folder again if a clean-up removes the folder before this process locks it. The kernel
+        releases the lock if the process ends.
         """
         with self.converted_errors():
             descriptor, has_lock = self._open_lock()

@@ -35,7 +35,7 @@ _CLASSES_OF_OUR_FORMATS: Final = frozenset(
         "Nvfp4QuantizationEmulationTritonExperts",
     }
 )
-"""Names of vLLM's classes of experts in our formats. They are vLLM's classes for CPUs and, for formats without
+"""Names of vLLM's classes of experts in our formats. They are vLLM's classes for CPUs or, for formats without
 such a class, the classes that keep the parameters as in the file."""
 
 

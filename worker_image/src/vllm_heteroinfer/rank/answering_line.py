@@ -236,7 +236,7 @@ class PodLine:
                 "the rank sent a message that is not a request for a layer. Start all pods from one image"
             )
         else:
-            reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+            reason = "the rank closed it" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
             reason += f". See the log of rank {self._asking}"
         return PeerGoneError(
             self._asking,
