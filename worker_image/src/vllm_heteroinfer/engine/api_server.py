@@ -107,7 +107,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    listen_address, sock = setup_server(args, reuse_port=False)
+    listen_address, listener = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_unsupported_levels(client)
         engine, shutdown_ordered = find_engine(), record_shutdown(client)
@@ -121,7 +121,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         try:
             await generate_first_tokens(client)
             reporter.set_phase(RankPhase.READY)
-            server_end = await entry.build_and_serve(client, listen_address, sock, args)
+            server_end = await entry.build_and_serve(client, listen_address, listener, args)
         finally:
             if client.errored and not shutdown_ordered.is_set():  # the watcher has not noticed the error yet
                 await _end_with_engine(engine, reporter)
@@ -130,7 +130,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     # A request may never end once the engine is gone, and the server waits for all requests.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(server_end, _SHUTDOWN_S)
-    sock.close()
+    listener.close()
 
 
 def refuse_unsupported_levels(client: "EngineClient") -> None:

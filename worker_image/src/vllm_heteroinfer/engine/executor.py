@@ -218,7 +218,7 @@ class GroupExecutor(MultiprocExecutor):
         return [replies[rank] for rank in ranks]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        """Gives every rank as many KV blocks as the rank with the least headroom, and logs that rank."""
+        """Allocates the KV cache on every rank, and logs the rank that limits the number of blocks."""
         super().initialize_from_config(kv_cache_configs)
         headrooms_bytes = self.collective_rpc("kv_headroom_bytes")
         _logger.info(

@@ -154,9 +154,9 @@ def _delete_renamed(model_folder: Path) -> None:
 
 
 def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[tuple[float, Path]]:
-    """Returns the complete commits except `commit` and the newest `keep - 1` other commits.
+    """Returns the complete commits except the `keep` commits that stay: `commit` and the newest others.
 
-    With each commit comes the Unix time at which a fetch last found it complete.
+    With each commit comes the Unix time at which a fetch last found the commit complete.
     """
     others = []
     for folder in model_folder.iterdir():
@@ -184,7 +184,8 @@ def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> boo
     except FileNotFoundError:  # another fetch has removed the commit
         return False
     try:
-        if try_lock_file(descriptor) is False or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
+        is_locked = try_lock_file(descriptor) is False  # None on a file system without locks
+        if is_locked or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
             return False
         # Renaming is one step, so no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))

@@ -77,7 +77,7 @@ class FetchJob:
         self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
-        self._wanted: tuple[FetchedFile, ...] = ()
+        self._model_files: tuple[FetchedFile, ...] = ()
         self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
         self.cleanup_question = CleanupQuestion(
@@ -100,7 +100,7 @@ class FetchJob:
 
     def progress(self) -> FetchProgress:
         """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
-        store, files = self._store, self._wanted
+        store, files = self._store, self._model_files
         return FetchProgress(
             commit=self._commit,
             done_bytes=store.done_bytes(files) if store is not None else 0,
@@ -148,7 +148,7 @@ class FetchJob:
             store = self._open_store(commit)
             self._message = ""
             complete = self._fetch_or_wait(store, files)
-        self._wanted = complete.files
+        self._model_files = complete.files
         self._clean_up(self._open_store(complete.commit))
         profile = read_profile(self._open_store(complete.commit).folder)
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
@@ -228,7 +228,7 @@ class FetchJob:
         self._fetch_missing(store, small_files)
         weights = weight_files(files, _read_index(store.folder, small_files))
         all_files = tuple({file.path: file for file in [*small_files, *weights]}.values())
-        self._wanted = all_files
+        self._model_files = all_files
         # A file linked from another commit takes no space. So link before the check of the free space, and
         # before the clean-up removes other commits.
         for file in store.list_missing(weights):

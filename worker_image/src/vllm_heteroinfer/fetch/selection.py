@@ -33,13 +33,13 @@ def can_be_a_file(path: Any) -> bool:
     """Checks whether a hub's path is safe, normalised, and not a name that the cache itself uses."""
     if not isinstance(path, str) or not path.isprintable():  # the path appears in logs
         return False
-    pure = PurePosixPath(path)
-    if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
+    posix_path = PurePosixPath(path)
+    if path != str(posix_path) or posix_path.is_absolute() or ".." in posix_path.parts:
         return False
-    has_long_name = any(len(part.encode()) > _MAX_NAME_BYTES for part in pure.parts)
+    has_long_name = any(len(part.encode()) > _MAX_NAME_BYTES for part in posix_path.parts)
     if has_long_name or len(path.encode()) > _MAX_PATH_BYTES:
         return False
-    return bool(pure.parts) and not any(_is_used_by_cache(part) for part in pure.parts)
+    return bool(posix_path.parts) and not any(_is_used_by_cache(part) for part in posix_path.parts)
 
 
 def _is_used_by_cache(name: str) -> bool:

@@ -205,12 +205,12 @@ class ControlServer:
 
     def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:
         """Stores a follower's connection, and sends it the state of the group."""
-        old = self._links.get(hello.pod)
+        old_link = self._links.get(hello.pod)
         self._links[hello.pod], self._instances[hello.pod] = link, hello.instance
         self._disconnected.discard(hello.pod)
-        log.info("pod %d connected%s", hello.pod, "" if old is None else " again")
-        if old is not None:
-            old.close()
+        log.info("pod %d connected%s", hello.pod, "" if old_link is None else " again")
+        if old_link is not None:
+            old_link.close()
         link.send(Message(welcome=True))
         if self._announced_stop:
             link.send(Message(stopping=True))

@@ -233,6 +233,8 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
 def _gpu_of_rank(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     """Returns the GPU of a rank: the entry of CUDA_VISIBLE_DEVICES at its local rank.
 
+    If the variable is not set, the GPU has the number of the local rank.
+
     Raises:
         ContractError: the variable lists too few GPUs.
     """

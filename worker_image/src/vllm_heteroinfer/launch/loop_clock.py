@@ -29,7 +29,10 @@ class LoopClock(TurnClock):
         """(time, delay) of late turns, the largest delay first; a larger delay replaces earlier ones."""
 
     def turn(self, now_s: float) -> float:
-        """Records a turn of the event loop. Returns how late the turn is, in seconds."""
+        """Records a turn of the event loop. Returns how late the turn is, in seconds.
+
+        Forgets earlier delays that are not larger than this delay, and delays older than WINDOW_S.
+        """
         late_s = super().turn(now_s)
         while self._late and self._late[-1][1] <= late_s:
             self._late.pop()

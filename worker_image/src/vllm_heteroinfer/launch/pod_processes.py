@@ -334,11 +334,11 @@ class PodProcesses:
         """Whether a process has failed, even if its failure is not reported yet."""
         return any(process.failure_sent or process.failing_since_s is not None for process in self._processes)
 
-    async def stop(self, hurry: asyncio.Event) -> bool:
+    async def stop(self, stop_at_once: asyncio.Event) -> bool:
         """Asks the API server to end, waits for this end, then kills all processes.
 
         Args:
-            hurry: stops the wait if set.
+            stop_at_once: stops the wait if set.
 
         Returns:
             Whether all processes are gone.
@@ -346,7 +346,11 @@ class PodProcesses:
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
         if self._api is not None and not self._api.child.is_reaped():
             self._api.child.terminate()
-            while not self._api.child.is_reaped() and not hurry.is_set() and time.monotonic() <= deadline_s:
+            while (
+                not self._api.child.is_reaped()
+                and not stop_at_once.is_set()
+                and time.monotonic() <= deadline_s
+            ):
                 await asyncio.sleep(STOP_INTERVAL_S)
         return await self.kill()
 

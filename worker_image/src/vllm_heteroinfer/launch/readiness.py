@@ -83,9 +83,9 @@ class GroupView:
         """
         if self.missing_pods:
             return self.missing_pods[0]
-        first = next(iter(self._most_suspicious_first()), None)
-        if first is not None:
-            return 0 if self._waits_for_engine(first.rank) else first.pod
+        suspect = next(iter(self._most_suspicious_first()), None)
+        if suspect is not None:
+            return 0 if self._waits_for_engine(suspect.rank) else suspect.pod
         if self.api_healthy:
             return None if self.engine_answers else 0
         busy = self._busy_rank_to_blame()
@@ -96,9 +96,9 @@ class GroupView:
         """The rank that the others wait for; None if they wait for a whole pod or the engine."""
         if self.missing_pods:
             return None
-        first = next(iter(self._most_suspicious_first()), None)
-        if first is not None:
-            return None if self._waits_for_engine(first.rank) else first.rank
+        suspect = next(iter(self._most_suspicious_first()), None)
+        if suspect is not None:
+            return None if self._waits_for_engine(suspect.rank) else suspect.rank
         busy = None if self.api_healthy else self._busy_rank_to_blame()
         return busy.rank if busy else None
 
@@ -112,8 +112,8 @@ class GroupView:
         Prefers a rank that does not wait for another rank. Returns None if no rank is busy.
         """
         busy = [beat for beat in self.beats if beat.busy is not None]
-        first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
-        return None if first is None else first.status
+        to_blame = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
+        return None if to_blame is None else to_blame.status
 
     def build_report(self, launch: PodLaunch, message: str) -> GroupReport:
         """Builds the report for /group; `message` is "" if the group is ready."""

@@ -109,7 +109,9 @@ def build_beat(process: SupervisedProcess, assignment: RankAssignment, awake_s: 
     )
 
 
-def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
+def build_failure(
+    process: SupervisedProcess, plan: Plan, pod: int, observation: ProcessObservation
+) -> Failure:
     """Returns the failure of a process that failed, ended or was stopped.
 
     The end of the engine has priority, because the API server's own end is only a consequence. Then follow
@@ -117,7 +119,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
 
     Args:
         pod: index of this pod.
-        seen: the process's state in the kernel.
+        observation: the process's state in the kernel.
     """
     rank = process.rank
     observed = Failure(
@@ -125,7 +127,7 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
         message="",
         pod=pod,
         rank=rank,
-        exit_code=seen.exit_code,
+        exit_code=observation.exit_code,
         last_log=process.child.output.last_line(),
         time=time.time(),
     )
@@ -137,10 +139,10 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
         return replace(observed, exit_code=exit_code, message=message)
     if process.reported is not None:
         return _complete_report(process.reported, observed, plan, process_name)
-    if seen.state is ProcessState.STOPPED:
+    if observation.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
         return replace(observed, reason=reason, message=f"{process_name} {STOPPED}")
-    return replace(observed, message=f"{process_name} {describe_exit(seen.exit_code, phase)}")
+    return replace(observed, message=f"{process_name} {describe_exit(observation.exit_code, phase)}")
 
 
 def exit_reason(process: SupervisedProcess) -> FailureReason:

@@ -430,7 +430,8 @@ class Supervisor:
         """Makes the group unready; its ranks continue until the leader's requests have ended.
 
         Ends the drain at once if no request can run: on a leader whose group is not ready or has no time to
-        drain, and on a follower that the leader has not accepted.
+        drain, and on a follower that the leader has not accepted. The limits of a drain also count time in
+        which this process is paused, like the kubelet's grace period.
         """
         if self._draining or self._outcome.done():
             return

@@ -50,7 +50,7 @@ class RankProcess(WorkerProc):
     """
 
     def __init__(self, config: "VllmConfig", context: RankContext) -> None:
-        """Joins the process groups and loads the weights."""
+        """Joins the process groups, loads the weights, and connects to the executor."""
         self.context = context
         assignment = context.rank
         self.rank = assignment.rank

@@ -383,8 +383,9 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         self._connections: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), handler, bind_and_activate=False)
+        # Replaces HTTPServer's socket: its own bind resolves the host's name, which takes seconds if no
+        # resolver answers.
         self.socket.close()
-        # HTTPServer's own bind resolves its host name, which takes seconds if no resolver answers.
         self.socket = addresses.open_listener(host, port)
         self.server_address = self.socket.getsockname()[:2]
         self.server_activate()

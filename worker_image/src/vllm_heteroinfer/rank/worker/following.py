@@ -76,7 +76,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
             yield
     finally:
         if compute_logits is not None:
-            del model.compute_logits
+            del model.compute_logits  # the method of the model's class is used again
     # After an error there is no announcement, because the error ends the group.
     announce(_MESSAGE.pack(Event.END, count))
     _logger.info("%s: announced %d forward passes and logits computations to the CPU ranks", phase, count)
@@ -109,7 +109,7 @@ def follow(
                 break
             count += 1
             run_tokens.clear()
-            expected: list[int] = []
+            expected: list[int] = []  # a computation of logits runs no forward pass
             if event is Event.FORWARD:
                 expected = [value]
                 forward(value)
@@ -153,7 +153,7 @@ def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -
     try:
         yield
     finally:
-        del model.forward
+        del model.forward  # the method of the model's class is used again
 
 
 def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -104,9 +104,9 @@ class GroupWorkerMixin:
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the bytes of this rank's KV cache.
+        """Runs the largest batch. Returns the bytes of this rank's KV cache.
 
-        They are as planned, or fewer if the largest batch leaves less memory.
+        The bytes are as planned, or fewer if the batch leaves less memory.
 
         Raises:
             MemoryError: the largest batch leaves no memory for a KV cache.
