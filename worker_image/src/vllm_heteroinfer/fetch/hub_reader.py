@@ -187,7 +187,9 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()
-            raise urllib.error.URLError(f"redirect to {target.scheme}:// refused: it must be http or https")
+            raise urllib.error.URLError(
+                f"redirect to {target.scheme}:// refused: a redirect must lead to http or https"
+            )
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         source = urlsplit(req.full_url)
         is_other_host = (target.scheme, target.netloc) != (source.scheme, source.netloc)

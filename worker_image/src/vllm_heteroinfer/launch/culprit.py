@@ -61,8 +61,8 @@ _NEVER_A_CONSEQUENCE = frozenset(
 )
 """Signals that only the process itself or an outsider causes.
 
-SIGABRT is not in this set: C++ raises it for an uncaught error, which can be an error of a connection. It
-counts as an error.
+SIGABRT is not in this set: C++ raises SIGABRT for an uncaught error, which can be an error of a connection.
+So SIGABRT counts as an error.
 """
 _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 

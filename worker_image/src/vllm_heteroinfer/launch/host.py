@@ -97,7 +97,7 @@ def interface_of(address: str) -> str:
     """Returns the name of the interface that has `address`.
 
     Raises:
-        ContractError: no interface has it.
+        ContractError: no interface has this address.
     """
     ip = ipaddress.ip_address(address)
     if ip.is_loopback:

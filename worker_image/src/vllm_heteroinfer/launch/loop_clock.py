@@ -18,9 +18,9 @@ class LoopClock(TurnClock):
     The clock leaves out long delays. A supervisor that was not scheduled cannot know whether a peer is
     silent, because the peer's messages may wait unread in the kernel.
 
-    Delays of up to one interval count as time in which the supervisor ran, because it still reads messages
-    often enough. On a busy node, most turns are a little late. When the clock left out these delays too, a
-    limit of 5 s took 7.5 s (turns 0.15 s late, 2026-11-28).
+    Delays of up to one interval count as time in which the supervisor ran: the supervisor still reads
+    messages often enough. On a busy node, most turns are a little late. When the clock left out these delays
+    too, a limit of 5 s took 7.5 s (turns 0.15 s late, 2026-11-28).
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:

@@ -207,7 +207,7 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
     If a late rank waits for another rank that has been busy for more than half of the deadline, the other
-    rank is the culprit. (It may have become busy after the late rank, so it has half of the deadline.) If the
+    rank is the culprit. (The other rank may have become busy after the late rank, so half is enough.) If the
     other rank is not busy, or has been busy only for a short time, the late rank is the culprit: it waits for
     a message that was lost. For a silent rank, the wait in its last report is ignored as outdated.
 

@@ -265,8 +265,8 @@ class Supervisor:
         """Sends a heartbeat to the other supervisors, and checks all limits.
 
         A follower has a client, and the leader has a server. The pod's ranks get the group age, that is, the
-        time since all supervisors were last heard. They serve it as a metric, and /healthz fails if it is too
-        large.
+        time since all supervisors were last heard. The ranks serve this time as a metric, and their /healthz
+        fails if it is too long.
         """
         if self._client is not None:
             self._client.send(Message(ranks=self._processes.rank_beats(), late_s=self._clock.late_s()))

@@ -50,7 +50,7 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ContractError(
             f"model.caBundle: the key must contain certificates in PEM ({error}). Put the certificates of "
-            "your authority into it, each with its BEGIN CERTIFICATE line"
+            "your authority into the key, each with its BEGIN CERTIFICATE line"
         ) from error
     files = (env.get(_USER_VARIABLE, ""), *SYSTEM_BUNDLES)
     contents = (_read_or_empty(Path(file)) for file in files if file)
