@@ -130,7 +130,7 @@ FAULTS: Final = (
     PlantedFault(
         name="a killed rank passes for one that lost a peer",
         path=f"{_WORKER}/launch/culprit.py",
-        right="            return Weight.OWN_ERROR if -code == Signals.SIGABRT else Weight.OWN_END",
+        right="            return Weight.OWN_ERROR if -exit_code == Signals.SIGABRT else Weight.OWN_END",
         wrong="            return Weight.LOST_PEER",
         tests=("tests/unit/launch", "tests/integration/launch/test_failures.py", "-k", "killed or culprit"),
     ),

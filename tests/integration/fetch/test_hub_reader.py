@@ -226,7 +226,7 @@ def test_reports_a_hub_that_does_not_answer(hub: HubServer, tmp_path: Path) -> N
 
 def test_a_redirect_to_another_scheme_is_not_followed(hub: HubServer, tmp_path: Path) -> None:
     hub.content_endpoint = f"ftp://127.0.0.1:{hub.port}"
-    assert "redirect to ftp:// refused: it must be http or https" in str(refused(hub, tmp_path))
+    assert "redirect to ftp:// refused: a redirect must lead to http or https" in str(refused(hub, tmp_path))
 
 
 def test_offline_mode_refuses_hubs(hub: HubServer, tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def check_kv_headroom(group: Group) -> None:
     tightest = min(statuses, key=lambda status: status.kv_room_blocks)
     role = group.plan.ranks[tightest.rank].role
     assert (
-        f"KV cache: 512 blocks of 32 tokens on every rank; rank {tightest.rank} (role {role}, CPU) limits it"
-        in group.children[0].log.read_text()
+        f"KV cache: 512 blocks of 32 tokens on every rank. Rank {tightest.rank} (role {role}, CPU) limits "
+        "this number" in group.children[0].log.read_text()
     )
 
 

@@ -200,7 +200,7 @@ def test_a_lock_that_is_removed_again_and_again_ends_the_fetch(
 
     monkeypatch.setattr("vllm_heteroinfer.fetch.store.try_lock_file", take)
     with (
-        pytest.raises(FetchError, match="another program removed it 100 times while a fetch tried"),
+        pytest.raises(FetchError, match="another program removed this folder 100 times while a fetch tried"),
         store.try_lock(),
     ):
         pass

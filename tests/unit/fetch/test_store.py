@@ -40,11 +40,11 @@ def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> N
     part = store.open_part(FILE)
     part.write_bytes(CONTENT[:-1] + b"!")
     assert not store.finish_part(FILE)
-    assert store.missing([FILE]) == [FILE]
+    assert store.list_missing([FILE]) == [FILE]
     assert not part.exists(), "what is wrong is not continued"
     store.open_part(FILE).write_bytes(CONTENT)
     assert store.finish_part(FILE)
-    assert store.missing([FILE]) == []
+    assert store.list_missing([FILE]) == []
     assert store.done_bytes([FILE]) == len(CONTENT)
 
 

@@ -165,8 +165,8 @@ def test_the_limiting_rank_is_reported() -> None:
         sizes_bytes=[1000, 1000, 4000, 4000],
         headrooms_bytes=[2000, 1000, 9000, 5000],
     )
-    assert "10 blocks of 32 tokens on every rank; rank 1 (role cpu, CPU) limits it" in line
-    assert "have space for 10 blocks; headroom in blocks: rank 0 20, rank 1 10, rank 2 22, rank 3 12" in line
+    assert "10 blocks of 32 tokens on every rank. Rank 1 (role cpu, CPU) limits this number" in line
+    assert "have space for 10 blocks. Headroom in blocks: rank 0 20, rank 1 10, rank 2 22, rank 3 12" in line
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -40,18 +40,18 @@ _WATCH_INTERVAL_S = 0.1
 """Time between two checks of the engine and of the supervisor's request to drain."""
 _CALL_INTERVAL_S = 0.2
 """Time between an answer of the engine and the next call. A call without an answer for 1.5 s makes the group
-unready. So a silent engine makes it unready within 2 s of the engine's last answer."""
+unready. So a group is unready within 2 s of the last answer of its engine."""
 _EXIT_CODE_WAIT_S = 0.5
 """Longest wait for the exit of an engine that has reported its end."""
 _EXIT_CODE_POLL_S = 0.01
 _SHUTDOWN_S = 1.0
 """Longest wait for requests that still run when the server ends. Drained requests have ended before."""
 _EXTRA_TIMEOUT_S = 5.0
-"""How much longer the engine waits for a step than the supervisors, because they can name the stuck rank."""
+"""Extra time of the engine for a step. The supervisors end the group earlier, and name the stuck rank."""
 
 
 def main() -> NoReturn:
-    """Serves until stopped; exits non-zero when the engine or the server fails."""
+    """Serves the OpenAI API until SIGTERM or SIGINT; exits with an error if engine or server fail."""
     plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -107,7 +107,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    listen_address, sock = setup_server(args, reuse_port=False)
+    listen_address, listener = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
         refuse_unsupported_levels(client)
         engine, shutdown_ordered = find_engine(), record_shutdown(client)
@@ -121,7 +121,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         try:
             await generate_first_tokens(client)
             reporter.set_phase(RankPhase.READY)
-            shutdown = await entry.build_and_serve(client, listen_address, sock, args)
+            server_end = await entry.build_and_serve(client, listen_address, listener, args)
         finally:
             if client.errored and not shutdown_ordered.is_set():  # the watcher has not noticed the error yet
                 await _end_with_engine(engine, reporter)
@@ -129,8 +129,8 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
             watcher.cancel()
     # A request may never end once the engine is gone, and the server waits for all requests.
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(shutdown, _SHUTDOWN_S)
-    sock.close()
+        await asyncio.wait_for(server_end, _SHUTDOWN_S)
+    listener.close()
 
 
 def refuse_unsupported_levels(client: "EngineClient") -> None:
@@ -192,7 +192,10 @@ async def _watch_engine(
     engine: BaseProcess | None,
     shutdown_ordered: threading.Event,
 ) -> None:
-    """Starts the drain that the supervisor asks for; ends this process if the engine dies."""
+    """Drains if the supervisor asks for it; ends this process if the engine dies.
+
+    Also reports the end of the drain. Only returns if this process itself has ended the engine.
+    """
     while not client.errored:
         if reporter.asked_to_drain():
             DRAIN.begin()

@@ -38,11 +38,13 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
             feature that does not exist; the message contains the fix.
     """
     engine = plan.engine
-    for refused in find_refused(engine.extra_args):
-        raise ContractError(str(refused))
+    first_refused = next(iter(find_refused(engine.extra_args)), None)
+    if first_refused is not None:
+        raise ContractError(str(first_refused))
     _check_stages(plan)
     remote_parts.check_plan(plan)
-    # The planner checks this too. But a plan written by hand must not hang in its first captured graph.
+    # The planner checks `eager_reason`, too. But a plan written by hand must not hang in its first CUDA
+    # graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
     timeout_s = int(launch.startup_timeout_s)
@@ -135,7 +137,7 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
 
 
 def choose_load_format(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
-    """Sets the load format to safetensors on CPU ranks of mode FeedForward if the user's is for GPUs only.
+    """Replaces a load format for GPUs only by safetensors on the CPU ranks of mode FeedForward.
 
     Raises:
         ContractError: feed-forward ranks cannot load the user's format.
@@ -168,12 +170,10 @@ def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmCo
 
 
 def check_supported(plan: Plan, config: "VllmConfig") -> None:
-    """Raises ContractError if this group cannot serve the resolved model."""
-    model = config.model_config
-    text_only = model.multimodal_config is None or getattr(
-        model.multimodal_config, "language_model_only", False
-    )
-    if not text_only and plan.ranks[0].device is Device.CPU:
+    """Raises ContractError if the model accepts images or other media, and rank 0 is a CPU rank."""
+    multimodal = config.model_config.multimodal_config
+    accepts_only_text = multimodal is None or getattr(multimodal, "language_model_only", False)
+    if not accepts_only_text and plan.ranks[0].device is Device.CPU:
         raise ContractError(_unsupported_message(plan.engine.model, MULTIMODAL_CPU_FIRST))
 
 

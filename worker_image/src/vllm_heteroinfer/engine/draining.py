@@ -31,7 +31,7 @@ _REFUSAL: Final = {
         "code": 503,
     }
 }
-"""Has the form of an error of the OpenAI API."""
+"""Body of a refusal, in the form of an error of the OpenAI API."""
 _UNCOUNTED_PATHS: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
 """Paths that the server answers until its end, and that do not delay the end."""
 
@@ -46,7 +46,8 @@ class Drain:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
-        self._bodies: set[asyncio.Timeout] = set()
+        self._body_limits: set[asyncio.Timeout] = set()
+        """Time limits of the waits for a part of a request's body."""
         self._refuse_from_s: float | None = None
 
     def begin(self) -> None:
@@ -72,14 +73,14 @@ class Drain:
             self._running -= 1
 
     def refuse_late_bodies(self) -> None:
-        """Refuses requests whose body did not arrive in time. Call it repeatedly during a drain.
+        """Refuses requests whose body did not arrive in time. Call this method repeatedly during a drain.
 
-        It moves the time limit of each wait for a body to now.
+        Ends each wait for a body by moving its time limit to the present.
         """
         if self._refuse_from_s is None or self._clock() < self._refuse_from_s + BODY_TIMEOUT_S:
             return
-        while self._bodies:
-            self._bodies.pop().reschedule(asyncio.get_running_loop().time())
+        while self._body_limits:
+            self._body_limits.pop().reschedule(asyncio.get_running_loop().time())
 
     async def receive_body_part(self, receive: AsgiReceive) -> MutableMapping[str, Any]:
         """Waits for the next part of a request's body, and returns it.
@@ -89,11 +90,11 @@ class Drain:
         """
         # There is no limit until a drain. Then `refuse_late_bodies` moves the limit to the present.
         async with asyncio.timeout(None) as limit:
-            self._bodies.add(limit)
+            self._body_limits.add(limit)
             try:
                 return await receive()
             finally:
-                self._bodies.discard(limit)
+                self._body_limits.discard(limit)
 
 
 class _RunningRequest:
@@ -101,27 +102,31 @@ class _RunningRequest:
 
     def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:
         self._drain, self._receive, self._send = drain, receive, send
-        self._is_complete = self._has_begun = self._is_refused = False
+        self._awaits_body, self._answer_has_begun, self._is_refused = True, False, False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Returns the next message for the app; a disconnect if the request was refused for its late body."""
-        if self._is_complete:
+        """Returns the next message for the app; a disconnect if the request was refused for its late body.
+
+        Only a wait for the body has a limit. If the body is late but the answer has begun, the request goes
+        on.
+        """
+        if not self._awaits_body:
             return await self._receive()
         try:
             message = await self._drain.receive_body_part(self._receive)
         except TimeoutError:
-            self._is_complete = True  # from now on, waits have no limit
-            if self._has_begun:  # the first part of the answer was sent, so the rest must follow
+            self._awaits_body = False  # the limit is over, so later waits have none
+            if self._answer_has_begun:
                 return await self._receive()
             self._is_refused = True
             await _refuse(self._send)
             return {"type": "http.disconnect"}
-        self._is_complete = not message.get("more_body", False)
+        self._awaits_body = message.get("more_body", False)
         return message
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Sends the app's answer, unless the request was refused."""
-        self._has_begun = True
+        self._answer_has_begun = True
         if not self._is_refused:
             await self._send(message)
 

@@ -69,7 +69,7 @@ class GroupExecutor(MultiprocExecutor):
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
-        """Waits until every rank has loaded its weights, and connects to all of them.
+        """Compares settings with rank 0's, then connects to every rank when all have loaded their weights.
 
         Raises:
             TimeoutError: a rank did not connect before the start-up deadline.
@@ -92,8 +92,8 @@ class GroupExecutor(MultiprocExecutor):
         for rank in range(self.world_size):
             what = f'"weights loaded" message from rank {rank}'
             self._store.get(f"loaded/{rank}", deadline, what=what)
-        # Create the queues last. Their shared memory has names until all ranks are connected; the names
-        # would remain if the group ended before that.
+        # Create the queues last, because their shared memory has names until all ranks are connected. If the
+        # group ended before that, the names (and the memory) would remain.
         self.rpc_broadcast_mq = MessageQueue(
             self.world_size,
             sum(rank.pod == 0 for rank in plan.stage_ranks),
@@ -172,20 +172,22 @@ class GroupExecutor(MultiprocExecutor):
         self.rpc_broadcast_mq.enqueue((sent_method, args, kwargs or {}, unique_reply_rank))
         ranks = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
 
-        def replies() -> Any:
-            results = self._read_replies(method, ranks, deadline)
-            return results if unique_reply_rank is None else results[0]
+        def read_replies() -> Any:
+            """Reads the replies. The future calls this after the replies to all earlier calls were read."""
+            replies = self._read_replies(method, ranks, deadline)
+            return replies if unique_reply_rank is None else replies[0]
 
-        future = FutureWrapper(self.futures_queue, replies)
+        future = FutureWrapper(self.futures_queue, read_replies)
         return future if non_block else future.result()
 
     def _read_replies(self, method: Any, ranks: Any, deadline: Deadline) -> list[Any]:
         """Reads the replies of `ranks` as they arrive, so that an error is raised immediately.
 
-        Skips unread replies to an earlier call that failed. The timeout starts here, because earlier calls
-        are finished by now, and the process may have been stopped during them.
+        Each queue has the replies of one rank in the order of the calls. So replies to an earlier call that
+        failed come first, and are skipped.
         """
         missing_ranks, replies = list(ranks), {}
+        # The whole time-out counts from now, because the replies to earlier calls were read only now.
         countdown = WaitCountdown(deadline.total_s)
         while missing_ranks:
             for rank in tuple(missing_ranks):
@@ -216,7 +218,7 @@ class GroupExecutor(MultiprocExecutor):
         return [replies[rank] for rank in ranks]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        """Gives every rank as many KV blocks as the rank with the least headroom, and logs that rank."""
+        """Allocates the KV cache on every rank, and logs the rank that limits the number of blocks."""
         super().initialize_from_config(kv_cache_configs)
         headrooms_bytes = self.collective_rpc("kv_headroom_bytes")
         _logger.info(
@@ -258,7 +260,10 @@ class GroupExecutor(MultiprocExecutor):
 
 
 def has_work(scheduler_output: Any) -> bool:
-    """Returns whether ranks need a step: it has tokens, requests to forget, or blocks to clear."""
+    """Returns whether the ranks need this step.
+
+    A step has work if it has tokens, requests to forget, blocks to clear, or data for a connector.
+    """
     return any(bool(getattr(scheduler_output, field)) for field in _WORK_FIELDS)
 
 

@@ -41,6 +41,9 @@ class AskedHub:
     def refusal_error(self, status: int, code: str, answer_message: str = "") -> FetchError:
         """Builds the error for an answer with an HTTP error status.
 
+        A busy hub may answer later. Otherwise the hub's code decides about reason and fix, or else the
+        status.
+
         Args:
             status: the HTTP status.
             code: the hub's header X-Error-Code, or "".

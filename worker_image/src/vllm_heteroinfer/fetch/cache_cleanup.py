@@ -34,8 +34,8 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 logger = logging.getLogger(__name__)
 
 RECENT_S: Final = 3600.0
-"""A commit stays for this time after a fetch last found it complete, so that it is there for a group that
-another resource starts now."""
+"""A commit stays for this time after a fetch last found it complete, because another resource may be starting
+a group with the commit."""
 _REMOVING: Final = ".removing-"
 """Prefix for the name of a folder to remove; no commit begins like this."""
 
@@ -44,8 +44,8 @@ class CleanupQuestion:
     """The question to the operator whether a fetch may remove commits now. Thread-safe.
 
     Args:
-        token_hashes: hash of the token that confirms each question, by number. If all are used, the operator
-            can confirm no other question.
+        token_hashes: hash of the token that confirms each question, by number. If all tokens are used, the
+            operator can confirm no further question.
 
     Attributes:
         number: number of the open question; None if there is none.
@@ -60,12 +60,15 @@ class CleanupQuestion:
         self.number: int | None = None
 
     def confirm(self, token: str) -> bool:
-        """Confirms the open question. Returns whether the token is that of the open question."""
+        """Confirms the open question if the token is that of this question. Returns whether it is.
+
+        Logs only the first wrong token, so that strangers cannot fill the log.
+        """
         with self._changed:
             if self.number is None:
                 return False
             if not hmac.compare_digest(hash_token(token), self._token_hashes[self.number]):
-                if not self._was_refused:  # once, so that strangers cannot fill the log
+                if not self._was_refused:
                     logger.warning(
                         "clean-up of the cache: refused a confirmation without the token of question %d. "
                         "Check which clients connect to the health port of this pod",
@@ -80,7 +83,8 @@ class CleanupQuestion:
     def ask(self) -> float | None:
         """Asks the operator. Returns the time until which commits may be removed; None without an answer.
 
-        The time is a time of `clock_s`. It counts from the question, so a late answer prolongs nothing.
+        The time is on the clock of `clock_s`. It is counted from the question, so a late answer gives no more
+        time. Returns None at once if no token is left.
         """
         until_s = clock_s() + REMOVE_WITHIN_S
         with self._changed:
@@ -122,12 +126,13 @@ def remove_unused(
             for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
             if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
         ]
-        until_s = ask() if unused else None
+        if not unused:
+            return ()
+        until_s = ask()
         if until_s is None:
-            if unused:
-                logger.info(
-                    "the operator did not confirm the list of commits in use, so this fetch removes no commit"
-                )
+            logger.info(
+                "the operator did not confirm the list of commits in use, so this fetch removes no commit"
+            )
             return ()
         for confirmed_s, folder in unused:
             if _rename_for_removal(folder, confirmed_s, until_s):
@@ -149,9 +154,9 @@ def _delete_renamed(model_folder: Path) -> None:
 
 
 def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[tuple[float, Path]]:
-    """Returns the complete commits except `commit` and the newest `keep - 1` other commits.
+    """Returns the complete commits except the `keep` commits that stay: `commit` and the newest others.
 
-    With each commit comes the Unix time at which a fetch last found it complete.
+    With each commit comes the Unix time at which a fetch last found the commit complete.
     """
     others = []
     for folder in model_folder.iterdir():
@@ -179,7 +184,8 @@ def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> boo
     except FileNotFoundError:  # another fetch has removed the commit
         return False
     try:
-        if try_lock_file(descriptor) is False or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
+        is_locked = try_lock_file(descriptor) is False  # None on a file system without locks
+        if is_locked or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
             return False
         # Renaming is one step, so no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))

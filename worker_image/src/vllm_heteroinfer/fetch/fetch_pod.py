@@ -70,11 +70,15 @@ def fetch_model(options: FetchOptions) -> int:
 
 
 def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
-    """Reads the rule by which this fetch removes commits from the cache; None if it must remove none."""
+    """Reads the rule by which this fetch removes commits from the cache; None to remove no commit.
+
+    If another version of the operator wrote the rule, this version may not understand it, and removes no
+    commit.
+    """
     text = env.get(names.ENV_CACHE_CLEANUP, "")
     try:
         return CacheCleanup.from_json(text) if text else None
-    except ContractError as error:  # another version of the operator created the pod
+    except ContractError as error:
         logger.warning("%s: %s. No commit is removed", names.ENV_CACHE_CLEANUP, error)
         return None
 

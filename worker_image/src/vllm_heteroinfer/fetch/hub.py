@@ -114,12 +114,14 @@ class HubModel:
         Raises:
             FetchError: the file is not complete; `into` keeps the bytes that arrived.
         """
-        is_large, part_bytes = self.is_large(file), self._max_answer_bytes // 2  # well below the limit
+        is_large = self.is_large(file)
+        # A part is well below the limit.
+        request_bytes = self._max_answer_bytes // 2 if is_large else file.size_bytes
         with into.open("r+b") as target:
-            while (have_bytes := target.seek(0, os.SEEK_END)) < file.size_bytes:
-                end_bytes = min(have_bytes + part_bytes, file.size_bytes)
+            while (stored_bytes := target.seek(0, os.SEEK_END)) < file.size_bytes:
+                end_bytes = min(stored_bytes + request_bytes, file.size_bytes)
                 try:
-                    self._fetch_until(commit, file, target, end_bytes if is_large else file.size_bytes)
+                    self._fetch_until(commit, file, target, end_bytes)
                 except FetchError as error:
                     if not is_large or error.is_temporary:
                         raise
@@ -128,7 +130,7 @@ class HubModel:
                 os.fsync(target.fileno())
 
     def _manual_download(self, file: FetchedFile) -> str:
-        """Explains how to fill a volume if the hub does not send parts of a large file."""
+        """Returns the fix for a hub that does not send parts of a large file: fill a volume."""
         repository = self._hub.repository
         return (
             f"{file.path} has {format_bytes(file.size_bytes)} and was requested in parts. If this hub "
@@ -158,7 +160,10 @@ class HubModel:
 
     @contextlib.contextmanager
     def _converted_errors(self) -> Iterator[None]:
-        """Turns errors of the hub's client into FetchErrors."""
+        """Turns errors of the hub's client into FetchErrors. Does not change an OSError with an errno.
+
+        The file system of the cache raises an OSError with an errno, and the client an OSError without.
+        """
         import httpx2
         from huggingface_hub import errors
 
@@ -177,7 +182,7 @@ class HubModel:
             raise self._hub.no_answer_error(error) from error
         except OSError as error:
             if error.errno is not None:
-                raise  # the cache caused the error, not the hub
+                raise
             raise self._hub.unavailable_error(
                 f"did not send {self._hub.model}: {self._hub.clean(error)}"
             ) from error

@@ -29,7 +29,7 @@ from vllm_heteroinfer.fetch.selection import can_be_a_file
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 REQUEST_TIMEOUT_S: Final = 30.0
 FIRST_BYTES: Final = 64 * 2**10
-"""Size of the first read of a file. Most headers fit, and a second request takes as long as the first."""
+"""Size of the first read of a file. It includes most headers, so few files need a second request."""
 _MAX_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Pauses before the same request is repeated, if the hub is busy or closed the connection."""
@@ -100,6 +100,8 @@ class HubReader:
     def first_bytes(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
         """Reads the first `size_bytes` of a file, or the whole file if it is smaller.
 
+        Requests at least FIRST_BYTES, and keeps them for the next call, which usually needs more bytes.
+
         Raises:
             FetchError: the hub does not send these bytes.
         """
@@ -110,11 +112,15 @@ class HubReader:
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
             first_part = self._retry(partial(self._read_first_bytes, url, request_bytes))
         if size_bytes < len(first_part):
-            self._stored_first_bytes[file.path] = first_part  # the next call needs more bytes of the file
+            self._stored_first_bytes[file.path] = first_part
         return first_part[:size_bytes]
 
     def _retry(self, read: Callable[[], bytes]) -> bytes:
-        """Returns the result of `read`. Calls `read` again after a pause if the hub is busy."""
+        """Returns the result of `read`. Calls `read` again after a pause if the hub is busy.
+
+        Raises:
+            FetchError: HF_HUB_OFFLINE forbids requests, or `read` failed permanently or three times.
+        """
         if self._offline:
             raise self._hub.offline_error()
         for pause_s in _PAUSES_S:
@@ -181,7 +187,9 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()
-            raise urllib.error.URLError(f"redirect to {target.scheme}:// refused: it must be http or https")
+            raise urllib.error.URLError(
+                f"redirect to {target.scheme}:// refused: a redirect must lead to http or https"
+            )
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         source = urlsplit(req.full_url)
         is_other_host = (target.scheme, target.netloc) != (source.scheme, source.netloc)

@@ -77,7 +77,7 @@ class FetchJob:
         self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
-        self._wanted: tuple[FetchedFile, ...] = ()
+        self._model_files: tuple[FetchedFile, ...] = ()
         self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
         self.cleanup_question = CleanupQuestion(
@@ -100,7 +100,7 @@ class FetchJob:
 
     def progress(self) -> FetchProgress:
         """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
-        store, files = self._store, self._wanted
+        store, files = self._store, self._model_files
         return FetchProgress(
             commit=self._commit,
             done_bytes=store.done_bytes(files) if store is not None else 0,
@@ -118,25 +118,29 @@ class FetchJob:
                 Downloads may still run then: end the process.
             ModelFilesError: the model is complete but cannot be planned.
         """
-        failures, max_bytes, progress_at_s = 0, -1, self._now_s()
+        failures_in_a_row, largest_bytes, progress_at_s = 0, -1, self._now_s()
         while True:
             try:
                 return self._attempt()
             except FetchError as error:
                 if not error.is_temporary:
                     raise
-                done_bytes = self._used_bytes()
-                if done_bytes > max_bytes:
-                    failures, max_bytes, progress_at_s = 0, done_bytes, self._now_s()
+                used_bytes = self._used_bytes()
+                if used_bytes > largest_bytes:  # this attempt has stored new bytes
+                    failures_in_a_row, largest_bytes, progress_at_s = 0, used_bytes, self._now_s()
                 if self._now_s() - progress_at_s > self._stall_limit_s:
                     raise
-                pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
-                failures += 1
+                pause_s = _PAUSES_S[min(failures_in_a_row, len(_PAUSES_S) - 1)]
+                failures_in_a_row += 1
                 self._message = f"{error}. The fetch is trying again"
                 time.sleep(min(pause_s, self._stall_limit_s))
 
     def _attempt(self) -> FetchedModel:
-        """Fetches the model once, without retries."""
+        """Fetches the model once, without retries.
+
+        Asks the hub only for a branch or tag, or for a commit that is not complete in the cache. Removes
+        unused commits in either case.
+        """
         complete = self._find_complete()
         if complete is None:
             with self._progress_clock.counted_call():
@@ -144,7 +148,7 @@ class FetchJob:
             store = self._open_store(commit)
             self._message = ""
             complete = self._fetch_or_wait(store, files)
-        self._wanted = complete.files
+        self._model_files = complete.files
         self._clean_up(self._open_store(complete.commit))
         profile = read_profile(self._open_store(complete.commit).folder)
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
@@ -152,8 +156,9 @@ class FetchJob:
     def _find_complete(self) -> CompleteModel | None:
         """Returns the model if the revision is a commit that is complete in the cache, otherwise None.
 
-        Confirms the commit under its lock, so that no clean-up removes the commit. If another process keeps
-        the lock, this process is no clean-up, so the commit stays.
+        Confirms the commit under its lock, so that no clean-up removes the commit. A clean-up holds the lock
+        only for a moment. So if the lock stays taken for some polls, another fetch has it, and the commit
+        stays.
         """
         revision = self._options.revision
         if not _COMMIT_HASH.fullmatch(revision):
@@ -172,7 +177,7 @@ class FetchJob:
         return store.complete()
 
     def _open_store(self, commit: str) -> ModelStore:
-        """Returns the folder of a commit in the cache."""
+        """Returns the folder of a commit in the cache, which is the folder of `progress` from now on."""
         if self._store is None or self._commit != commit:
             self._store = ModelStore(self._options.cache, self._options.repository, commit)
             self._commit = commit
@@ -188,20 +193,20 @@ class FetchJob:
         Raises:
             FetchError: the model cannot be fetched, or the other fetch makes no progress.
         """
-        used_bytes, progress_at_s, polls = -1, self._now_s(), 0
+        largest_bytes, progress_at_s, polls = -1, self._now_s(), 0
         while True:
             with store.try_lock() as has_lock:
                 complete = store.confirm_complete() if has_lock else store.complete()
-                # Another process may hold the lock for a moment, because it removes the commit. So without
-                # the lock, the commit counts as complete only after some polls.
+                # A clean-up may hold the lock for a moment, because it removes the commit. So without the
+                # lock, the commit counts as complete only after some polls.
                 if complete is not None and (has_lock or polls >= _LOCK_POLLS):
                     return complete
                 if has_lock:
                     self._message = ""
                     return store.mark_complete(self._fetch_all(store, files))
-            now_bytes = store.used_bytes()
-            if now_bytes > used_bytes:
-                used_bytes, progress_at_s = now_bytes, self._now_s()
+            used_bytes = store.used_bytes()
+            if used_bytes > largest_bytes:  # the other fetch has written bytes since the last poll
+                largest_bytes, progress_at_s = used_bytes, self._now_s()
             self._message = "waiting for another fetch of this model into the same cache"
             if self._now_s() - progress_at_s > self._stall_limit_s:
                 raise FetchError(
@@ -213,15 +218,20 @@ class FetchJob:
             time.sleep(_LOCK_POLL_S)
 
     def _fetch_all(self, store: ModelStore, files: Sequence[FetchedFile]) -> Sequence[FetchedFile]:
-        """Fetches all files that serving needs. Returns these files."""
+        """Fetches all files that serving needs. Returns these files.
+
+        The small files come first, because the index among them names the weight files. Unused commits are
+        removed before the free space is checked for the weights.
+        """
         small_files = describing_files(files)
         store.check_capacity(small_files)
         self._fetch_missing(store, small_files)
         weights = weight_files(files, _read_index(store.folder, small_files))
         all_files = tuple({file.path: file for file in [*small_files, *weights]}.values())
-        self._wanted = all_files
-        # Files linked from another commit take no space, so link them before checking the free space.
-        for file in store.missing(weights):
+        self._model_files = all_files
+        # A file linked from another commit takes no space. So link before the check of the free space, and
+        # before the clean-up removes other commits.
+        for file in store.list_missing(weights):
             store.link_from_other_commit(file)
         self._clean_up(store)
         store.check_capacity(all_files)
@@ -229,7 +239,7 @@ class FetchJob:
         return all_files
 
     def _clean_up(self, store: ModelStore) -> None:
-        """Removes commits that no resource uses. Call it after linking files from them."""
+        """Removes commits that no resource uses. First link the files that this commit shares with them."""
         if self._options.cleanup is not None:
             remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask)
 
@@ -238,25 +248,29 @@ class FetchJob:
 
         Returns the time until which they may be removed, or None, like `CleanupQuestion.ask`.
         """
-        before, self._message = self._message, "asking the operator whether old commits may be removed"
+        old_message, self._message = self._message, "asking the operator whether old commits may be removed"
         until_s = self.cleanup_question.ask()
-        self._message = before
+        self._message = old_message
         return until_s
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
         """Downloads the files that the folder lacks, several at a time."""
         # Start with the large files: if the hub cannot send them in parts, the fetch fails before it has
         # downloaded the others.
-        missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
+        large_first = sorted(store.list_missing(files), key=self._source.is_large, reverse=True)
         fetch_in_parallel(
-            missing,
+            large_first,
             lambda file: self._fetch_file(store, file),
             at_once=FILES_AT_ONCE,
             share_lock=store.share_lock,
         )
 
     def _fetch_file(self, store: ModelStore, file: FetchedFile) -> None:
-        """Downloads and verifies one file; raises FetchError."""
+        """Downloads and verifies one file. Downloads it again if its hash is wrong.
+
+        Raises:
+            FetchError: the download failed, or the hash was wrong _WRONG_HASHES times.
+        """
         for _ in range(_WRONG_HASHES):
             part = store.open_part(file)
             try:
@@ -293,12 +307,17 @@ class _ProgressClock:
             self._count(-1)
 
     def _count(self, change: int) -> None:
+        """Adds `change` to the number of running calls, and records progress."""
         with self._lock:
             self._calls += change
             self._progress_at_s = self._now_s()
 
     def silent_s(self, used_bytes: int) -> float:
-        """Seconds since the last progress; 0 while no call runs."""
+        """Seconds since the last progress; 0 while no call runs.
+
+        Args:
+            used_bytes: size of all files in the folder. A change since the last call counts as progress.
+        """
         with self._lock:
             if not self._calls or used_bytes != self._used_bytes:
                 self._used_bytes, self._progress_at_s = used_bytes, self._now_s()
@@ -312,11 +331,12 @@ def fetch_in_parallel(
     at_once: int,
     share_lock: Callable[[], int],
 ) -> None:
-    """Fetches files, `at_once` at a time. Starts no other file after an error.
+    """Fetches files, `at_once` at a time. Starts no further download after an error.
 
-    A permanent error is raised immediately, while other downloads still run, because a download cannot be
-    interrupted. These downloads hold the lock of their folder until they or the process end, so another fetch
-    never writes to the same parts. The process does not wait for their threads at its end.
+    A temporary error is raised when all running downloads have ended. A permanent error is raised
+    immediately, although other downloads still run, because a download cannot be interrupted. These downloads
+    hold the lock of their folder until they or the process end, so another fetch never writes to the same
+    parts. A process that ends does not wait for their threads.
 
     Args:
         share_lock: returns a descriptor that keeps the lock of the folder until it is closed.

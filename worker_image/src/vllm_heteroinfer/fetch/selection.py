@@ -33,12 +33,13 @@ def can_be_a_file(path: Any) -> bool:
     """Checks whether a hub's path is safe, normalised, and not a name that the cache itself uses."""
     if not isinstance(path, str) or not path.isprintable():  # the path appears in logs
         return False
-    pure = PurePosixPath(path)
-    if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
+    posix_path = PurePosixPath(path)
+    if path != str(posix_path) or posix_path.is_absolute() or ".." in posix_path.parts:
         return False
-    if len(path.encode()) > _MAX_PATH_BYTES or any(len(p.encode()) > _MAX_NAME_BYTES for p in pure.parts):
+    has_long_name = any(len(part.encode()) > _MAX_NAME_BYTES for part in posix_path.parts)
+    if has_long_name or len(path.encode()) > _MAX_PATH_BYTES:
         return False
-    return bool(pure.parts) and not any(_is_used_by_cache(part) for part in pure.parts)
+    return bool(posix_path.parts) and not any(_is_used_by_cache(part) for part in posix_path.parts)
 
 
 def _is_used_by_cache(name: str) -> bool:
@@ -74,6 +75,9 @@ def parse_index(content: bytes) -> Any:
 
 def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     """Returns the safetensors files of the model, without files that repeat the same weights.
+
+    These are the files that the index names. Without an index, they are model.safetensors or, if there is no
+    such file, all safetensors files at the top level.
 
     Args:
         index: the parsed model.safetensors.index.json; None if the model has no index.

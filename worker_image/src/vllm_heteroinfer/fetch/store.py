@@ -66,18 +66,17 @@ class ModelStore:
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                return
             except FileExistsError:  # a clean-up renamed the folder at this moment, or the path is a file
                 if not tries_left:
                     raise
-            else:
-                return
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
         """Tries to lock the folder; yields whether this fetch may write there.
 
-        Creates the folder again if a clean-up removes it before it is locked. The kernel releases the lock if
-        the process ends.
+        Creates the folder again if a clean-up removes the folder before this process locks it. The kernel
+        releases the lock if the process ends.
         """
         with self.converted_errors():
             descriptor, has_lock = self._open_lock()
@@ -91,6 +90,9 @@ class ModelStore:
     def _open_lock(self) -> tuple[int, bool]:
         """Opens the lock file and tries to lock it. Returns its descriptor, and whether this fetch may write.
 
+        A clean-up may remove the folder between the two steps. Then the path has another lock file or none,
+        and the function tries again.
+
         Raises:
             FetchError: the folder was removed again after each try.
         """
@@ -101,7 +103,8 @@ class ModelStore:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
                     has_lock = self._lock(descriptor)
-                    if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    is_file_at_path = os.path.samestat(os.fstat(descriptor), path.stat())
+                    if is_file_at_path:
                         return descriptor, has_lock
                 except BaseException:
                     os.close(descriptor)
@@ -109,8 +112,8 @@ class ModelStore:
                 os.close(descriptor)  # this lock file is in a folder that a clean-up removed
         raise FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,
-            f"cache folder {self.folder}: another program removed it {_MAX_TRIES} times while a fetch tried "
-            "to lock it. Stop the program that removes files from the cache",
+            f"cache folder {self.folder}: another program removed this folder {_MAX_TRIES} times while a "
+            "fetch tried to lock it. Stop the program that removes files from the cache",
         )
 
     def share_lock(self) -> int:
@@ -169,8 +172,8 @@ class ModelStore:
                 return path.stat().st_size
         return 0
 
-    def missing(self, files: Sequence[FetchedFile]) -> list[FetchedFile]:
-        """Returns the files that the folder lacks. Removes files of a wrong size."""
+    def list_missing(self, files: Sequence[FetchedFile]) -> list[FetchedFile]:
+        """Removes files of a wrong size, and returns these files and all others that the folder lacks."""
         missing = []
         with self.converted_errors():
             for file in files:
@@ -224,7 +227,7 @@ class ModelStore:
         return True
 
     def link_from_other_commit(self, file: FetchedFile) -> bool:
-        """Links a file from another commit of the model with the same content; returns whether it did."""
+        """Links a file to a file of the same content in another commit. Returns whether this succeeded."""
         with self.converted_errors():
             others = sorted(self.folder.parent.iterdir())
         for other in others:
@@ -247,7 +250,10 @@ class ModelStore:
         return True
 
     def mark_complete(self, files: Sequence[FetchedFile]) -> CompleteModel:
-        """Writes the marker in one step, so that a reader never finds an incomplete marker. Returns it."""
+        """Marks the model as complete, and deletes the parts of this fetch. Returns the marker.
+
+        The marker gets its name only when it is complete, so no reader finds an incomplete marker.
+        """
         marker = CompleteModel(repository=self._repository, commit=self._commit, files=tuple(files))
         unfinished = self.folder / f"{MARKER_FILE}.{os.getpid()}"
         with self.converted_errors():

@@ -38,7 +38,8 @@ MAX_TURN_S = 0.1
 class WaitCountdown:
     """Counts down a wait in short naps; leaves out time in which this process did not run.
 
-    Other processes on the same machine, or stopped with this process, did not run in that time either.
+    In such a time, the awaited process often did not run either: it is on the same machine, or was stopped
+    too.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -145,9 +145,9 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
     expected = fingerprints[0]
     differences, first_rank = [], None
     for rank, settings in zip(plan.ranks, fingerprints, strict=True):
-        same_device = rank.device is plan.ranks[0].device
+        has_device_of_rank_0 = rank.device is plan.ranks[0].device
         for field in sorted(expected.keys() | settings.keys()):
-            if field in _DEVICE_SETTINGS and not same_device:
+            if field in _DEVICE_SETTINGS and not has_device_of_rank_0:
                 continue
             if rank.feed_forward is not None and field not in settings:
                 continue  # a feed-forward rank has only the settings of `of_files`

@@ -22,18 +22,18 @@ def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
-    """Returns one line with the group's blocks, the rank that limits them, and each rank's headroom."""
+    """Returns one line with the number of KV blocks, the rank that limits it, and each rank's headroom."""
     fitting_blocks = [
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
     limiting = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
     headroom = fitting_blocks[limiting.rank]
-    by_plan = f" (the plan uses {blocks})" if headroom > blocks else ""
+    larger_than_plan = f" (the plan uses {blocks})" if headroom > blocks else ""
     blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
-        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {limiting.rank} "
-        f"(role {limiting.role}, {limiting.device}) limits it: "
-        f"{format_bytes(headrooms_bytes[limiting.rank])} have space for {headroom} blocks{by_plan}; "
-        f"headroom in blocks: {blocks_by_rank}"
+        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank. Rank {limiting.rank} "
+        f"(role {limiting.role}, {limiting.device}) limits this number: its "
+        f"{format_bytes(headrooms_bytes[limiting.rank])} have space for {headroom} blocks{larger_than_plan}. "
+        f"Headroom in blocks: {blocks_by_rank}"
     )

@@ -32,13 +32,13 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
     """Waits until both ends of a queue are connected. Every process that uses the queue must call this.
 
     MessageQueue.wait_until_ready waits without a limit, so this function sets a receive timeout on its
-    sockets. Once all readers are connected, the shared memory loses its name: the kernel then frees it with
-    the processes, however they end.
+    sockets. Once all readers are connected, the creator of the shared memory removes the memory's name. Then
+    the kernel frees the memory when the last process ends, even if all are killed.
 
     Raises:
         TimeoutError: the other end did not connect in time.
     """
-    sockets = [s for s in (queue.local_socket, queue.remote_socket) if s is not None]
+    sockets = [each for each in (queue.local_socket, queue.remote_socket) if each is not None]
     for socket in sockets:
         socket.setsockopt(zmq.RCVTIMEO, max(1, int(deadline.left_s * 1000)))
     try:
@@ -54,4 +54,4 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
     if buffer is not None and buffer.is_creator:
         with contextlib.suppress(FileNotFoundError):  # a reader's resource tracker has removed it already
             buffer.shared_memory.unlink()
-        buffer.is_creator = False  # so its destructor does not unlink it again
+        buffer.is_creator = False  # so its destructor does not remove the name again

@@ -54,6 +54,7 @@ def check_pods(
             text = store.get(f"reach/{pod}", deadline, what=f"address of pod {pod}", rank=first_rank)
             _connect_to_pod(launch, pod, *_parse_address(text, pod))
         store.put(f"reached/{rank.pod}", "")
+        # Keep listening until all other pods have reached this pod.
         for pod in others:
             first_rank = plan.pods[pod].ranks[0].rank
             store.get(
@@ -103,7 +104,10 @@ def _parse_address(text: str, pod: int) -> tuple[str, int]:
 
 
 def _connect_to_pod(launch: PodLaunch, pod: int, host: str, port: int) -> None:
-    """Waits until a pod accepts a connection; raises UnreachableError after REACH_TIMEOUT_S."""
+    """Waits until a pod accepts a connection; raises UnreachableError after REACH_TIMEOUT_S.
+
+    The time counts only while this process runs.
+    """
     countdown = WaitCountdown(REACH_TIMEOUT_S)
     while True:
         began_s = time.monotonic()
@@ -115,8 +119,8 @@ def _connect_to_pod(launch: PodLaunch, pod: int, host: str, port: int) -> None:
             if countdown.left_s > 0:
                 continue
             raise UnreachableError(
-                f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} does not reach it "
-                f"at port {port} ({error}). Let the pods of a group reach each other at all ports: check the "
-                "NetworkPolicies of the namespace and the firewalls between the nodes"
+                f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} cannot connect to "
+                f"port {port} of this pod ({error}). Let the pods of a group reach each other at all ports: "
+                "check the NetworkPolicies of the namespace and the firewalls between the nodes"
             ) from error
         return

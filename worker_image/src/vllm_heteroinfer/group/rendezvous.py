@@ -32,9 +32,10 @@ WORLD_SCHEME: Final = "heteroinfer"
 
 
 def world_init_method(launch: PodLaunch) -> str:
-    """Returns the init method of the group's torch.distributed world; it can be called repeatedly.
+    """Returns the URL by which torch.distributed connects all ranks of the group.
 
-    With it, rank 0 listens only at `addresses.bind_host`. torch's `tcp://` would listen on every interface,
+    The URL's scheme is our own, and this function registers it with torch at the first call. With this
+    scheme, rank 0 listens only at `addresses.bind_address`. torch's `tcp://` would listen on every interface,
     and no NetworkPolicy protects `heteroinfer up`.
     """
     global _registered  # noqa: PLW0603 - torch's table of schemes is global and accepts each scheme once
@@ -52,6 +53,8 @@ def _open_stores(
     url: str, timeout: timedelta = default_pg_timeout, **_: object
 ) -> Iterator[tuple[TCPStore, int, int]]:
     """Yields the store, the rank and the world size, as torch expects of a rendezvous handler.
+
+    A second rendezvous fails, because a group restarts only as a whole.
 
     Source: torch/distributed/rendezvous.py::_tcp_rendezvous_handler@v2.13.0.
     """
@@ -132,14 +135,17 @@ class GroupStore:
     def connect(cls, launch: PodLaunch, deadline: Deadline) -> "GroupStore":
         """Connects to the store of rank 0; waits until rank 0 serves it.
 
+        Waits by plain connections, because Python handles no signal while torch itself waits.
+
         Raises:
             TimeoutError: rank 0 did not serve the store before the deadline.
         """
         leader = launch.leader
         address = (addresses.resolve(leader.host), leader.executor_port)
         while True:
+            timeout_s = min(_POLL_S, deadline.left_s or 0.001)  # a time-out of 0 would not wait at all
             try:
-                socket.create_connection(address, timeout=min(_POLL_S, deadline.left_s or 0.001)).close()
+                socket.create_connection(address, timeout=timeout_s).close()
                 break
             except OSError as error:
                 if deadline.left_s == 0:

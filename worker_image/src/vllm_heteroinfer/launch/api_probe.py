@@ -17,9 +17,8 @@ async def probe_api(
 ) -> None:
     """Checks the API server's health without end, and reports after each check whether it answered 200.
 
-    A missing answer does not count if this process was not scheduled for half of the time-out: the answer may
-    wait unread in the kernel, and the API server on the same machine was not scheduled either. Then the check
-    is repeated immediately.
+    If no answer arrives while this process was not scheduled for half of the time-out, the check is repeated
+    immediately. The answer may wait unread in the kernel, or the API server was not scheduled either.
 
     Args:
         address: the pod's own address, the target of the clients' Service. If it were loopback, a pod that
@@ -39,7 +38,10 @@ async def probe_api(
 
 
 async def _api_is_healthy(host: str, port: int) -> bool | None:
-    """Returns whether the API server answered 200; None if it did not answer in time."""
+    """Returns whether the API server answered 200; None if no answer came in time.
+
+    Returns False if the API server refuses or breaks the connection.
+    """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)

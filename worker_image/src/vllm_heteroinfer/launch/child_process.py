@@ -28,7 +28,7 @@ REAP_TIMEOUT_S = 30.0
 process that takes longer hangs in the kernel, and no other process can end it."""
 REAP_INTERVAL_S = 0.01
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors for too many open files. They pass: clients open connections, and excess connections are closed."""
+"""Errors for too many open files. They end soon: clients cause them, and excess connections are closed."""
 
 
 class ProcessState(Enum):
@@ -239,8 +239,9 @@ class ChildProcess:
 async def kill_everything(children: Sequence[ChildProcess]) -> bool:
     """Kills and reaps the children and all other descendants of this process.
 
-    This process must be PID 1 or have called adopt_orphans(). Then a descendant that left its process group
-    becomes a child of this process when its parent dies, and is killed, too.
+    This process must be PID 1 or have called adopt_orphans(). Then a descendant outside of its child's
+    process group becomes a child of this process when its parent dies, and is killed in the next turn of the
+    loop.
 
     Returns:
         Whether all are gone within REAP_TIMEOUT_S.
@@ -259,7 +260,8 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
             if not alive:
                 return True
         for pid in alive:
-            # The list can contain a zombie that another process traces. For it, the kill has no effect.
+            # The list can contain a zombie that another process traces. A kill has no effect on such a
+            # zombie.
             os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
             return False

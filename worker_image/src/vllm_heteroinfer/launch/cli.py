@@ -88,16 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"default: the value of {names.ENV_TERMINATION_MESSAGE_PATH}, or "
             f"{names.TERMINATION_MESSAGE_PATH} in a pod",
         )
-    arguments, others = parser.parse_known_args(argv)
-    ensure_own_account()
-    if others and arguments.command != "calibrate":
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    # `calibrate` parses its own options, in the process that measures.
+    arguments, other_options = parser.parse_known_args(argv)
+    ensure_own_account()  # the cluster may have chosen a user id that the image has no account for
+    if other_options and arguments.command != "calibrate":
+        parser.error(f"unrecognized arguments: {' '.join(other_options)}")
     if arguments.command == "inspect":
         return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
     if arguments.command == "fetch":
         return _fetch(arguments)
     if arguments.command == "calibrate":
-        _exec_calibrate(arguments.termination_message_path, others)  # never returns
+        _exec_calibrate(arguments.termination_message_path, other_options)  # never returns
     return supervise(os.environ, Commands())
 
 
@@ -127,6 +128,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
     from vllm_heteroinfer.fetch.fetch_pod import fetch_model, read_cleanup, report_failure
     from vllm_heteroinfer.fetch.job import FetchOptions
 
+    # The command line has an option for each field of FetchOptions except `cleanup`.
     options_given = {
         field.name: getattr(arguments, field.name)
         for field in fields(FetchOptions)
@@ -141,7 +143,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def _exec_calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
-    """Replaces this process with the measuring process, whose imports a supervisor must not have."""
+    """Replaces this process with the program that measures. It imports torch, which a supervisor must not."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
     command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
     # The kernel drops a SIGTERM for PID 1 while there is no handler. So block the signal until the new
@@ -246,7 +248,8 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE if incomplete else FailureReason.BAD_SETTINGS,
             message=str(error),
-            # An incomplete model is a fault of this pod. Other settings are those of all pods.
+            # An incomplete model is a fault of this pod. All pods have the same settings, so a fault of the
+            # settings is not the fault of one pod.
             pod=launch.pod_index if incomplete else None,
             time=time.time(),
         )

@@ -1,8 +1,8 @@
-"""The protocol between the supervisors of a group: JSON lines over TCP, from followers to the leader.
+"""The protocol between the supervisors of a group: JSON lines over TCP. Followers connect to the leader.
 
 Both ends prove that they have the epoch's key. The follower sends its identity, and the leader accepts or
-refuses it. Then both send five heartbeats a second. A follower reconnects after a lost connection; a peer
-that is silent for longer than the heartbeat limit is lost. Followers send evidence of failures to the
+refuses the follower. Then both send five heartbeats a second. A follower reconnects after a lost connection;
+a peer that is silent for longer than the heartbeat limit is lost. Followers send evidence of failures to the
 leader. Only the leader decides which failure is the cause, and sends the verdict to all. Stdlib and the
 contract only.
 """

@@ -117,9 +117,9 @@ class ControlClient:
         raise OSError(NO_ANSWER)
 
     async def listen(self) -> None:
-        """Handles the leader's messages until the group ends or the leader is lost.
+        """Handles the leader's messages until the verdict. Reports a leader that has left or is lost.
 
-        If a stopping leader closed its connection, the leader has left, so there is no attempt to reconnect.
+        A stopping leader that closes its connection has left, so there is no attempt to reconnect to it.
         """
         assert self._link is not None
         while True:
@@ -138,7 +138,7 @@ class ControlClient:
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
-        """Stores the age of the group's last heartbeat, and whether the leader is stopping."""
+        """Stores the group age that the leader has sent. Reports a leader that is stopping."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:
@@ -146,9 +146,10 @@ class ControlClient:
             self._handlers.on_stopping(0)
 
     async def _reconnect(self, lost_link: SupervisorLink) -> bool:
-        """Reconnects to the leader, within its heartbeat limit. Returns whether it succeeded.
+        """Reconnects to the leader, within the leader's heartbeat limit. Returns whether this succeeded.
 
-        If the leader's port refuses connections, its process has ended, so the attempts end too.
+        If the leader's port refuses connections, the leader's process has ended, so the attempts end too.
+        Each time-out of the leader's welcome doubles the next time-out, because the leader may be busy.
         """
         lost_link.close()
         refusals, hello_timeout_s = 0, RECONNECT_HELLO_TIMEOUT_S
@@ -160,9 +161,9 @@ class ControlClient:
                 refusals += 1
                 if refusals == REFUSALS:
                     return False
-                await asyncio.sleep(
-                    RETURN_POLL_S / 2
-                )  # a second refusal ends the attempts, so it follows sooner
+                # The leader has probably ended. A second refusal proves this, so the next attempt comes
+                # sooner.
+                await asyncio.sleep(RETURN_POLL_S / 2)
             except (OSError, TimeoutError, ContractError) as error:
                 refusals = 0
                 if isinstance(error, TimeoutError):
@@ -206,7 +207,7 @@ class ControlClient:
         """Returns whether the leader's last heartbeat is within the heartbeat limit."""
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
-    def news_age_s(self) -> float:
+    def group_age_s(self) -> float:
         """Returns the seconds since all pods of the group were last known to run."""
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 

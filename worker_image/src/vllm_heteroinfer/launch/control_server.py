@@ -77,8 +77,8 @@ class ControlServer:
             self._server = await listen(self._serve, bind_host(host), port)
         except OSError as error:
             raise ContractError(
-                f"control port {port} is not available: {error}. End the process that uses it, or set a "
-                f"different control_port in {names.ENV_ADDRESSES}"
+                f"control port {port} is not available: {error}. End the process that uses the port, or set "
+                f"another control_port in {names.ENV_ADDRESSES}"
             ) from error
 
     def missing_pods(self) -> list[int]:
@@ -89,11 +89,11 @@ class ControlServer:
         """Returns the last report of each rank of the other pods."""
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
-    def news_age_s(self) -> float:
+    def group_age_s(self) -> float:
         """Returns the longest silence of a follower, in seconds."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
-    def lost_a_stopping_pod(self) -> bool:
+    def is_stopping_pod_disconnected(self) -> bool:
         """Returns whether the connection to a pod that was asked to stop is lost.
 
         The pod may have ended, or may reconnect.
@@ -102,7 +102,7 @@ class ControlServer:
 
     def beat(self) -> None:
         """Sends a heartbeat to every follower, with the longest silence of a follower."""
-        self._send_to_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
+        self._send_to_all(Message(group_age_s=self.group_age_s(), late_s=self._clock.late_s()))
 
     def announce_stop(self) -> None:
         """Reports to every follower that this pod was asked to stop."""
@@ -197,7 +197,7 @@ class ControlServer:
         if time.monotonic() - self._logged_at_s > LOG_INTERVAL_S:
             self._logged_at_s = time.monotonic()
             log.warning(
-                "control port: refused %d connections so far (the last because %s). Check which clients "
+                "control port: refused %d connections so far (the last one: %s). Check which clients "
                 "connect to this port",
                 self._num_refused,
                 str(error) or f"the client did not identify itself within {HELLO_TIMEOUT_S:g} s",
@@ -205,12 +205,12 @@ class ControlServer:
 
     def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:
         """Stores a follower's connection, and sends it the state of the group."""
-        old = self._links.get(hello.pod)
+        old_link = self._links.get(hello.pod)
         self._links[hello.pod], self._instances[hello.pod] = link, hello.instance
         self._disconnected.discard(hello.pod)
-        log.info("pod %d connected%s", hello.pod, "" if old is None else " again")
-        if old is not None:
-            old.close()
+        log.info("pod %d connected%s", hello.pod, "" if old_link is None else " again")
+        if old_link is not None:
+            old_link.close()
         link.send(Message(welcome=True))
         if self._announced_stop:
             link.send(Message(stopping=True))
@@ -255,6 +255,9 @@ class ControlServer:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether the follower did.
 
         If the follower's health port refuses connections, its process has ended, so the wait ends too.
+
+        Args:
+            link: the lost connection. A new connection of the pod replaces it in `_links`.
         """
         refusals, address = 0, self._launch.addresses[pod]
         # Use the address on which the pod listens: its connection to this pod may come from a gateway's
@@ -276,7 +279,8 @@ class ControlServer:
                 refusals = refusals + 1 if refused else 0
                 if refusals == REFUSALS:
                     break
-                # A second refusal ends the wait, so it follows sooner.
+                # After a refusal, the follower has probably ended. A second refusal proves this, so check
+                # sooner.
                 await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
         finally:
             lookup.cancel()

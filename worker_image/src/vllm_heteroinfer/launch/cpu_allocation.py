@@ -1,4 +1,7 @@
-"""Assigns CPUs to the ranks of a machine: whole cores, and one NUMA node for each rank if possible. Pure."""
+"""Assigns CPUs to the ranks of a machine: whole cores, and one NUMA node for each rank if possible. Pure.
+
+In this module, a node is a NUMA node.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +11,8 @@ from itertools import zip_longest
 WORTH_ONE_NODE = 0.75
 """A rank gets CPUs of several nodes if it would keep less than this part of its threads on one NUMA node.
 
-Remote memory is read at about two thirds of the speed of local memory, and only part of the memory is remote.
+Fewer threads would cost more than remote memory, which is read at about two thirds of the speed of local
+memory. Besides, only a part of the rank's memory is remote then.
 """
 
 
@@ -17,7 +21,8 @@ class Cpu:
     """One CPU that this pod may run on.
 
     Attributes:
-        core: its physical core; CPUs of one core are hyper-threads of each other.
+        core: number of the physical core. CPUs of one core are hyper-threads of each other.
+        node: number of the NUMA node.
     """
 
     id: int
@@ -41,12 +46,12 @@ class CpuSet:
 def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet, ...] | None:
     """Assigns the same number of CPUs to each rank, and no CPU twice.
 
-    The hyper-threads of a core share its units, so a rank uses one hyper-thread of each core, and the others
-    only if there are fewer cores than ranks. A rank gets one NUMA node, unless it would lose more than a
-    quarter of its threads; then it gets a share of several nodes.
+    The hyper-threads of a core share its execution units, so a rank uses only one hyper-thread of each core.
+    If there are fewer cores than ranks, each hyper-thread counts as a core. A rank gets CPUs of one NUMA
+    node. If it would lose more than a quarter of its threads, it gets CPUs of several nodes.
 
     Args:
-        reserved: number of CPUs to leave free: the first CPUs of the nodes with the most CPUs.
+        reserved: number of CPUs to leave free. They are the first CPUs of the nodes with the most free CPUs.
 
     Returns:
         None if there are fewer CPUs than ranks and reserved ones.
@@ -54,7 +59,7 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
     whole_cores = _cores(cpus)
     single_cpus = [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]
     for units in (whole_cores, single_cpus):
-        free = _without_reserved(units, reserved)
+        free = _free_cpus_by_node(units, reserved)
         free_units = sum(len(node) for node in free.values())
         if free_units >= ranks:
             return _distribute(free, ranks, free_units // ranks)
@@ -69,11 +74,14 @@ def _cores(cpus: Sequence[Cpu]) -> list[list[Cpu]]:
     return list(cores.values())
 
 
-def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int, list[Cpu]]:
-    """Returns the first CPU of each unit by node, without the units that hold the reserved CPUs.
+def _free_cpus_by_node(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int, list[Cpu]]:
+    """Returns the first CPU of each unit that is not reserved, by node.
+
+    Reserves units of the node with the most units left, so that no node loses many.
 
     Args:
         units: lists of CPUs, each a core with its hyper-threads or a single CPU.
+        reserved: least number of CPUs in the reserved units.
     """
     nodes: dict[int, list[Sequence[Cpu]]] = defaultdict(list)
     for unit in units:
@@ -87,16 +95,15 @@ def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int
 
 
 def _distribute(free_cpus: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
-    """Returns a CPU set for each rank, on one node each if that costs few threads.
+    """Returns a CPU set for each rank. Each set is on one node if this costs few threads (WORTH_ONE_NODE).
 
     Args:
         free_cpus: free CPUs by node.
         threads: threads of each rank if ranks use several nodes.
     """
-    on_one_node = _most_on_one_node([len(cpus) for cpus in free_cpus.values()], ranks)
-    if on_one_node >= WORTH_ONE_NODE * threads:
-        threads = on_one_node
-        taken_cpus = (_take_from_one_node(free_cpus, threads) for _ in range(ranks))
+    threads_on_one_node = _most_threads_on_one_node([len(cpus) for cpus in free_cpus.values()], ranks)
+    if threads_on_one_node >= WORTH_ONE_NODE * threads:
+        taken_cpus = (_take_from_one_node(free_cpus, threads_on_one_node) for _ in range(ranks))
     else:
         taken_cpus = (_take_evenly(free_cpus, threads) for _ in range(ranks))
     return tuple(
@@ -108,10 +115,10 @@ def _distribute(free_cpus: dict[int, list[Cpu]], ranks: int, threads: int) -> tu
     )
 
 
-def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
-    """Returns the most threads per rank with which each rank fits on one node; 0 if impossible."""
-    for threads in range(max(sizes), 0, -1):
-        ranks_that_fit = sum(size // threads for size in sizes)
+def _most_threads_on_one_node(cpus_per_node: Sequence[int], ranks: int) -> int:
+    """Returns the largest number of threads with which each rank fits on one node; 0 if none fits."""
+    for threads in range(max(cpus_per_node), 0, -1):
+        ranks_that_fit = sum(cpus // threads for cpus in cpus_per_node)
         if ranks_that_fit >= ranks:
             return threads
     return 0
@@ -126,8 +133,9 @@ def _take_from_one_node(free_cpus: dict[int, list[Cpu]], threads: int) -> list[C
 
 def _take_evenly(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
     """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at the same time."""
-    turns = [cpu for row in zip_longest(*free_cpus.values()) for cpu in row if cpu is not None]
-    taken = turns[:threads]
+    one_of_each_node = zip_longest(*free_cpus.values())  # None for a node with fewer CPUs
+    in_turn = [cpu for cpus in one_of_each_node for cpu in cpus if cpu is not None]
+    taken = in_turn[:threads]
     for node, cpus in free_cpus.items():
         free_cpus[node] = [cpu for cpu in cpus if cpu not in taken]
     return taken

@@ -1,4 +1,4 @@
-"""Finds the cause of a group's end. Pure.
+"""Decides which failure is the cause of a group's end. Pure.
 
 When a rank dies, its connections close, and its peers raise errors within milliseconds. Those errors are only
 consequences. This module separates consequences from the cause. It uses the marks that pod/lost_peer.py sets
@@ -38,7 +38,8 @@ class Evidence:
 
     Attributes:
         lost: the other process that the culprit lost, if this loss ended the culprit.
-        accused: whether another process named the culprit, instead of the culprit or its supervisor.
+        accused: whether another process reported the failure, instead of the culprit or the culprit's
+            supervisor.
     """
 
     failure: Failure
@@ -60,8 +61,8 @@ _NEVER_A_CONSEQUENCE = frozenset(
 )
 """Signals that only the process itself or an outsider causes.
 
-SIGABRT is not in this set: C++ raises it for an uncaught error, which can be an error of a connection. It
-counts as an error.
+SIGABRT is not in this set: C++ raises SIGABRT for an uncaught error, which can be an error of a connection.
+So SIGABRT counts as an error.
 """
 _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
@@ -74,16 +75,20 @@ def weigh(evidence: Evidence) -> Weight:
 
 
 def _weigh_own_end(failure: Failure) -> Weight:
-    """Classifies a failure that the process itself or its supervisor reported, without a lost peer."""
-    code = 0 if failure.exit_code is None else failure.exit_code
-    killed = -code in _NEVER_A_CONSEQUENCE
+    """Classifies a failure that the process itself or its supervisor reported, without a lost peer.
+
+    The end of a rank counts as its own end, except after SIGABRT (see _NEVER_A_CONSEQUENCE). The end of the
+    API server is usually a consequence of an engine that has lost a rank, except after a signal in that set.
+    """
+    exit_code = failure.exit_code or 0
+    is_never_a_consequence = -exit_code in _NEVER_A_CONSEQUENCE
     match failure.reason:
         case FailureReason.ENGINE_STOPPED:
             return Weight.ENGINE
         case FailureReason.RANK_EXITED:
-            return Weight.OWN_ERROR if -code == Signals.SIGABRT else Weight.OWN_END
+            return Weight.OWN_ERROR if -exit_code == Signals.SIGABRT else Weight.OWN_END
         case FailureReason.API_SERVER_EXITED:
-            return Weight.OWN_END if killed else Weight.ENGINE
+            return Weight.OWN_END if is_never_a_consequence else Weight.ENGINE
         case FailureReason.RANK_STOPPED | FailureReason.POD_LOST | FailureReason.PLAN_MISMATCH:
             return Weight.OWN_END
         case _:
@@ -93,7 +98,7 @@ def _weigh_own_end(failure: Failure) -> Weight:
 def most_likely_cause(evidence: Sequence[Evidence]) -> Failure:
     """Returns the most likely cause; the oldest failure among equals.
 
-    A process's own report has priority over reports by others about it, in any order of arrival.
+    A process's own report has priority over other processes' reports about it, in any order of arrival.
 
     Args:
         evidence: at least one item, with current ages.
@@ -102,7 +107,7 @@ def most_likely_cause(evidence: Sequence[Evidence]) -> Failure:
 
 
 def _sort_key(evidence: Evidence) -> tuple[Weight, float, int, int]:
-    """Sorts by weight, then the oldest failure first, then by pod and rank."""
+    """Returns a sort key: by weight, then the oldest failure first, then by pod and rank."""
     failure = evidence.failure
     pod = -1 if failure.pod is None else failure.pod
     rank = -1 if failure.rank is None else failure.rank
@@ -117,6 +122,6 @@ def exit_code(failure: Failure, own_pod: int) -> int:
         case FailureReason.STARTUP_TIMEOUT:
             return names.EXIT_STARTUP_TIMEOUT
         case FailureReason.BAD_SETTINGS if failure.pod in (None, own_pod) and failure.exit_code is None:
-            return names.EXIT_USAGE  # without an exit code, no rank but the supervisor found the bad settings
+            return names.EXIT_USAGE  # no process has ended, so the supervisor itself found the bad settings
         case _:
             return names.EXIT_RANK_FAILED if failure.pod == own_pod else names.EXIT_PEER_FAILED

@@ -32,6 +32,8 @@ class EngineClock:
     ) -> None:
         """Updates the clocks with the current observations. While a rank is busy, both clocks stay at 0.
 
+        A time of an answer never moves back, so older observations do not replace newer ones.
+
         Args:
             api_answers: whether the API server answered the last health check.
             api_silent_s: seconds since the API server's last message to its supervisor.

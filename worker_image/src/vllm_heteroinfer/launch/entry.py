@@ -1,7 +1,7 @@
 """Entry of `heteroinfer-worker`, which handles SIGTERM before it loads anything else.
 
 PID 1 has no default handler for SIGTERM: the kernel drops a signal that arrives before the process has a
-handler, and the kubelet would wait for the whole grace period. Imports as little as possible, Stdlib only.
+handler, and the kubelet would wait for the whole grace period. Imports as little as possible. Stdlib only.
 """
 
 import os

@@ -34,7 +34,7 @@ requests for two layers, and shorter than a step."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The facts about this pod's machine that its processes' environments depend on.
+    """Facts about this pod's machine, on which the environments of the pod's processes depend.
 
     Attributes:
         cpu_quota: CPU limit of the cgroups, in CPUs; None without a limit.
@@ -86,12 +86,12 @@ def rank_environment(
     env[names.ENV_VISIBLE_GPUS] = names.HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
     if cpu_set is not None and _sets_more_threads(base_env, cpu_set):
-        cpu_set = None  # do not bind the threads
+        cpu_set = None  # bound threads without a CPU of their own would wait for each other
     for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
     env.setdefault(ONEDNN_CACHE, MAX_CACHED_PRIMITIVES)
     env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
-    _add_relay_settings(plan, launch, rank, env, host)
+    _add_relay_settings(plan, launch, rank, env, host)  # needs the number of threads in `env`
     if rank.feed_forward is not None:
         spin = spin_s(plan, launch, env, host)
         env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin))
@@ -128,7 +128,7 @@ def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
     """Builds the environment of the API server and its engine core, which compute nothing.
 
-    They use rank 0's platform: the engine builds its configuration there.
+    They use rank 0's platform, because the engine builds vLLM's configuration for rank 0's device.
 
     Raises:
         ContractError: the number of threads in `base_env` is not valid.
@@ -191,7 +191,7 @@ def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) 
 
 
 def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
-    """Returns the CPUs that CPU ranks leave to the engine, GPU ranks and relays on the same machine."""
+    """Returns the number of CPUs that CPU ranks leave to the engine, GPU ranks and relays on this machine."""
     if host.usable_cpus == 1:
         return 0  # the CPU ranks need the only CPU
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
@@ -201,7 +201,10 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
 
 
 def _device_settings(plan: Plan, device: Device, host: Host) -> dict[str, str]:
-    """Returns the variables that select the platform, the network and the layers of a process."""
+    """Returns the variables that select the platform, the network and the layers of a process.
+
+    Also turns off downloads and vLLM's usage statistics.
+    """
     return {
         names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
         # The model is on disk. vLLM must not download it if the path looks like a repository of a hub.
@@ -230,6 +233,8 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
 def _gpu_of_rank(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     """Returns the GPU of a rank: the entry of CUDA_VISIBLE_DEVICES at its local rank.
 
+    If the variable is not set, the GPU has the number of the local rank.
+
     Raises:
         ContractError: the variable lists too few GPUs.
     """
@@ -246,7 +251,7 @@ def _gpu_of_rank(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
 
 
 def _sets_more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
-    """Returns whether the user set more threads than the rank has CPUs; such threads wait for each other."""
+    """Returns whether the user set more threads than the rank has CPUs."""
     return (omp_thread_count(base_env) or 0) > len(cpu_set.cpus)
 
 

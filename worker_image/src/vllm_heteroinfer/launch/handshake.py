@@ -3,9 +3,9 @@
 Stdlib and the contract only. A code is an HMAC by the epoch's key. The follower sends the first line with its
 code, so a stranger gets no answer:
 
-    follower -> leader   pod, nonce, code of both
-    leader -> follower   nonce, code of all three
-    all later lines      each line with its own code, by a key derived from both nonces
+    follower -> leader   pod, nonce, code of pod and nonce
+    leader -> follower   its own nonce, code of pod and both nonces
+    all later lines      each line with its own code, by a key derived from pod and both nonces
 
 Each direction numbers its lines from 0, so that no line can be omitted, repeated or moved.
 """

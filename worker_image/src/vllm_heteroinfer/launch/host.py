@@ -97,7 +97,7 @@ def interface_of(address: str) -> str:
     """Returns the name of the interface that has `address`.
 
     Raises:
-        ContractError: no interface has it.
+        ContractError: no interface has this address.
     """
     ip = ipaddress.ip_address(address)
     if ip.is_loopback:
@@ -106,8 +106,9 @@ def interface_of(address: str) -> str:
         if ip in _addresses_of(name):
             return name
     raise ContractError(
-        f"no interface of this pod has its address {address} (interfaces: {', '.join(_interface_names())}). "
-        f"Set network.interface ({names.ENV_NETWORK_INTERFACE})"
+        f"no network interface of this pod has the pod's address {address} (interfaces: "
+        f"{', '.join(_interface_names())}). Set network.interface ({names.ENV_NETWORK_INTERFACE}) to one of "
+        "these interfaces"
     )
 
 

@@ -7,7 +7,7 @@ from vllm_heteroinfer.pod.turn_clock import TurnClock
 WINDOW_S = 30.0
 """Time for which a late turn counts, in seconds."""
 NEXT_DELAY = 4.0
-"""A supervisor may next be silent for this many times its largest recent delay."""
+"""The allowed silence of a supervisor grows by this many times its largest recent delay."""
 MAX_PATIENCE_FACTOR = 10.0
 """Largest extension of the heartbeat limit for busy machines, as a multiple of the limit."""
 
@@ -15,12 +15,12 @@ MAX_PATIENCE_FACTOR = 10.0
 class LoopClock(TurnClock):
     """A supervisor's clock, which also records recent scheduling delays.
 
-    The clock leaves out long delays: without CPU, the supervisor cannot know whether a peer is silent. The
-    peer's messages may wait unread in the kernel.
+    The clock leaves out long delays. A supervisor that was not scheduled cannot know whether a peer is
+    silent, because the peer's messages may wait unread in the kernel.
 
-    Delays of up to one interval count as time in which the supervisor ran, because it still reads messages
-    often enough. On a busy node, most turns are a little late. Without these delays, a limit of 5 s took
-    7.5 s (turns 0.15 s late, 2026-11-28).
+    Delays of up to one interval count as time in which the supervisor ran: the supervisor still reads
+    messages often enough. On a busy node, most turns are a little late. When the clock left out these delays
+    too, a limit of 5 s took 7.5 s (turns 0.15 s late, 2026-11-28).
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
@@ -29,7 +29,10 @@ class LoopClock(TurnClock):
         """(time, delay) of late turns, the largest delay first; a larger delay replaces earlier ones."""
 
     def turn(self, now_s: float) -> float:
-        """Records a turn of the event loop. Returns how late the turn is, in seconds."""
+        """Records a turn of the event loop. Returns how late the turn is, in seconds.
+
+        Forgets earlier delays that are not larger than this delay, and delays older than WINDOW_S.
+        """
         late_s = super().turn(now_s)
         while self._late and self._late[-1][1] <= late_s:
             self._late.pop()

@@ -58,7 +58,8 @@ class Commands:
     Attributes:
         api_server: runs in the leader's pod only. If empty, the group has no API server.
         forks: whether the pod's other processes are forked from its first rank, which has already imported
-            their libraries (pod/forking.py). Then each command must be a Python, `-m` and a module.
+            their libraries (pod/forking.py). Then each command must be a Python interpreter, `-m` and a
+            module.
     """
 
     rank: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.rank.entry")
@@ -107,29 +108,21 @@ class PodProcesses:
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod. In the leader's pod, also starts the API server.
 
+        The first rank forks the others if possible, because a fork has torch and vLLM imported already.
+
         Raises:
             ContractError: an environment is invalid. No process was started.
             OSError: a command cannot be started.
         """
-        ranks = self._plan.pods[self._launch.pod_index].ranks
-        environments = [rank_environment(self._plan, self._launch, rank, base_env, host) for rank in ranks]
-        to_start = [
-            _ProcessToStart(label=f"rank {rank.rank}", command=commands.rank, env=env, assignment=rank)
-            for rank, env in zip(ranks, environments, strict=True)
-        ]
-        if self._launch.pod_index == 0 and commands.api_server:
-            env = api_environment(self._plan, base_env, host)
-            to_start.append(
-                _ProcessToStart(label="api", command=commands.api_server, env=env, assignment=None)
-            )
-        first, *others = to_start
+        first, *others = self._processes_to_start(commands, base_env, host)
+        assert first.assignment is not None
         # CUDA does not work after a fork, and the imports of a CUDA build may initialize CUDA.
-        forks = commands.forks and ranks[0].device is Device.CPU
+        first_can_fork = commands.forks and first.assignment.device is Device.CPU
         # The API server computes nothing. So it can be forked from a rank with other thread settings.
         to_fork = [
             other
             for other in others
-            if forks and (other.assignment is None or can_be_forked(other.env, first.env))
+            if first_can_fork and (other.assignment is None or can_be_forked(other.env, first.env))
         ]
         self._starting = True
         await self._start_first(first, to_fork, sorted(cpu.id for cpu in host.cpus))
@@ -138,10 +131,34 @@ class PodProcesses:
                 await self._start_one(other)
         self._starting = False
 
+    def _processes_to_start(
+        self, commands: Commands, base_env: Mapping[str, str], host: Host
+    ) -> "list[_ProcessToStart]":
+        """Returns the ranks of the pod and, in the leader's pod, the API server."""
+        to_start = [
+            _ProcessToStart(
+                label=f"rank {rank.rank}",
+                command=commands.rank,
+                env=rank_environment(self._plan, self._launch, rank, base_env, host),
+                assignment=rank,
+            )
+            for rank in self._plan.pods[self._launch.pod_index].ranks
+        ]
+        if self._launch.pod_index == 0 and commands.api_server:
+            env = api_environment(self._plan, base_env, host)
+            to_start.append(
+                _ProcessToStart(label="api", command=commands.api_server, env=env, assignment=None)
+            )
+        return to_start
+
     async def _start_first(
         self, first: "_ProcessToStart", to_fork: "Sequence[_ProcessToStart]", cpus: Sequence[int]
     ) -> None:
-        """Starts the pod's first rank, and asks this rank to fork the processes in `to_fork`."""
+        """Starts the pod's first rank, and asks this rank to fork the processes in `to_fork`.
+
+        Args:
+            cpus: numbers of the CPUs for the forked processes.
+        """
         if not to_fork:
             await self._start_one(first)
             return
@@ -150,7 +167,7 @@ class PodProcesses:
         await self._start_one(replace(first, env=env), server_end)
         for each in to_fork:
             await self._request_fork(each, first, cpus)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first rank has ended: watch() reports this
             self._fork_client.end_requests()
         asyncio.get_running_loop().add_reader(
             self._fork_client.fileno(), self._adopt_forks, self._fork_client
@@ -169,7 +186,10 @@ class PodProcesses:
     async def _request_fork(
         self, to_start: "_ProcessToStart", first: "_ProcessToStart", cpus: Sequence[int]
     ) -> None:
-        """Asks the pod's first rank to fork a process. The rank answers after its imports."""
+        """Asks the pod's first rank to fork a process, and watches the channel of this process.
+
+        Does not wait for the fork: the first rank answers only after its imports (see _adopt_forks).
+        """
         fork_client = self._fork_client
         assert fork_client is not None
         self._watch_channel(
@@ -179,7 +199,7 @@ class PodProcesses:
         )
 
     def _keep_process(self, process: SupervisedProcess) -> SupervisedProcess:
-        """Stores a process, on the starting thread, so that kill() finds it even if start() is cancelled."""
+        """Stores a new process, on the thread that starts it. So kill() finds it after a cancelled start."""
         self._processes.append(process)
         return process
 
@@ -196,8 +216,8 @@ class PodProcesses:
                 log.info("started %s as process %d", answer.label, answer.pid)
             elif process.reported is None:
                 message = (
-                    f"its process cannot be forked: {answer.error}. Raise the pod's memory limit or its "
-                    "limit on processes"
+                    f"its process cannot be forked: {answer.error}. Raise the pod's memory limit or the "
+                    "pod's limit on processes"
                 )
                 process.reported = Failure(reason=exit_reason(process), message=message)
         if fork_client.closed:
@@ -210,7 +230,7 @@ class PodProcesses:
         """The API server's process; None in other pods than the leader's."""
         return next((process for process in self._processes if process.assignment is None), None)
 
-    def beats(self) -> tuple[RankBeat, ...]:
+    def rank_beats(self) -> tuple[RankBeat, ...]:
         """Returns the heartbeat entries of this pod's ranks."""
         awake_s = self._awake_s()
         return tuple(
@@ -219,9 +239,12 @@ class PodProcesses:
             if process.assignment is not None
         )
 
-    def send_news_age(self, news_age_s: float) -> None:
-        """Sends every process the age of the last heartbeat from the group, in seconds."""
-        message = SupervisorMessage(group_age_s=news_age_s, drain=self._draining)
+    def send_group_age(self, group_age_s: float) -> None:
+        """Sends every process the group age: seconds since all supervisors of the group were last heard.
+
+        The same message starts a drain in the API server.
+        """
+        message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
         for process in self._processes:
             process.channel.send(message)
 
@@ -250,8 +273,8 @@ class PodProcesses:
         api = self._api
         if api is None or api.last_message_awake_s is None:
             return 0.0
-        # Counts until the API server's last message, not until now. After that message the engine may have
-        # answered, but a silent API server does not report the answer.
+        # Counts until the API server's last message, not until now: after this message, the engine may have
+        # given an answer that the API server has not reported.
         return api.busy_s(api.last_message_awake_s)
 
     def api_silent_s(self) -> float:
@@ -259,13 +282,13 @@ class PodProcesses:
         return 0.0 if self._api is None else self._api.silent_s(self._awake_s())
 
     def watch_engine(self, *, started: bool) -> None:
-        """Reports an engine that is stopped (by SIGSTOP or a debugger).
+        """Reports an engine process that has been stopped for STOPPED_LIMIT_S (by SIGSTOP or a debugger).
 
-        The engine is a child of the API server.
+        All children of the API server count as the engine.
 
         Args:
-            started: whether the API server is up. Then it starts no more processes, so the next list of its
-                children is the last.
+            started: whether the API server is up. Then it starts no more processes, so its children are
+                listed only once more.
         """
         server = self._api
         if server is None or not server.child.started or server.failure_sent or self._draining:
@@ -279,20 +302,30 @@ class PodProcesses:
             self._engine_listed_at_s = math.inf if started else now_s
         clocks = {pid: self._engine_stop_clocks.get(pid, StopClock()) for pid in self._engine_pids}
         self._engine_stop_clocks = clocks
-        stops = {pid: clock.stopped_for_s(pid, now_s) for pid, clock in clocks.items()}
-        stopped = next((pid for pid, stopped_s in stops.items() if stopped_s > STOPPED_LIMIT_S), None)
-        if stopped is not None:
-            server.failure_sent = True
-            pod = self._launch.pod_index
-            message = f"vLLM's engine (pod {pod}, process {stopped}) {STOPPED}"
-            failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
-            self._on_evidence(Evidence(failure=failure, age_s=stops[stopped]))
+        stopped_s_by_pid = {pid: clock.stopped_for_s(pid, now_s) for pid, clock in clocks.items()}
+        for pid, stopped_s in stopped_s_by_pid.items():
+            if stopped_s > STOPPED_LIMIT_S:
+                server.failure_sent = True
+                self._report_stopped_engine(pid, stopped_s)
+                return
+
+    def _report_stopped_engine(self, pid: int, stopped_s: float) -> None:
+        """Passes on a stopped process of the engine as evidence."""
+        pod = self._launch.pod_index
+        message = f"vLLM's engine (pod {pod}, process {pid}) {STOPPED}"
+        failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
+        self._on_evidence(Evidence(failure=failure, age_s=stopped_s))
 
     def watch(self) -> None:
-        """Checks every process, and reports each failure once."""
+        """Checks every process, reports each failure once, and reaps orphans.
+
+        During a drain, the end of the API server is expected. Orphans are reaped only after the start,
+        because an orphan may be a fork whose process id is not known yet.
+        """
         now_s = self._awake_s()
         for process in self._processes:
-            if not process.failure_sent and not (self._draining and process.assignment is None):
+            is_expected_to_end = self._draining and process.assignment is None
+            if not process.failure_sent and not is_expected_to_end:
                 self._watch_one(process, now_s)
         if self._fork_client is None and not self._starting:
             reap_orphans([process.child for process in self._processes])
@@ -301,11 +334,11 @@ class PodProcesses:
         """Whether a process has failed, even if its failure is not reported yet."""
         return any(process.failure_sent or process.failing_since_s is not None for process in self._processes)
 
-    async def stop(self, hurry: asyncio.Event) -> bool:
+    async def stop(self, stop_at_once: asyncio.Event) -> bool:
         """Asks the API server to end, waits for this end, then kills all processes.
 
         Args:
-            hurry: stops the wait if set.
+            stop_at_once: stops the wait if set.
 
         Returns:
             Whether all processes are gone.
@@ -313,12 +346,16 @@ class PodProcesses:
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
         if self._api is not None and not self._api.child.is_reaped():
             self._api.child.terminate()
-            while not self._api.child.is_reaped() and not hurry.is_set() and time.monotonic() <= deadline_s:
+            while (
+                not self._api.child.is_reaped()
+                and not stop_at_once.is_set()
+                and time.monotonic() <= deadline_s
+            ):
                 await asyncio.sleep(STOP_INTERVAL_S)
         return await self.kill()
 
     async def kill(self) -> bool:
-        """Kills every process of the pod. Returns whether all are gone."""
+        """Kills every process of the pod, and waits for the last output. Returns whether all are gone."""
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.channel.fileno())
@@ -328,14 +365,15 @@ class PodProcesses:
         deadline_s = time.monotonic() + REAP_TIMEOUT_S
         while not await self._starts.end(STOP_INTERVAL_S) and time.monotonic() < deadline_s:
             await self._kill_all()  # also ends the process of a start that is still running
-        gone = await self._kill_all()
+        all_ended = await self._kill_all()
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
-        outputs = [process.child.output for process in self._processes]  # may still have unread lines
+        outputs = [process.child.output for process in self._processes]
+        # The pipes may still have lines that were not copied to the log.
         while not all(output.ended for output in outputs) and time.monotonic() < deadline_s:
             await asyncio.sleep(STOP_INTERVAL_S)
         for process in self._processes:
             process.channel.close()
-        return gone
+        return all_ended
 
     async def _kill_all(self) -> bool:
         """Kills every process that is known now. Returns whether all are gone."""
@@ -357,18 +395,19 @@ class PodProcesses:
         After the process ended or reported a failure, waits up to EXIT_CODE_WAIT_S for its exit code and its
         last output.
         """
-        seen = process.child.observe()
-        if seen.state is ProcessState.ENDED:
+        observation = process.child.observe()
+        has_ended = observation.state is ProcessState.ENDED
+        if has_ended:
             self._read_channel(process)  # the socket may hold the process's last messages
-        stopped = seen.state is ProcessState.STOPPED
-        if stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
-            self._report_failure(process, seen, now_s)
-        elif seen.state is ProcessState.ENDED or process.reported is not None:
+        is_stopped = observation.state is ProcessState.STOPPED
+        if is_stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
+            self._report_failure(process, observation, now_s)
+        elif has_ended or process.reported is not None:
             if process.failing_since_s is None:
                 process.failing_since_s = now_s
-            all_known = seen.exit_code is not None and not process.child.output.has_unread_output()
+            all_known = observation.exit_code is not None and not process.child.output.has_unread_output()
             if all_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
-                self._report_failure(process, seen, now_s)
+                self._report_failure(process, observation, now_s)
 
     def _report_failure(
         self, process: SupervisedProcess, observation: ProcessObservation, now_s: float
@@ -383,7 +422,7 @@ class PodProcesses:
 
 
 def _start(to_start: _ProcessToStart, child_sockets: Sequence[socket.socket]) -> SupervisedProcess:
-    """Starts a process that inherits `child_sockets`. Closes the supervisor's copies of them."""
+    """Starts a process that inherits `child_sockets`. Closes the supervisor's copies of these sockets."""
     channel, child_end = RankChannel.open_pair()
     with contextlib.ExitStack() as inherited:
         descriptors = [inherited.enter_context(each).fileno() for each in (child_end, *child_sockets)]
@@ -402,7 +441,8 @@ def _request_process(
     """Asks the pod's first rank to fork a process. The result has no process id yet.
 
     Args:
-        first: the first rank; only variables that differ from its environment are sent.
+        first: the first rank. The request contains only the variables that differ from its environment.
+        cpus: numbers of the CPUs for the new process.
     """
     channel, child_end = RankChannel.open_pair()
     read_fd, write_fd = os.pipe()

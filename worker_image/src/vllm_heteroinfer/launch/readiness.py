@@ -56,7 +56,9 @@ class GroupView:
     def message(self) -> str:
         """Text that names each part for which the group waits; "" if the group is ready.
 
-        Programs use the phases of the ranks, not this text.
+        If ranks sleep and all pods are connected, the text names only the sleeping ranks. The API server
+        counts only when all ranks are ready, and the engine only when the API server answers. Programs use
+        the phases of the ranks, not this text.
         """
         asleep = [str(status.rank) for status in self.statuses() if status.phase is RankPhase.SLEEPING]
         if asleep and not self.missing_pods:
@@ -81,9 +83,9 @@ class GroupView:
         """
         if self.missing_pods:
             return self.missing_pods[0]
-        first = next(iter(self._most_suspicious_first()), None)
-        if first is not None:
-            return 0 if self._waits_for_engine(first.rank) else first.pod
+        suspect = next(iter(self._most_suspicious_first()), None)
+        if suspect is not None:
+            return 0 if self._waits_for_engine(suspect.rank) else suspect.pod
         if self.api_healthy:
             return None if self.engine_answers else 0
         busy = self._busy_rank_to_blame()
@@ -94,9 +96,9 @@ class GroupView:
         """The rank that the others wait for; None if they wait for a whole pod or the engine."""
         if self.missing_pods:
             return None
-        first = next(iter(self._most_suspicious_first()), None)
-        if first is not None:
-            return None if self._waits_for_engine(first.rank) else first.rank
+        suspect = next(iter(self._most_suspicious_first()), None)
+        if suspect is not None:
+            return None if self._waits_for_engine(suspect.rank) else suspect.rank
         busy = None if self.api_healthy else self._busy_rank_to_blame()
         return busy.rank if busy else None
 
@@ -110,8 +112,8 @@ class GroupView:
         Prefers a rank that does not wait for another rank. Returns None if no rank is busy.
         """
         busy = [beat for beat in self.beats if beat.busy is not None]
-        first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
-        return None if first is None else first.status
+        to_blame = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
+        return None if to_blame is None else to_blame.status
 
     def build_report(self, launch: PodLaunch, message: str) -> GroupReport:
         """Builds the report for /group; `message` is "" if the group is ready."""
@@ -145,7 +147,7 @@ class GroupView:
         phases = list(RankPhase)
 
         def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
-            """Returns the sort key: the rank that delays the others comes first."""
+            """Returns the sort key of a rank. False sorts before True."""
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
             return (
                 self._last_beat(status.rank).silent_s <= SILENT_S,
@@ -205,9 +207,9 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
     If a late rank waits for another rank that has been busy for more than half of the deadline, the other
-    rank is the culprit (it may have become busy later). If the other rank is not busy, or has been busy only
-    for a short time, the late rank is the culprit, because its message was lost. For a silent rank, the wait
-    in its last report is ignored as outdated.
+    rank is the culprit. (The other rank may have become busy after the late rank, so half is enough.) If the
+    other rank is not busy, or has been busy only for a short time, the late rank is the culprit: it waits for
+    a message that was lost. For a silent rank, the wait in its last report is ignored as outdated.
 
     Args:
         beats: last beats of all ranks that are busy or silent, for any time.
@@ -219,13 +221,13 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
     slow = {beat.status.rank: beat for beat in believed_beats if beat.late_s > step_timeout_s / 2}
     if not late:
         return None
-    culprit = _follow_waits(
-        min(
-            late.values(),
-            key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
-        ),
-        slow,
+    # Suspects first a late rank that waits for no other rank, then the rank that is late for the longest
+    # time.
+    suspect = min(
+        late.values(),
+        key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
     )
+    culprit = _follow_waits(suspect, slow)
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
     others = sorted(set(late) - {rank})
     if is_silent:

@@ -13,7 +13,7 @@ from vllm_heteroinfer.pod.channel import EngineEnd, RankChannel, RankReport
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 STOPPED_LIMIT_S = 1.0
-"""Debuggers and profilers stop a process for a shorter time."""
+"""Longest stop of a process that does not end the group. Profilers stop a process for a shorter time."""
 STOPPED = (
     f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (by SIGSTOP or a debugger). Do not stop "
     "processes of a running group"
@@ -59,7 +59,7 @@ class SupervisedProcess:
         return None if self.assignment is None else self.assignment.rank
 
     def read_channel(self, awake_s: float) -> None:
-        """Reads the process's new messages.
+        """Reads the process's new messages. Keeps the last report, and the first failure.
 
         Args:
             awake_s: current time of PodProcesses' clock.
@@ -109,15 +109,25 @@ def build_beat(process: SupervisedProcess, assignment: RankAssignment, awake_s: 
     )
 
 
-def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Returns the failure of this process: of its engine, from its own report, or from its exit status."""
+def build_failure(
+    process: SupervisedProcess, plan: Plan, pod: int, observation: ProcessObservation
+) -> Failure:
+    """Returns the failure of a process that failed, ended or was stopped.
+
+    The end of the engine has priority, because the API server's own end is only a consequence. Then follow
+    the process's own report, and the supervisor's observation.
+
+    Args:
+        pod: index of this pod.
+        observation: the process's state in the kernel.
+    """
     rank = process.rank
     observed = Failure(
         reason=exit_reason(process),
         message="",
         pod=pod,
         rank=rank,
-        exit_code=seen.exit_code,
+        exit_code=observation.exit_code,
         last_log=process.child.output.last_line(),
         time=time.time(),
     )
@@ -129,10 +139,10 @@ def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: Proces
         return replace(observed, exit_code=exit_code, message=message)
     if process.reported is not None:
         return _complete_report(process.reported, observed, plan, process_name)
-    if seen.state is ProcessState.STOPPED:
+    if observation.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
         return replace(observed, reason=reason, message=f"{process_name} {STOPPED}")
-    return replace(observed, message=f"{process_name} {describe_exit(seen.exit_code, phase)}")
+    return replace(observed, message=f"{process_name} {describe_exit(observation.exit_code, phase)}")
 
 
 def exit_reason(process: SupervisedProcess) -> FailureReason:
@@ -146,6 +156,7 @@ def _complete_report(reported: Failure, observed: Failure, plan: Plan, process_n
     A rank may name another rank as the culprit, for example if their settings differ. Then the failure
     must not have the exit code and log of the reporting rank.
     """
+    # The process reports its own failure, or names a rank that the plan does not have.
     if reported.rank in (None, observed.rank) or not 0 <= reported.rank < plan.world_size:
         return replace(observed, reason=reported.reason, message=f"{process_name} failed: {reported.message}")
     accused = plan.ranks[reported.rank]
@@ -180,8 +191,8 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     hint = (
-        ". If nobody killed it, the pod or the node had no memory left. Raise the pod's memory limit if "
-        "kubectl describe pod shows OOMKilled; otherwise free memory of the node"
+        ". If no user killed the process, the pod or the node had no memory left. Raise the pod's memory "
+        "limit if kubectl describe pod shows OOMKilled; otherwise free memory of the node"
         if -exit_code == signal.SIGKILL
         else ""
     )

@@ -45,13 +45,13 @@ WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
 """Time from the first evidence to the leader's verdict.
 
-It covers two watch intervals, a network delay of one heartbeat, and the time until the consequences of a
-failure appear.
+In this time, the evidence of all pods must arrive. So the time covers two watch intervals, a network delay of
+one heartbeat interval, and the time until the consequences of a failure appear.
 """
 STOP_GATHER_S = 0.7
-"""Wait after a peer was asked to stop. If the whole group is being deleted, this pod is asked too."""
+"""Wait for this pod's own SIGTERM after another pod received one (a deleted group stops all its pods)."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
-"""Extra time of followers: the leader may receive its signal later, and then ends its API server in order."""
+"""Extra drain time of a follower. The leader may receive SIGTERM later, and must end its API server."""
 VERDICT_TIMEOUT_S = 1.5
 """Longest wait of a follower for the leader's verdict; then the follower decides alone."""
 TURNS_TO_READ = 3
@@ -109,7 +109,8 @@ class Supervisor:
         self._processes = PodProcesses(plan, launch, self._on_evidence, self._awake_s)
         self._health = HealthServer(self._answer_request)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
-        self._api_healthy = not (leads and settings.commands.api_server)
+        has_api_server = leads and bool(settings.commands.api_server)
+        self._api_healthy = not has_api_server  # a pod without an API server does not wait for it
         self._was_ready = False
         self._start_clock = StartClock(launch.startup_timeout_s)
         self._engine_clock = EngineClock(settings.step_timeout_s, self._awake_s())
@@ -117,6 +118,7 @@ class Supervisor:
         self._draining = False
         self._drained = False
         self._evidence: list[tuple[float, Evidence]] = []
+        """(time of the failure, evidence) of all failures so far."""
         self._stopping_pods: set[int] = set()
         self._stop_at_once = asyncio.Event()
         self._own_address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -178,7 +180,10 @@ class Supervisor:
             self._outcome.set_exception(error)
 
     async def _start_pod(self) -> None:
-        """Joins the group, starts the ranks, and handles the leader's messages."""
+        """Joins the group, starts the ranks, and handles the leader's messages.
+
+        If the leader has no address or refuses this pod, ends the supervisor with that failure.
+        """
         try:
             address = await self._join()
         except TimeoutError:
@@ -226,6 +231,7 @@ class Supervisor:
                 async with asyncio.timeout(end_s - self._awake_s()):
                     return await wait_for_leader_address(self._launch)
             except TimeoutError:
+                # asyncio also counts time in which this process did not run, so time may be left.
                 if self._awake_s() >= end_s:
                     raise
 
@@ -258,32 +264,23 @@ class Supervisor:
     def _send_heartbeats(self) -> None:
         """Sends a heartbeat to the other supervisors, and checks all limits.
 
-        Also sends this pod's ranks the age of the last heartbeat from the group. A follower has a client, the
-        leader has a server.
+        A follower has a client, and the leader has a server. The pod's ranks get the group age, that is, the
+        time since all supervisors were last heard. The ranks serve this time as a metric, and their /healthz
+        fails if it is too long.
         """
         if self._client is not None:
-            self._client.send(Message(ranks=self._processes.beats(), late_s=self._clock.late_s()))
+            self._client.send(Message(ranks=self._processes.rank_beats(), late_s=self._clock.late_s()))
             self._client.check_silence()
-            self._processes.send_news_age(self._client.news_age_s())
+            self._processes.send_group_age(self._client.group_age_s())
         if self._server is not None:
             self._server.beat()
             self._server.check_silence()
-            self._processes.send_news_age(self._server.news_age_s())
+            self._processes.send_group_age(self._server.group_age_s())
             self._check_deadlines(self._server)
 
     def _check_deadlines(self, server: ControlServer) -> None:
         """Ends a start without progress, and reports a rank, API server or engine that is stuck."""
-        ranks_busy = any(beat.busy is not None for beat in (*self._processes.beats(), *server.ranks()))
-        # Before the group is ready, the API server does not listen yet, but already sends calls to its
-        # engine. So once all ranks are ready, only the engine's answers count until then.
-        computes = self._was_ready or self._group_view().computes
-        self._engine_clock.update(
-            ranks_busy=ranks_busy or self._draining or not computes,
-            api_answers=self._api_healthy or not self._was_ready,
-            api_silent_s=self._processes.api_silent_s(),
-            engine_unanswered_s=self._processes.engine_unanswered_s(),
-            now_s=self._awake_s(),
-        )
+        self._update_engine_clock(server)
         view = self._group_view()
         self._was_ready = self._was_ready or view.ready
         self._processes.watch_engine(started=self._was_ready)
@@ -294,13 +291,32 @@ class Supervisor:
                 self._conclude(
                     self._startup_timeout_failure(view.message, pod=view.awaited_pod, rank=view.awaited_rank)
                 )
-            # After the warm-up, which may be long, a rank may be stuck in the group's own first request.
+            # The warm-up may take longer than a step. After it, all ranks are ready and the API server sends
+            # a first request of its own, in which a rank may be stuck. Only then does the limit of a step
+            # apply.
             if not view.computes or self._start_clock.no_progress_s(now_s) <= limit_s:
                 return
         failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
         if failure is not None:
             accused = failure.reason is FailureReason.STEP_TIMEOUT
             self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
+
+    def _update_engine_clock(self, server: ControlServer) -> None:
+        """Passes the current state of ranks, API server and engine to the clock of missing answers.
+
+        The clock stops during a drain, and until all ranks are ready. While all ranks are ready but the group
+        is not, only the engine must answer: the API server does not listen yet, but already sends calls to
+        the engine.
+        """
+        ranks_busy = any(beat.busy is not None for beat in (*self._processes.rank_beats(), *server.ranks()))
+        all_ranks_were_ready = self._was_ready or self._group_view().computes
+        self._engine_clock.update(
+            ranks_busy=ranks_busy or self._draining or not all_ranks_were_ready,
+            api_answers=self._api_healthy or not self._was_ready,
+            api_silent_s=self._processes.api_silent_s(),
+            engine_unanswered_s=self._processes.engine_unanswered_s(),
+            now_s=self._awake_s(),
+        )
 
     def _failure_of_this_pod(self, reason: FailureReason, message: str) -> Failure:
         """Returns a failure of this pod itself."""
@@ -328,9 +344,10 @@ class Supervisor:
     # Decisions
 
     def _on_evidence(self, evidence: Evidence) -> None:
-        """Stores new evidence of a failure and sends it to the leader. Decides alone without a verdict.
+        """Stores new evidence of a failure, sends it to the leader, and schedules this pod's own decision.
 
-        The leader, and a follower that has lost the leader, wait only for further evidence (GATHER_S).
+        The leader, and a follower that has lost the leader, decide after GATHER_S, in which further evidence
+        may arrive. Any other follower decides only if the leader sends no verdict within VERDICT_TIMEOUT_S.
         """
         failure = evidence.failure
         known_keys = {_duplicate_key(known) for _, known in self._evidence}
@@ -340,7 +357,7 @@ class Supervisor:
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
         leader_lost = failure.reason is FailureReason.POD_LOST and failure.pod == 0
         if self._client is not None:
-            # Send this also if the leader seems lost: if it still runs, it learns why this pod leaves.
+            # Also send evidence that the leader is lost: a leader that still runs learns why this pod leaves.
             self._client.send(Message(evidence=evidence))
         decides_alone = self._server is not None or leader_lost
         wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
@@ -367,8 +384,9 @@ class Supervisor:
         # After a drain, processes end because the group was asked to stop, so their ends are not failures.
         if self._outcome.done() or self._drained:
             return
-        # A stopping pod that has left makes ranks of other pods fail. So wait until it is back or lost.
-        if self._lost_a_stopping_pod():
+        # Ranks of other pods fail when a stopping pod leaves, and these failures are only consequences. So
+        # wait until the stopping pod has reconnected or is reported as gone.
+        if self._is_stopping_pod_disconnected():
             self._call_later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
@@ -378,9 +396,9 @@ class Supervisor:
             )
         )
 
-    def _lost_a_stopping_pod(self) -> bool:
-        """Returns whether a stopping peer has lost its connection."""
-        return (self._server is not None and self._server.lost_a_stopping_pod()) or (
+    def _is_stopping_pod_disconnected(self) -> bool:
+        """Returns whether the connection to a stopping pod is lost."""
+        return (self._server is not None and self._server.is_stopping_pod_disconnected()) or (
             self._client is not None and self._client.is_reconnecting_to_stopping_leader()
         )
 
@@ -412,7 +430,8 @@ class Supervisor:
         """Makes the group unready; its ranks continue until the leader's requests have ended.
 
         Ends the drain at once if no request can run: on a leader whose group is not ready or has no time to
-        drain, and on a follower that the leader has not accepted.
+        drain, and on a follower that the leader has not accepted. The limits of a drain also count time in
+        which this process is paused, like the kubelet's grace period.
         """
         if self._draining or self._outcome.done():
             return
@@ -464,7 +483,8 @@ class Supervisor:
         """Ends the group with the leader's verdict."""
         if self._asked_to_stop and failure.reason is FailureReason.POD_LOST:
             self._stop()  # this pod was asked to stop, too, so the lost pod is no failure
-        self._conclude(failure)
+        else:
+            self._conclude(failure)
 
     def _awake_s(self) -> float:
         """Returns the time of a clock that pauses while this process is not scheduled, in seconds."""
@@ -492,12 +512,12 @@ class Supervisor:
             ),
         )
         if verdict is None:
-            gone = await self._processes.stop(self._stop_at_once)
+            all_ended = await self._processes.stop(self._stop_at_once)
         else:
             await self._write_termination_message(verdict)
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
-            gone = await self._processes.kill()
-        if not gone:
+            all_ended = await self._processes.kill()
+        if not all_ended:
             log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
         await asyncio.wait((announcement,))
         self._health.close()
@@ -515,7 +535,7 @@ class Supervisor:
             )
 
     async def _announce(self, verdict: Failure | None) -> None:
-        """Sends the verdict, or that this pod stops, to the other supervisors."""
+        """Sends the verdict to the other supervisors, or announces to them that this pod stops."""
         if self._server is not None:
             if verdict is None:
                 self._server.announce_stop()
@@ -528,11 +548,11 @@ class Supervisor:
     # Answers
 
     def _group_view(self) -> GroupView:
-        """Returns the leader's current knowledge of all ranks."""
+        """Returns the current knowledge of all ranks. Only the leader has it."""
         assert self._server is not None
         return GroupView(
             plan=self._plan,
-            beats=(*self._processes.beats(), *self._server.ranks()),
+            beats=(*self._processes.rank_beats(), *self._server.ranks()),
             missing_pods=tuple(self._server.missing_pods()),
             api_healthy=self._api_healthy,
             engine_answers=self._engine_clock.engine_answers,
@@ -540,10 +560,11 @@ class Supervisor:
 
     def _not_ready_reason(self) -> str:
         """Returns the reason why this pod is not ready; "" if it is ready."""
-        verdict = self._outcome.result() if self._outcome.done() else None
+        has_outcome = self._outcome.done()
+        verdict = self._outcome.result() if has_outcome else None
         if verdict is not None:
             return f"{_ENDING}: {verdict.message}"
-        if self._outcome.done() or self._processes.has_failing_process() or self._evidence or self._draining:
+        if has_outcome or self._draining or self._evidence or self._processes.has_failing_process():
             causes = ", ".join(evidence.failure.message for _, evidence in self._evidence)
             return f"{_ENDING}: {causes or 'asked to stop'}"
         if self._server is not None:
@@ -552,7 +573,7 @@ class Supervisor:
         if not self._client.connected():
             return "waiting for the leader"
         this_pod = self._plan.pods[self._launch.pod_index]
-        view = GroupView(plan=self._plan, beats=self._processes.beats(), only_pod=this_pod.index)
+        view = GroupView(plan=self._plan, beats=self._processes.rank_beats(), only_pod=this_pod.index)
         return view.message
 
     def _answer_request(self, request: HealthRequest) -> HealthAnswer:
@@ -563,7 +584,7 @@ class Supervisor:
         if path == names.PATH_READYZ:
             reason = self._not_ready_reason()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
-            if self._guard is not None:
+            if self._guard is not None:  # clients of this path do not prove that they have the group's key
                 reason = _without_failure(reason)
             return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:
@@ -575,7 +596,12 @@ class Supervisor:
         )
 
     def _answer_group(self, credentials: str) -> HealthAnswer:
-        """Answers with the group's report; without the group's key, the report does not name the group."""
+        """Answers with the group's report; a client without the key gets a report without the group's name.
+
+        Each answer contains a new challenge. A client with the key sends the code of this challenge in its
+        next request, as its credentials. The answer to such a request has a code, too, so the client can
+        verify it.
+        """
         report = self._group_view().build_report(self._launch, self._not_ready_reason())
         kind = "application/json"
         if self._guard is None:
@@ -592,10 +618,13 @@ class Supervisor:
 
 
 def _duplicate_key(evidence: Evidence) -> tuple[object, ...]:
-    """Returns a key that is equal for duplicates. An accusation never duplicates a process's own report."""
+    """Returns a key that is equal for duplicates of evidence.
+
+    An accusation by another process never duplicates a process's own report, which proves more.
+    """
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 
 def _without_failure(reason: str) -> str:
-    """Removes the cause of the group's end, which clients without the key must not see."""
+    """Removes the cause of the group's end from a reason, because clients without the key must not see it."""
     return _ENDING if reason.startswith(_ENDING) else reason

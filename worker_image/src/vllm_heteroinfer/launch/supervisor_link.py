@@ -57,7 +57,8 @@ class SupervisorLink:
         Raises:
             ContractError: the other end does not have the key. The leader then sends nothing.
         """
-        reply, seal = reply_to(key, await self._receive_line() or "")
+        opening = await self._receive_line() or ""  # a closed connection counts as an invalid line
+        reply, seal = reply_to(key, opening)
         self._send_line(codec.to_json(reply))
         self._seal = seal
 
@@ -194,7 +195,7 @@ class SupervisorLink:
 
 
 def _set_options(writer: asyncio.StreamWriter, timeout_s: float) -> None:
-    """Makes the kernel send messages immediately, and end a connection whose data nobody acknowledges."""
+    """Makes the kernel send messages immediately, and end a connection without acknowledgements."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))

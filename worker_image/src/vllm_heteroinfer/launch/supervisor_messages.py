@@ -53,7 +53,7 @@ class RankBeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One line between supervisors. A field with None or False has no meaning.
+    """One line between supervisors. A field with None or False is not set.
 
     Attributes:
         ranks: in each heartbeat of a follower: the state of its ranks.
@@ -81,7 +81,8 @@ def check_hello(
     """Returns how a follower differs from the leader, and whether the difference ends the leader's group.
 
     The first value is "" if the follower does not differ. A pod of a different group or of an earlier epoch
-    is only refused. A process that is connected may connect again.
+    is only refused. A pod of a later epoch ends this group, because a later epoch starts only after this one.
+    A follower may connect again, but another process with the same pod index is only refused.
     """
     if hello.group_uid != launch.group_uid:
         return f"group uid must be {launch.group_uid} (got {hello.group_uid})", False

@@ -65,7 +65,10 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
         output_shape: torch.Size | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values into the cache and computes attention, by one operation each."""
+        """Writes keys and values into the cache, then computes attention, by one operation each.
+
+        Calls `original` for everything except the usual case of a decoder with a KV cache of its own.
+        """
         has_usual_arguments = (
             output_shape is None and output_dtype is None and key is not None and value is not None
         )

@@ -39,11 +39,14 @@ from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
 _GROUP = 128
-"""A block of FP8 weights with one scale has so many inputs, and a multiple of SHARED_COLUMNS columns."""
+"""Inputs of a block of FP8 weights with one scale. A block has a multiple of SHARED_COLUMNS columns."""
 
 
 def install() -> None:
-    """Puts our kernels first in vLLM's lists for CPUs, unless the user chose vLLM's kernels."""
+    """Puts our kernels first in vLLM's lists for CPUs, and keeps the FP8 scales of joined layers.
+
+    Does nothing if the user chose vLLM's kernels, or if this CPU has no kernels.
+    """
     if not is_wanted(os.environ):
         return
     try:
@@ -81,10 +84,9 @@ def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
         If the checkpoint stores the joined layers as one tensor (such as qkv_proj), the tensor has one scale.
         vLLM then fills the other scales with the smallest number.
         """
-        joined_on_disk = weight_scale.ndim == 0 or bool(
-            weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min
-        )
-        if joined_on_disk or weight_scale.numel() != len(logical_widths):
+        is_filled = weight_scale.ndim > 0 and bool(weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min)
+        has_one_scale = weight_scale.ndim == 0 or is_filled
+        if has_one_scale or weight_scale.numel() != len(logical_widths):
             return weight_scale.max(), weight
         widths = torch.tensor(logical_widths)
         return weight_scale.repeat_interleave(widths).view(-1, 1), weight

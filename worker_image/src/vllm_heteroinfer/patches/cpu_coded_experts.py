@@ -1,9 +1,9 @@
 """The patch `cpu_coded_experts`: CPU stages compute quantized experts by our kernels for coded weights.
 
-vLLM's methods create and load the parameters of every format, but find no kernel for most of them on CPUs.
-The patch offers them one, and packs and computes the experts by our kernels. The patch `cpu_experts` still
-computes FP8 in blocks on CPUs with AVX-512. Imports vLLM.
-Source: vllm/model_executor/layers/fused_moe/modular_kernel.py::FusedMoEExperts.is_supported_config@v0.32.0,
+vLLM's methods create and load the parameters of every format, but find no kernel for most formats on CPUs.
+With this patch, the methods find a kernel for each format, and our kernels pack and compute the experts. The
+patch `cpu_experts` still computes FP8 in blocks on CPUs with AVX-512. Imports vLLM. Source:
+vllm/model_executor/layers/fused_moe/modular_kernel.py::FusedMoEExperts.is_supported_config@v0.32.0,
 .../routed_experts.py::RoutedExperts._get_quant_method.
 """
 
@@ -35,7 +35,8 @@ _CLASSES_OF_OUR_FORMATS: Final = frozenset(
         "Nvfp4QuantizationEmulationTritonExperts",
     }
 )
-"""vLLM's classes for CPU kernels; for formats without one, classes that keep the file's parameters."""
+"""Names of vLLM's classes of experts in our formats. They are vLLM's classes for CPUs or, for formats without
+such a class, the classes that keep the parameters as in the file."""
 
 
 class PackedStageExperts(Protocol):

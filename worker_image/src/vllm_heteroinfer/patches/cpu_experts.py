@@ -125,7 +125,7 @@ def _with_our_fp8_packing(
 
 
 def _pack(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
-    """Packs a weight, and marks it as packed for the library."""
+    """Packs a weight, and records on it the library whose kernels can read it (`_find_packing_library`)."""
     packed = pack_experts(library, weight.data, gates=gates)
     setattr(packed, _LIBRARY, library)
     return packed
@@ -173,7 +173,7 @@ def _router_weights(
 
 
 def _find_kernels(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
-    """Returns our kernels if they can compute these experts; otherwise None."""
+    """Returns our kernels if they can compute these bf16 experts; otherwise None."""
     weight, config = layer.w13_weight, vllm_experts.moe_config
     if (
         weight.dtype != torch.bfloat16

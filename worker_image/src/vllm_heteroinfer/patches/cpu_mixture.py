@@ -95,11 +95,11 @@ def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[...,
         if kept_choice is None or not kept_choice.is_valid():
             kept_choice = self.__dict__[_CHOICE] = _choose_kernels(self)
         mixture, router = kept_choice.mixture, self.router
+        records_choices = router.capture_fn is not None or router._routing_replay_out is not None
         if (
             mixture is None
             or shared_experts_input is not None
-            or router.capture_fn is not None
-            or router._routing_replay_out is not None
+            or records_choices  # our kernels do not return the chosen experts
             or not _supports_inputs(kept_choice, hidden_states, router_logits)
         ):
             return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
@@ -109,22 +109,27 @@ def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[...,
 
 
 def _supports_inputs(kept_choice: _KernelChoice, x: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Returns whether our kernels support these inputs."""
-    return (
+    """Returns whether our kernels support these inputs.
+
+    The logits count only if the model computes them, not if the runner's gate does.
+    """
+    supports_rows = (
         x.dtype is torch.bfloat16
         and x.ndim == 2
         and x.shape[0] > 0
         and x.shape[1] == kept_choice.hidden
         and x.stride(1) == 1
-        and (
-            not kept_choice.num_logits
-            or (len(logits) == len(x) and supports_logits(logits, kept_choice.num_logits))
-        )
     )
+    if not supports_rows or not kept_choice.num_logits:
+        return supports_rows
+    return len(logits) == len(x) and supports_logits(logits, kept_choice.num_logits)
 
 
 def _choose_kernels(runner: Any) -> _KernelChoice:
-    """Chooses the kernels for a runner, for its current weights."""
+    """Chooses the kernels for a runner, for its current weights.
+
+    Stores the address of each weight, because the kernels read the weights by raw pointers.
+    """
     routed = runner.routed_experts
     # torch keeps an attribute that is a module in `_modules`, and every other attribute in `__dict__`.
     methods = routed._modules if "quant_method" in routed._modules else routed.__dict__

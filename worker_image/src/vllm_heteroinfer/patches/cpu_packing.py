@@ -57,21 +57,25 @@ class _JoinedTensor:
         assert self._whole is not None
         return self._whole
 
-    def copy_in(self, part: torch.Tensor, first: int, end: int) -> None:
-        """Copies parts `first` to `end - 1` into the tensor.
+    def copy_in(self, slice_: torch.Tensor, first: int, end: int) -> None:
+        """Copies a slice, which has the parts `first` to `end - 1`, into the tensor.
 
-        A part can cover several indices of the dimension, or a fraction of an index.
+        A part can cover several indices of the dimension, or a fraction of an index. The first call allocates
+        the tensor, because the size of a part is not known before.
         """
-        size, count = part.shape[self._dim], end - first
+        size, count = slice_.shape[self._dim], end - first
         if self._whole is None:
-            shape = list(part.shape)
+            shape = list(slice_.shape)
             shape[self._dim] = size * self._parts // count
-            self._whole = self._allocate(shape, dtype=part.dtype)
-        self._whole.narrow(self._dim, size * first // count, size).copy_(part)
+            self._whole = self._allocate(shape, dtype=slice_.dtype)
+        self._whole.narrow(self._dim, size * first // count, size).copy_(slice_)
 
 
 def _with_packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a replacement that calls vLLM's `original` for one expert at a time."""
+    """Returns a replacement that calls vLLM's `original` for one expert at a time.
+
+    One call for all experts would unpack all experts at the same time.
+    """
 
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
         """Packs the experts one by one into tensors for all experts."""
@@ -101,7 +105,10 @@ def _select_expert(tensor: torch.Tensor | None, index: int) -> torch.Tensor | No
 
 
 def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
-    """Yields the first output of each slice and the output after its last."""
+    """Yields, for each slice, its first output and the output after its last.
+
+    An unpacked slice has at most _UNPACKED_BYTES, unless its least number of outputs (_OUTPUTS) takes more.
+    """
     width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
     for first in range(0, outputs, width):
         yield first, min(first + width, outputs)
@@ -127,11 +134,13 @@ def _with_conversion_in_slices(original: Callable[..., None]) -> Callable[..., N
         }
         part = SimpleNamespace()
         for first, end in _yield_slices(inputs, words * 32 // size_bits):
-            cut = slice(first * size_bits // 32, end * size_bits // 32)
-            part = SimpleNamespace(**{name: tensor[:, cut] for name, tensor in tensors.items()})
+            first_word, end_word = first * size_bits // 32, end * size_bits // 32
+            part = SimpleNamespace(
+                **{name: tensor[:, first_word:end_word] for name, tensor in tensors.items()}
+            )
             original(part, w_q_name, w_zp_name, size_bits)
             for name, whole in joined_tensors.items():
-                whole.copy_in(getattr(part, name).data, cut.start, cut.stop)
+                whole.copy_in(getattr(part, name).data, first_word, end_word)
         for name, whole in joined_tensors.items():
             parameter = getattr(part, name)  # the last slice's, of the class that vLLM chose
             parameter.data = whole.tensor
@@ -154,15 +163,15 @@ def _with_packing_in_slices(
         names = [name for name in (self.w_q_name, self.w_s_name, self.w_zp_name) if name is not None]
         tensors = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
         words, outputs = tensors[self.w_q_name].shape
-        replaced = names if replaces_scales else [self.w_q_name]
+        packed_names = names if replaces_scales else [self.w_q_name]
         joined_tensors = {
-            name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in replaced
+            name: _JoinedTensor(parts=outputs, dim=0, allocate=weight_memory.empty) for name in packed_names
         }
         for first, end in _yield_slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))
             for name, tensor in tensors.items():
-                width = outputs // tensor.shape[1]  # a word of zero points covers several outputs
-                slice_ = tensor[:, first // width : end // width].contiguous()
+                per_word = outputs // tensor.shape[1]  # a word of zero points covers several outputs
+                slice_ = tensor[:, first // per_word : end // per_word].contiguous()
                 setattr(part, name, torch.nn.Parameter(slice_, requires_grad=False))
             original(self, part)
             for name, whole in joined_tensors.items():
@@ -172,7 +181,7 @@ def _with_packing_in_slices(
                 setattr(layer, name, getattr(part, name))
         for name, whole in joined_tensors.items():
             parameter = getattr(layer, name)
-            if parameter is None:
+            if parameter is None:  # zero points that the checkpoint lacks and `original` has added
                 setattr(layer, name, torch.nn.Parameter(whole.tensor, requires_grad=False))
             else:
                 parameter.data = whole.tensor

@@ -93,7 +93,11 @@ def _with_gpu_choice(original: Callable[..., tuple[torch.Tensor, torch.Tensor]])
 
 
 def _find_chooser(router: Any) -> Chooser | None:
-    """Returns the kernels' chooser for a router; None if torch must choose. Caches it on the router."""
+    """Returns the kernels' chooser for a router; None if torch must choose.
+
+    Caches the chooser on the router, and builds it again if the bias has moved, because the kernels have a
+    raw pointer to the bias.
+    """
     bias = router.e_score_correction_bias
     address = 0 if bias is None else bias.data_ptr()
     cached_address, chooser = router.__dict__.get(_CHOOSER, (None, None))

@@ -215,8 +215,8 @@ ENGINE_PAUSE: Final = Patch(
     processes="the engine of a group",
     why=(
         "with a queue of batches (pipeline stages), the engine receives a step's output in a call that "
-        "schedules nothing. vLLM takes it for an idle step and sleeps 1 ms, so each token takes 1 ms longer. "
-        "No option changes this, and no option selects another class of engine"
+        "schedules nothing. vLLM takes such a call for an idle step and sleeps 1 ms, so each token takes "
+        "1 ms longer. No option changes this, and no option selects another class of engine"
     ),
     verified=("0.32.0",),
     remove_when="vLLM sleeps only if a step also had no outputs",

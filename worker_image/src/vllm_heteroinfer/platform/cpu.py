@@ -29,13 +29,13 @@ class HeteroCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Applies vLLM's CPU rules, with our worker class."""
+        """Applies vLLM's CPU rules, with our worker class, and makes vLLM fork its child processes."""
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.cpu_worker.HeteroCpuWorker"
         super().check_and_update_config(vllm_config)
-        # vLLM uses spawn on CPUs because its workers need their own environment before exec. Our workers are
-        # started by the supervisor. The API server starts only the engine, which computes nothing: a fork
-        # avoids importing everything again (10 s of a CPU).
+        # vLLM uses spawn on CPUs, because its workers need their own environment before exec. The supervisor
+        # starts our workers, so vLLM's API server starts only the engine, which computes nothing. A fork of
+        # the API server does not import everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     @classmethod

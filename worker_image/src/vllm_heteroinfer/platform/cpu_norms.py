@@ -2,7 +2,7 @@
 
 For CPUs the registry contains only `native`, which runs nine operations of torch for a norm if the model is
 not compiled. Without AVX512-BF16, vLLM's CPU operations cut float32 off to bf16 instead of rounding it, so
-bf16 rows are left to `native` there. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py,
+`native` computes bf16 rows on such CPUs. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py,
 csrc/cpu/cpu_types_x86.hpp::BF16Vec8@v0.32.0.
 """
 
@@ -21,8 +21,8 @@ _VECTOR: Final = 32
 def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    """Returns whether our `rms_norm` supports these arguments."""
-    return variance_size is None and _has_whole_vectors(x, weight)
+    """Returns whether our `rms_norm` supports these arguments: a norm over whole rows, with a weight."""
+    return variance_size is None and _supports_rows(x, weight)
 
 
 def _supports_add_and_norm(
@@ -32,15 +32,19 @@ def _supports_add_and_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    """Returns whether our `fused_add_rms_norm` supports these arguments."""
+    """Returns whether our `fused_add_rms_norm`, which writes to both inputs, supports these arguments."""
     can_write = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
-    return can_write and variance_size is None and _has_whole_vectors(x, weight)
+    return can_write and variance_size is None and _supports_rows(x, weight)
 
 
-def _has_whole_vectors(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Returns whether rows consist of whole vectors, and the weight has their dtype."""
+def _supports_rows(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Returns whether vLLM's CPU operations can read these rows in whole vectors, and round them correctly.
+
+    The weight must have the dtype of the rows.
+    """
     fits = weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
-    return fits and (x.dtype is not torch.bfloat16 or _rounds_bf16())
+    rounds_correctly = x.dtype is not torch.bfloat16 or _rounds_bf16()
+    return fits and rounds_correctly
 
 
 @functools.cache

@@ -30,9 +30,10 @@ class HeteroCudaPlatform(CudaPlatform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.gpu_worker.HeteroGpuWorker"
         super().check_and_update_config(vllm_config)
-        # GPUs of a stage communicate by NCCL. Both options need ranks whose GPUs have different numbers, but
-        # each of our ranks sees its GPU as number 0. Torch's symmetric memory refuses that, at best with a
-        # warning (vllm/distributed/device_communicators/symm_mem.py::SymmMemCommunicator@v0.32.0).
+        # GPUs of a stage communicate by NCCL. The options below need ranks whose GPUs have different numbers,
+        # but each of our ranks sees its GPU as number 0. Torch's symmetric memory refuses equal numbers, at
+        # best with a warning
+        # (vllm/distributed/device_communicators/symm_mem.py::SymmMemCommunicator@v0.32.0).
         for option in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
             os.environ.setdefault(option, "0")
 

@@ -34,7 +34,7 @@ def _first_address(host: str, port: int | None) -> str:
 async def look_up(host: str, port: int) -> str:
     """Returns the first IP address of a host; raises OSError if the host has none.
 
-    A resolver may take half a minute. The process does not wait for it at its end.
+    A resolver may take half a minute. A process that ends does not wait for its resolver.
     """
 
     def resolve_blocking() -> str:
@@ -77,8 +77,8 @@ def bind_host(host: str) -> str | None:
 def bind_address(host: str) -> str:
     """Returns the address to listen at for `host`: a loopback address itself, otherwise all addresses.
 
-    Use it for sockets that need an address, and `bind_host` for other sockets. All addresses are `::`, which
-    includes IPv4, or 0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because
+    Use this function for sockets that need an address, and `bind_host` for other sockets. All addresses are
+    `::`, which includes IPv4, or 0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because
     `kubectl port-forward` and probes of sidecars use loopback.
     """
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - guarded by NetworkPolicy

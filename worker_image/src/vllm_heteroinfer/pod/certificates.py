@@ -32,8 +32,8 @@ _CERTIFICATE: Final = re.compile(
 def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     """Makes clients trust the authorities of the pod's bundle in addition to the system's.
 
-    Does nothing if the pod has no bundle. If the user sets SSL_CERT_FILE, that file replaces the system's
-    file.
+    Writes the certificates of both into a file, and sets the variables of all clients to this file. If the
+    user sets SSL_CERT_FILE, this user's file replaces the system's. Does nothing if the pod has no bundle.
 
     Args:
         env: environment of this process, which its children inherit.
@@ -50,7 +50,7 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ContractError(
             f"model.caBundle: the key must contain certificates in PEM ({error}). Put the certificates of "
-            "your authority into it, each with its BEGIN CERTIFICATE line"
+            "your authority into the key, each with its BEGIN CERTIFICATE line"
         ) from error
     files = (env.get(_USER_VARIABLE, ""), *SYSTEM_BUNDLES)
     contents = (_read_or_empty(Path(file)) for file in files if file)

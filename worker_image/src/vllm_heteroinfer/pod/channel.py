@@ -139,14 +139,15 @@ class LineSender:
         Raises:
             OSError: the other end is gone.
         """
-        if not self.flush():
+        if not self.flush():  # the kernel has no space even for the rest of an earlier line
             return False
         whole_line = f"{line}\n".encode()
         self._unsent = whole_line
-        if not self.flush() and len(self._unsent) == len(whole_line):
+        self.flush()
+        kernel_took_nothing = len(self._unsent) == len(whole_line)
+        if kernel_took_nothing:
             self._unsent = b""
-            return False
-        return True
+        return not kernel_took_nothing
 
     def flush(self) -> bool:
         """Sends the rest of an unfinished line; returns whether nothing is left to send.
@@ -208,13 +209,13 @@ class RankReporter:
         rank = env.get(names.ENV_RANK, "")
         try:
             fd = int(text)
-            number = int(rank) if rank else None
+            global_rank = int(rank) if rank else None
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
         except (ValueError, OSError) as error:
             variables = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
             raise no_channel_error(variables, error) from error
-        return cls(channel, number, on_supervisor_lost)
+        return cls(channel, global_rank, on_supervisor_lost)
 
     def set_phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
         """Sets the phase of this rank, with the bytes of weights that are loaded and the total."""
@@ -370,17 +371,17 @@ class RankReporter:
                 self._drain = self._drain or message.drain
 
     def _send_last(self, message: RankMessage) -> None:
-        """Sends the last message of this process; waits until the supervisor has it.
+        """Sends the last message of this process; waits until the kernel has taken the whole message.
 
         Gives up after FAILURE_TIMEOUT_S.
         """
-        line, taken = codec.to_json(message), False
+        line, kernel_took_part = codec.to_json(message), False
         deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
         with contextlib.suppress(OSError):  # the supervisor is gone: no process is left to report to
             while not self._closed.is_set() and time.monotonic() < deadline_s:
                 with self._send_lock:
-                    taken = taken or self._sender.send(line)
-                    if taken and self._sender.flush():
+                    kernel_took_part = kernel_took_part or self._sender.send(line)
+                    if kernel_took_part and self._sender.flush():
                         return
                 time.sleep(_SEND_POLL_S)
 

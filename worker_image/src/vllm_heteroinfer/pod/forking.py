@@ -143,10 +143,11 @@ class ForkServer:
     def serve(self) -> str | None:
         """Forks a process for each request, until the supervisor ends the requests.
 
-        No thread of this process may hold a lock that a fork needs: call it before you start threads.
+        Call this method before this process starts threads: a fork has only the calling thread, so it would
+        wait without end for a lock that another thread held.
 
         Returns:
-            The name of the module to run in a fork; None in this process.
+            In a fork, the name of the module to run; in this process, None.
         """
         while True:
             message, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 2)
@@ -154,7 +155,7 @@ class ForkServer:
                 self._socket.close()
                 return None
             request = ForkRequest(**json.loads(message))
-            # Buffered output would be written by both processes after the fork.
+            # Otherwise both processes would write the buffered output after the fork.
             sys.stdout.flush()
             sys.stderr.flush()
             result = _fork_orphan(self._supervisor)

@@ -19,11 +19,14 @@ async def listen(
     *,
     limit: int = READ_LIMIT_BYTES,
 ) -> asyncio.Server:
-    """Returns a server that listens; raises OSError if the port cannot be taken.
+    """Returns a server that listens. Further connections wait in a long queue of the kernel.
 
     Args:
         host: result of `addresses.bind_host`.
         limit: size of each connection's read buffer, in bytes.
+
+    Raises:
+        OSError: the port is in use, or the address is not available.
     """
     server = await asyncio.start_server(
         serve, host=host, port=port, limit=limit, backlog=MAX_ACCEPTED_AT_ONCE

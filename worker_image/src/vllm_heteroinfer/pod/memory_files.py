@@ -10,8 +10,8 @@ def open_memfd(pid: int, fd: int, name: str, owner: str) -> int:
     Args:
         pid: id of the other process in the PID namespace of the pod.
         fd: descriptor in that process.
-        name: name with which the file was created. In another PID namespace the same pid is another process,
-            whose file must not be changed.
+        name: name with which the file was created. The check of the name protects files of other processes:
+            in another PID namespace, `pid` is another process.
         owner: description of the file for the error, such as "the slab of the rank that it serves".
 
     Raises:

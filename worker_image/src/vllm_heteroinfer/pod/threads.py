@@ -37,7 +37,7 @@ def start_thread(
 
 
 class LastingThread:
-    """A thread that runs calls one after another. The process does not wait for the thread at its end.
+    """A thread that runs calls one after another. A process that ends does not wait for the thread.
 
     asyncio.to_thread() is not suitable: asyncio joins its threads before the loop ends, so one call that
     hangs in the kernel would keep the process alive.
@@ -84,7 +84,7 @@ class LastingThread:
 async def call_aside(name: str, function: Callable[[], T]) -> T:
     """Runs `function` on a thread of its own. Returns its result or raises its exception.
 
-    The process does not wait for the thread at its end. If this coroutine is cancelled while `function` runs,
+    A process that ends does not wait for the thread. If this coroutine is cancelled while `function` runs,
     `function` continues and its result is dropped.
     """
     thread = LastingThread(name)

@@ -40,7 +40,7 @@ class Line(Protocol):
 
     Attributes:
         slab: has this rank's inputs and its part of the answers.
-        lane: number of this rank in the slab.
+        lane: number of this rank's lane in the slab.
     """
 
     slab: Slab
@@ -69,10 +69,11 @@ class Line(Protocol):
 
 
 def open_line(context: RankContext, expected: Shape) -> Line:
-    """Opens this rank's line to the rank that it serves.
+    """Opens this rank's line to the asking rank, which this rank serves.
 
-    In the pod of that rank, this rank maps that rank's slab. In another pod, the first feed-forward rank
-    creates a slab for its pod and has the TCP connection; the pod's other ranks map this slab.
+    A rank in the asking rank's pod maps the asking rank's slab. In another pod, the first feed-forward rank
+    creates a slab for its pod and has the TCP connection to the asking rank. The pod's other ranks map this
+    slab.
 
     Args:
         expected: shape of the asking rank's slab, whatever its number of lanes.
@@ -156,7 +157,10 @@ class PodLine:
         self._ask_arrived_ns = 0
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
-        """Reports the pod as ready, and waits until the asking rank has connected and measured."""
+        """Reports the pod as ready, and waits until the asking rank has connected and measured the network.
+
+        The pod answers when its slowest rank has answered, so the highest times of its ranks are reported.
+        """
         context = self._context
         ready = LaneReady(
             nonce="",
@@ -172,7 +176,7 @@ class PodLine:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
             raise PeerGoneError(
-                self._asking, f"the connection to rank {self._asking} ended while it was measured: {error}"
+                self._asking, f"the connection to rank {self._asking} ended during its measurement: {error}"
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
@@ -194,13 +198,15 @@ class PodLine:
             layer,
             rows,
         )
-        self._ask_arrived_ns = time.monotonic_ns()
+        self._ask_arrived_ns = time.monotonic_ns()  # the time limit of the pod's ranks starts here
         if result == slab_library.STOPPED:
             raise self._build_lost_error()
         return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
         """Waits for the answers of the pod's ranks, and sends their sum to the asking rank.
+
+        Blames a late rank of the pod before the asking rank's own time limit (ACCUSE_EARLIER_S).
 
         Raises:
             LaneError: another rank of the pod is late, or failed.
@@ -215,20 +221,22 @@ class PodLine:
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()
-        # n: the pod's rank n - 1 is late; -n: it failed.
+        # A result of n means that rank n - 1 of the pod is late, and -n means that this rank failed.
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
         if result < -1:  # -1 is this rank itself, which raises its own error
-            time.sleep(OWN_REPORT_S)
+            time.sleep(OWN_REPORT_S)  # the failed rank reports its own error first
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
         """Returns the error for the ended connection to the asking rank, with the reason."""
         error = self._link.error
         if error == pod_link.MALFORMED:
-            reason = "it sent a message that is not a request for a layer. Start all pods from one image"
+            reason = (
+                "the rank sent a message that is not a request for a layer. Start all pods from one image"
+            )
         else:
-            reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+            reason = "the rank closed it" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
             reason += f". See the log of rank {self._asking}"
         return PeerGoneError(
             self._asking,

@@ -77,7 +77,10 @@ class Lane:
     """A feed-forward rank's part in the slab: computes layers for the asking rank."""
 
     def __init__(self, context: RankContext, shape: Shape, loaded_parts: LoadedParts) -> None:
-        """Warms up, opens the line to the asking rank, and reports this rank as ready."""
+        """Warms up, opens the line to the asking rank, and reports this rank as ready.
+
+        If the asking rank's GPU is in this pod and also computes experts, offers the weights to this GPU.
+        """
         self._context, self._loaded_parts = context, loaded_parts
         ask_s, row_s = self._warm_up(shape)
         self._line = open_line(context, shape)
@@ -123,7 +126,10 @@ class Lane:
         return ask_s, row_s
 
     def _limit_to_own_experts(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
-        """Returns these asks, limited to this rank's experts if it has whole experts."""
+        """Returns the asks in `views`. If this rank has whole experts, other ranks' experts are left out.
+
+        A rank that has a part of each expert computes all chosen experts.
+        """
         own = self._loaded_parts.own_experts
         return views if own is None else OwnExpertAsks(views, own, rows)
 

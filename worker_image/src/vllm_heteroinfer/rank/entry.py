@@ -110,7 +110,11 @@ def run(
     reporter: RankReporter,
     fail: Callable[[BaseException], NoReturn],
 ) -> None:
-    """Compares this rank's settings with other ranks, loads its part of the model, and serves calls."""
+    """Compares this rank's settings with other ranks, loads its part of the model, and serves calls.
+
+    A feed-forward rank has no configuration of vLLM: it compares only the model's files, and answers asks
+    until its group ends (`answering_rank.serve`).
+    """
     from vllm_heteroinfer.group import fingerprint, reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
     from vllm_heteroinfer.rank import step_metrics
@@ -162,10 +166,10 @@ def run(
         fail=fail,
         memory_nodes=memory_nodes(os.environ),
     )
-    if config is None:
+    if config is None:  # a feed-forward rank
         from vllm_heteroinfer.rank.answering_rank import serve
 
-        serve(context)
+        serve(context)  # never returns
     from vllm_heteroinfer.rank.rank_process import RankProcess
 
     RankProcess(config, context).worker_busy_loop()

@@ -7,7 +7,7 @@ from vllm_heteroinfer.rank.step_metrics import RankMetrics
 
 
 class ExpertMeter:
-    """Counts the rows for which a GPU computed experts, and the bytes that were copied to it.
+    """Counts the rows for which a GPU computed experts, and the bytes that were copied to the GPU.
 
     Attributes:
         is_users_step: whether the present step computes requests of users.

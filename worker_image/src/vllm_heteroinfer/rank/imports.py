@@ -32,7 +32,7 @@ def import_before_fork(plan: Plan, rank: RankAssignment) -> BaseException | None
     it are feed-forward ranks, too.
 
     The garbage collector is off during the imports: it would scan a million objects repeatedly, and free none
-    (2 to 3 s of 13 s, 2 cores, 2026-11-22).
+    (2 to 3 s of 13 s, 2 cores, 2026-11-22). Later scans leave out the imported objects (`gc.freeze`).
     """
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def import_before_fork(plan: Plan, rank: RankAssignment) -> BaseException | None
 
 
 def register_class(model: str) -> None:
-    """Registers the loaded class of the model in this folder, instead of the class's name.
+    """Loads the class of a model, and registers the class with vLLM in place of its name.
 
     If only the name is registered, vLLM inspects the class in a separate process, which imports torch and
     vLLM again. That takes 13 s of a CPU for each rank and the API server if vLLM's cache folder is empty, as
@@ -58,6 +58,9 @@ def register_class(model: str) -> None:
     Source: vllm/model_executor/models/registry.py::_LazyRegisteredModel.inspect_model_cls@v0.32.0.
 
     Skips architectures that vLLM does not support; vLLM itself reports them.
+
+    Args:
+        model: the model's folder.
     """
     from vllm import ModelRegistry
 

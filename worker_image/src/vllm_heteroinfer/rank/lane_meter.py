@@ -23,7 +23,8 @@ class LaneMeter:
         self._context, self._slab, self._lane = context, slab, lane
         self._expert_bytes = loaded_parts.stored_bytes // max(1, loaded_parts.experts)
         self._last = slab.read_lane(self._lane)
-        self._steps = slab.steps
+        self._seen_steps = slab.steps
+        """The slab's counter of steps, at the last report. It wraps around at 32 bits."""
         self._total_steps = 0
         self._ended = threading.Event()
 
@@ -63,23 +64,29 @@ class LaneMeter:
         """Reports the changes since the last call: metrics, step times, and an ask that takes long."""
         current, last = self._slab.read_lane(self._lane), self._last
         self._last = current
-        steps = (self._slab.steps - self._steps) % 2**32  # the slab's counter has 32 bits
-        if steps or self._total_steps:  # before the first step, the asking rank only measures and warms up
+        new_steps = (self._slab.steps - self._seen_steps) % 2**32
+        # Before the first step, the asking rank only measures and warms up.
+        if new_steps or self._total_steps:
             self._count(current, last)
         # An ask that was in progress at the last read, too, takes long enough to be reported.
-        takes_long = current.seen != current.answered and current.seen == last.seen
+        is_in_progress = current.seen != current.answered
+        takes_long = is_in_progress and current.seen == last.seen
         self._context.reporter.set_work(
             f"layer {self._slab.asked_layer} of request {current.seen}" if takes_long else None
         )
-        if not steps:
+        if not new_steps:
             return
-        self._steps = (self._steps + steps) % 2**32
-        self._total_steps += steps
+        self._seen_steps = (self._seen_steps + new_steps) % 2**32
+        self._total_steps += new_steps
         busy_s = (current.busy_ns - last.busy_ns) / 1e9
         # A wait adds its whole time when it ends, so the difference may include time before the last read.
         idle_s = min(INTERVAL_S, (current.idle_ns - last.idle_ns) / 1e9)
         self._context.reporter.set_step_times(
-            self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0
+            self._total_steps,
+            step_s=(busy_s + idle_s) / new_steps,
+            compute_s=busy_s / new_steps,
+            wait_s=idle_s / new_steps,
+            transfer_s=0.0,
         )
 
     def _count(self, current: LaneView, last: LaneView) -> None:

@@ -47,8 +47,10 @@ def libraries_to_preload() -> list[Path]:
         for pattern in ("libtcmalloc_minimal*.so*", "libtcmalloc.so*"):
             libraries += sorted((vllm / "libs").glob(pattern))[:1]
     if torch is not None:
-        bundled = sorted((torch.parent / "torch.libs").glob("libgomp*.so*"))
-        libraries += (bundled + sorted((torch / "lib").glob("libgomp*.so*")))[:1]
+        # A build of torch has its copy of OpenMP in one of these folders.
+        in_separate_folder = sorted((torch.parent / "torch.libs").glob("libgomp*.so*"))
+        in_package = sorted((torch / "lib").glob("libgomp*.so*"))
+        libraries += (in_separate_folder + in_package)[:1]
     return libraries
 
 

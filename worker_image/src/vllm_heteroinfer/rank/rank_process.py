@@ -50,7 +50,7 @@ class RankProcess(WorkerProc):
     """
 
     def __init__(self, config: "VllmConfig", context: RankContext) -> None:
-        """Joins the process groups and loads the weights."""
+        """Joins the process groups, loads the weights, and connects to the executor."""
         self.context = context
         assignment = context.rank
         self.rank = assignment.rank
@@ -92,6 +92,7 @@ class RankProcess(WorkerProc):
         context.reporter.report_engine_wait()
         text = context.store.get("executor", deadline, what="message queue of vLLM's API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
+        # The only reader is the executor, in pod 0.
         self.worker_response_mq = MessageQueue(
             n_reader=1,
             n_local_reader=1 if context.rank.pod == 0 else 0,
@@ -111,14 +112,12 @@ class RankProcess(WorkerProc):
         without limit (vllm/v1/executor/multiproc_executor.py@v0.32.0).
         """
         method, args, kwargs, output_rank = rpc_request
-        call = (
-            getattr(self.worker, method)
-            if isinstance(method, str)
-            else partial(cloudpickle.loads(method), self.worker)
-        )
+        if isinstance(method, str):
+            name, call = method, getattr(self.worker, method)
+        else:  # a pickled function, which gets the worker as its first argument
+            name, call = "a function of the engine", partial(cloudpickle.loads(method), self.worker)
         if method not in STEP_METHODS:
             self._calls += 1
-            name = method if isinstance(method, str) else "a function of the engine"
             self.context.reporter.set_work(f"{name}, call {self._calls}")
         try:
             output: Any = call(*args, **kwargs)

@@ -191,7 +191,7 @@ class RankMetrics(Meter):
         self._step.device_s = seconds
 
     def begin_call(self) -> None:
-        """Begins a call of the current step. Ends the idle time since the call before it."""
+        """Begins a call of the current step. Counts the idle time since the previous call."""
         with self._lock:
             self._call_began = time.perf_counter()
             self._in_call, self._step.between_calls = True, False
@@ -202,11 +202,14 @@ class RankMetrics(Meter):
         self._reporter.set_work(self._step_name)
 
     def end_call(self) -> None:
-        """Ends a call of the step. Until the next call this rank is idle, unless its device still works."""
+        """Ends a call of the step. Until the next call this rank is idle, unless its device still works.
+
+        If the device still works on this step, the end of that work adds the call's time to the step.
+        """
         with self._lock:
             self._idle_since, self._in_call = time.perf_counter(), False
             self._step.between_calls = True
-            if not self._step.on_device:  # otherwise the device's end adds the time
+            if not self._step.on_device:
                 self._step.step_s += self._idle_since - self._call_began
             if not self._steps_on_device:
                 self._reporter.set_work(None)
@@ -214,15 +217,14 @@ class RankMetrics(Meter):
     def continue_on_device(self) -> Callable[[float], None]:
         """Marks this step as running on the device after the worker's call returns.
 
-        Call this method between `begin_call` and `end_call`. The call returns before the device has finished.
-        So `end_call` adds no time for this call. The returned function adds the time since `begin_call`
-        instead.
+        Call this method between `begin_call` and `end_call`. The worker's call returns before the device has
+        finished. So the returned function, and not `end_call`, adds the time since `begin_call` to the step.
 
         Returns:
             A function to call once, from any thread, when the device is done. Its argument is the seconds of
             the last copy to the host, which count as sending.
         """
-        step, entered = self._step, self._call_began
+        step, call_began = self._step, self._call_began
         self._mark_on_device(step)
 
         def done(copy_s: float) -> None:
@@ -230,7 +232,7 @@ class RankMetrics(Meter):
             with self._lock:
                 now = time.perf_counter()
                 if step.between_calls:  # within a call, `end_call` adds the call's time
-                    step.step_s += now - entered
+                    step.step_s += now - call_began
                 step.transfer_s["send"] += copy_s
                 self._mark_done_on_device(step, now)
 
@@ -360,7 +362,7 @@ def locked_memory_limit_bytes() -> float:
 
 
 def fit_transfer(step: Step) -> None:
-    """Scales a step's transfer times down, so that they are not longer than the step without its waits.
+    """Scales a step's transfer times down, so that together they fit into the step without its waits.
 
     Times of small GPU copies are sampled, so a step can get more transfer time than its copies took.
     """
@@ -381,8 +383,9 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         self._connections: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), handler, bind_and_activate=False)
+        # Replaces HTTPServer's socket: its own bind resolves the host's name, which takes seconds if no
+        # resolver answers.
         self.socket.close()
-        # HTTPServer's own bind resolves its host name, which takes seconds if no resolver answers.
         self.socket = addresses.open_listener(host, port)
         self.server_address = self.socket.getsockname()[:2]
         self.server_activate()
@@ -396,7 +399,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
             if too_many:
                 del self._connections[oldest]
         if too_many:
-            with contextlib.suppress(OSError):  # the client has just closed it
+            with contextlib.suppress(OSError):  # the client has just closed this connection
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -433,8 +436,9 @@ def serve(
             if self.path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
             elif self.path == names.PATH_HEALTHZ:
-                good = healthy()
-                self._answer(200 if good else 503, b"ok\n" if good else b"group lost\n", "text/plain")
+                is_healthy = healthy()
+                body = b"ok\n" if is_healthy else b"group lost\n"
+                self._answer(200 if is_healthy else 503, body, "text/plain")
             else:
                 self._answer(404, b"expected /metrics or /healthz\n", "text/plain")
 
@@ -454,8 +458,8 @@ def serve(
         server = MetricsServer(launch.address.host, port, Handler)
     except OSError as error:
         _logger.error(
-            "rank %d: cannot listen at metrics port %d (%s), so it runs without metrics. Free the port, and "
-            "restart the group",
+            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
+            "process that uses the port, and restart the group",
             rank.rank,
             port,
             error,

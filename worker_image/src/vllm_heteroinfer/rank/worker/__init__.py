@@ -1,1 +1,1 @@
-"""vLLM workers of a group, by device. Importing cpu_worker.py in a GPU process breaks it."""
+"""vLLM workers of a group, by device. An import of cpu_worker.py in a GPU process breaks that process."""

@@ -89,7 +89,8 @@ class Asking(RankMode):
     def loading(self) -> Iterator[ModelLoad]:
         """Replaces the parts of feed-forward ranks in the model that is built inside this context.
 
-        Feed-forward ranks get their recipe before this rank reads its own weights.
+        Publishes the recipe before this rank reads its own weights, so that all ranks read at the same time.
+        Dummy weights have no checkpoint to record, so their recipe follows after the load.
 
         vLLM caches compiled graphs by its configuration, so the configuration must name the replaced layers.
         """
@@ -97,11 +98,12 @@ class Asking(RankMode):
             **self._config.additional_config,
             "heteroinfer_feed_forward": sorted(self._layers),
         }
-        dummy = self._config.load_config.load_format == "dummy"
-        first = self._context.rank.first_layer
-        with remote.replace_remote_parts(self._layers, records=not dummy, first_layer=first) as parts:
+        has_dummy_weights = self._config.load_config.load_format == "dummy"
+        with remote.replace_remote_parts(
+            self._layers, records=not has_dummy_weights, first_layer=self._context.rank.first_layer
+        ) as parts:
             yield _RemoteLoad(self._config, parts, self._layers, self._publish)
-        if dummy:
+        if has_dummy_weights:
             remote_parts.check_found(parts, self._layers, self._context.plan.engine.model)
             self._publish(recording.describe_dummy(self._config, parts))
 
@@ -111,7 +113,10 @@ class Asking(RankMode):
         self._context.store.put(recipe_key(self._context.rank.rank), recipe.to_text())
 
     def model_loaded(self, runner: Any) -> None:
-        """Opens the slab, waits until every lane can answer, and probes each lane once.
+        """Opens the slab, waits until every lane can answer, probes each lane once, and watches the lanes.
+
+        From then on, the model's remote parts send their asks. If the plan gives the GPU memory for experts,
+        the GPU computes a part of the experts.
 
         Raises:
             ContractError: a lane cannot open the slab.
@@ -128,8 +133,8 @@ class Asking(RankMode):
         self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
         remote.connect(self._let_gpu_compute_experts(exchange, runner))
         _logger.info(
-            "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for it, at most %d rows "
-            "of %d elements at once",
+            "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for this rank, at most "
+            "%d rows of %d elements at once",
             context.rank.rank,
             [rank.rank for rank in self._ranks],
             len(self._layers),
@@ -148,13 +153,15 @@ class Asking(RankMode):
         return CudaExchange(slab, self._device, limit_s=self._context.step_timeout_s)
 
     def _let_gpu_compute_experts(self, exchange: remote.Asks, runner: Any) -> remote.Asks:
-        """Returns an exchange with which a GPU also computes experts, if the plan gives it memory.
+        """Returns an exchange with which the GPU also computes experts; otherwise returns `exchange`.
 
-        Otherwise returns `exchange`.
+        The plan must give the GPU memory for experts (ring_bytes), and all feed-forward ranks must be in its
+        pod, because the GPU copies only from memory of its own pod.
         """
         context = self._context
         own, ranks = context.rank, self._ranks
-        if self._device.type != "cuda" or not own.ring_bytes or any(rank.pod != own.pod for rank in ranks):
+        all_in_own_pod = all(rank.pod == own.pod for rank in ranks)
+        if self._device.type != "cuda" or not own.ring_bytes or not all_in_own_pod:
             return exchange
         from vllm_heteroinfer.feed_forward.shared_exchange import let_gpu_compute_experts
 
@@ -194,7 +201,7 @@ class Asking(RankMode):
             context.store.get(key, context.startup, what=awaited, rank=other.rank)
 
     def _max_captured_rows(self) -> int:
-        """Returns the most rows of a captured CUDA graph; 0 if vLLM captures none."""
+        """Returns the number of rows of the largest captured CUDA graph; 0 if vLLM captures none."""
         compilation = self._config.compilation_config
         if compilation.cudagraph_mode == CUDAGraphMode.NONE:
             return 0
@@ -224,9 +231,10 @@ class Asking(RankMode):
         return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, for_client: bool) -> None:
-        """Wakes the sleeping lanes before a step's asks, which also counts the step for their metrics.
+        """Wakes the sleeping lanes before a client's step, so that they are awake when its first ask comes.
 
-        So the group's own first request does not wake them: its steps must not count.
+        Waking the lanes also counts the step in their metrics. The steps of the group's own first request
+        must not count, so they do not wake the lanes.
         """
         self._stages.begin_step(rows, for_client=for_client)
         self._meter.is_users_step = for_client

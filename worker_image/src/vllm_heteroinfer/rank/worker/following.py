@@ -51,7 +51,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
     Args:
         announce: sends a message to every follower, in order with the group's collectives.
         model: the model itself, not a wrapper. Inside the context, its `forward` and `compute_logits`
-        announce.
+            announce each call.
     """
     count = 0
 
@@ -76,7 +76,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
             yield
     finally:
         if compute_logits is not None:
-            del model.compute_logits
+            del model.compute_logits  # the method of the model's class is used again
     # After an error there is no announcement, because the error ends the group.
     announce(_MESSAGE.pack(Event.END, count))
     _logger.info("%s: announced %d forward passes and logits computations to the CPU ranks", phase, count)
@@ -109,7 +109,7 @@ def follow(
                 break
             count += 1
             run_tokens.clear()
-            expected: list[int] = []
+            expected: list[int] = []  # a computation of logits runs no forward pass
             if event is Event.FORWARD:
                 expected = [value]
                 forward(value)
@@ -121,7 +121,7 @@ def follow(
                     f"announced (ran {run_tokens}). This is a defect of HeteroInfer. Report it, name the "
                     "model, and use spec.parallelism.mode: Pipeline"
                 )
-    if count != value:
+    if count != value:  # the value of END
         raise FollowError(
             f"{phase}: this rank must run all {value} passes that the stage's first rank announced (ran "
             f"{count}). This is a defect of HeteroInfer. Report it, name the model, and use "
@@ -153,7 +153,7 @@ def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -
     try:
         yield
     finally:
-        del model.forward
+        del model.forward  # the method of the model's class is used again
 
 
 def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -59,7 +59,10 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """Measures the memory that the GPU has left for a KV cache, after the largest batch."""
+        """Measures the memory that the GPU has left for a KV cache, after the largest batch.
+
+        First makes torch release all unused memory that it can release, so that this memory counts as free.
+        """
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         gc.collect()

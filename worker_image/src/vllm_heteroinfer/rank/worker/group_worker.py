@@ -68,9 +68,9 @@ class GroupWorkerMixin:
         self.context = context
 
     def init_device(self) -> None:
-        """Joins the process groups."""
+        """Joins the process groups, builds this rank's mode, and makes prompt logprobs take less memory."""
         super().init_device()  # type: ignore[misc]
-        communicators.forget_shared_memory(get_tp_group(), get_world_group())
+        communicators.forget_shared_memory(get_tp_group(), get_world_group())  # all ranks have mapped it
         self.mode = modes.connect(self.context, self.device, self.vllm_config)
         compute_prompt_logprobs_in_parts(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
 
@@ -104,9 +104,9 @@ class GroupWorkerMixin:
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the bytes of this rank's KV cache.
+        """Runs the largest batch. Returns the bytes of this rank's KV cache.
 
-        They are as planned, or fewer if the largest batch leaves less memory.
+        The bytes are as planned, or fewer if the batch leaves less memory.
 
         Raises:
             MemoryError: the largest batch leaves no memory for a KV cache.
@@ -176,7 +176,11 @@ class GroupWorkerMixin:
         return times
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
-        """Runs a step's forward pass. On the last stage, `sample_tokens` ends the step."""
+        """Runs a step's forward pass. On the last stage, `sample_tokens` ends the step.
+
+        A call without tokens only passes on requests to forget or blocks to clear, and does not count as a
+        step.
+        """
         rows = scheduler_output.total_num_scheduled_tokens
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -193,8 +197,11 @@ class GroupWorkerMixin:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Samples on the last stage. Other stages do nothing."""
-        if self._step_tokens is None:
+        """Samples on the last stage, which ends the step. Other stages do nothing.
+
+        With asynchronous scheduling, the step ends later, when its answer has been copied from the device.
+        """
+        if self._step_tokens is None:  # no step is open: another stage, or a step that has already ended
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         with self._timed_call(), self._hidden_generators(self.model_runner):
             with self.mode.sampling(self.model_runner, grammar_output) as mask:
@@ -210,7 +217,7 @@ class GroupWorkerMixin:
 
     @contextmanager
     def _timed_call(self) -> Iterator[None]:
-        """Times a call of the current step; adds its collectives' time as a wait for peers."""
+        """Times a call of the current step, and counts the time of its collectives as a wait for peers."""
         metrics = self.context.metrics
         metrics.begin_call()
         communicators.take_wait_s()  # collectives before this call do not count
@@ -228,7 +235,7 @@ class GroupWorkerMixin:
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)
 
     def _finish_step(self) -> None:
-        """Records the metrics of the step whose calls are over."""
+        """Records the metrics of the current step, after its last call."""
         assert self._step_tokens is not None
         prefill, decode = self._step_tokens
         self._step_tokens = None

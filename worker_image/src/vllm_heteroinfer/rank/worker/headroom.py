@@ -37,7 +37,8 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     Raises:
         MemoryError: there is no memory for a KV cache.
     """
-    if headroom.size_bytes >= planned_bytes or not planned_bytes:
+    needs_no_cache = not planned_bytes  # the rank's layers read the caches of other layers
+    if headroom.size_bytes >= planned_bytes or needs_no_cache:
         return planned_bytes, ""
     problem = (
         f"rank {rank.rank} (role {rank.role}, {rank.device}): memory for the KV cache is "
@@ -62,13 +63,15 @@ def _fix(device: Device) -> str:
 def gpu_headroom(
     *, free_bytes: int, cached_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int
 ) -> KvHeadroom:
-    """Returns a GPU's headroom.
+    """Returns a GPU's headroom: the free memory, minus activations and CUDA graphs.
 
     Args:
         free_bytes: free memory of the device now.
-        cached_bytes: memory that torch holds and cannot release. Activations use it first. It was 959 MiB
-            after compiling a model (H100, 2026-11-26).
+        cached_bytes: memory that torch holds and cannot release. Activations use this memory first. It was
+            959 MiB after compiling a model (H100, 2026-11-26).
+        allocated_bytes: memory of torch's tensors now.
         peak_bytes: maximum memory that torch allocated during the run.
+        graphs_bytes: memory to keep free for CUDA graphs; 0 if vLLM captures none.
     """
     activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(

@@ -51,7 +51,7 @@ def prefer_nodes(nodes: Sequence[int]) -> str:
         return ""
     number = ctypes.get_errno()
     remedy = (
-        " (the container's seccomp profile forbids it. Allow set_mempolicy in it)"
+        " (the container's seccomp profile forbids this call. Allow set_mempolicy in the profile)"
         if number == errno.EPERM
         else ""
     )

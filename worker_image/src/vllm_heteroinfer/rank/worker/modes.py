@@ -43,7 +43,7 @@ class PipelineHops(RankMode):
         self._context, self._device = context, device
 
     def model_loaded(self, runner: Any) -> None:
-        """Compares the hop's tensors with the neighbours and allocates its buffers.
+        """Compares the tensors of the hop with the previous stage, and allocates the buffers of the hops.
 
         Raises:
             RuntimeError: the previous stage sends other tensors.
@@ -67,10 +67,7 @@ class PipelineHops(RankMode):
         context.metrics.record_path("stages", "gloo")
 
     def begin_step(self, rows: int, *, for_client: bool) -> None:
-        """Sets how many rows the stages exchange in this step.
-
-        Every step needs this, also one that does not count in metrics.
-        """
+        """Sets how many rows the stages exchange in this step. Steps that serve no client need this, too."""
         self._transport.expect_rows(rows)
 
     def _compare_with_previous(self, schema: HopSchema) -> None:

@@ -45,7 +45,11 @@ class PromptLogprobsInParts:
         return logprobs
 
     def _compute_request(self, hidden_states: Any, request_id: str, tokens: int) -> dict[str, Any]:
-        """Returns a request's log-probabilities, or {} if its prompt continues in the next step."""
+        """Returns a request's log-probabilities, or {} if its prompt continues in the next step.
+
+        Moves the request's position to the start of each part, where vLLM's method continues, and then
+        restores the position.
+        """
         request = self._runner.requests[request_id]
         first_token = request.num_computed_tokens
         logprobs: dict[str, Any] = {}

@@ -41,7 +41,7 @@ class _SharedSamples:
         self._digest = 0
 
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """Returns the first rank's tokens. Only the first rank returns logprobs, because only it replies.
+        """Returns the first rank's tokens. Only the first rank, which answers the engine, returns logprobs.
 
         Args:
             logits: [num_requests, vocabulary], on every rank.

@@ -54,7 +54,7 @@ class SleepMixin:
         self._set_asleep(self._asleep | set(tags))
 
     def _set_asleep(self, tags: frozenset[str]) -> None:
-        """Notes the released memory, and reports the rank as Sleeping or Ready."""
+        """Stores the tags of the released memory. Reports the rank as Sleeping, or as Ready without tags."""
         self._asleep = tags
         phase = RankPhase.SLEEPING if tags else RankPhase.READY
         self.context.reporter.set_phase(phase, self._loaded_bytes, self._loaded_bytes)

@@ -80,8 +80,9 @@ class TensorGroup(RankMode):
     def warming_up(self, runner: Any, phase: str) -> Iterator[None]:
         """Makes the ranks of the group run the same passes in a phase of the warm-up.
 
-        The leader announces each pass that it runs inside the context. A follower runs all announced passes
-        before the context begins.
+        The leader announces each pass that it runs inside the context. A CPU rank follows: it runs all
+        announced passes before the context begins. Another GPU rank runs its own warm-up inside the context,
+        which has the same passes.
         """
         model = runner.get_model()
         if self._leads:
@@ -142,8 +143,8 @@ class TensorGroup(RankMode):
     def sampling(self, runner: Any, grammar_output: Any) -> Iterator[Any]:
         """Yields the grammar mask on the leader and None on other ranks, because only the leader samples.
 
-        Logits for prompt logprobs need collectives after the sampling, which checks the ranks. So a step with
-        such logits ends with one more check.
+        The broadcast of the tokens checks that the ranks ran the same collectives. Logits for prompt logprobs
+        need collectives after this broadcast, so a step with such logits ends with one more check.
         """
         has_prompt_logprobs = bool(runner.num_prompt_logprobs)
         yield grammar_output if self._leads else None
