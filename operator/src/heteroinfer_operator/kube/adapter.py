@@ -116,7 +116,7 @@ class KubeCluster:
             labelled_pods = _with_implied_labels(known)
             self._groups.limit_tests_to(key, labelled_pods)
             groups, fetch = await asyncio.gather(
-                self._groups.observe(labelled_pods, anew=unwatched),
+                self._groups.observe(labelled_pods, pods_unwatched=unwatched),
                 self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
             )
             for text in self._groups.take_invalid_reports(key):
