@@ -1,4 +1,4 @@
-"""KubeCluster implements the interface of cluster.py on the API server."""
+"""`KubeCluster` implements the interface of cluster.py on the API server."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ _READ_S: Final = 0.75
 _LIST_S: Final = 1.0
 """How long a reconcile waits for the list of a namespace's resources, which the answer to a fetch pod needs.
 
-A status must not be older than 2 s.
+The wait delays the status, which must not be older than 2 s.
 """
 
 
@@ -53,7 +53,8 @@ class KubeCluster:
     """Observes resources and runs the actions of reconciles.
 
     Args:
-        cluster_state: running and synced.
+        cluster_state: caches that run and have their first lists.
+        groups: client that requests the reports of leaders.
         patience_s: how long `run` waits for the status write, and then again for all other requests.
     """
 
@@ -97,36 +98,31 @@ class KubeCluster:
         self._left_pods.delete_lost_pods(key, self._cluster_state.resources.uid(key))
         if resource is None:
             self._callbacks.observed(key, None)
-            self._forget(key)
-            self._dry_runs.forget(key)
-            self._unlabelled.forget(key)
-            self._cluster_state.never_placed.forget(key)
-            self._pending.forget(key)
-            self._groups.limit_tests_to(key, ())
+            self._forget_resource(key)
             return None
         status = parse_status(resource.status)
         self._callbacks.observed(key, status)
-        unwatched = self._cluster_state.is_pod_watch_failing(key)
-        # A pod may lose its label while this method waits for leaders. Then it looks for such pods again, at
-        # most twice, because another client could change labels without end.
+        pods_unwatched = self._cluster_state.is_pod_watch_failing(key)
+        # A pod may lose its label while this method waits for leaders. Then this method looks for unlabelled
+        # pods again, at most twice, because another client could change labels without end.
         for may_look_again in (True, True, False):
-            known = self._cluster_state.pods(key, resource.uid)
-            unlabelled = await self._unlabelled.find(resource, status, known)
-            known += unlabelled
-            labelled_pods = _with_implied_labels(known)
-            self._groups.limit_tests_to(key, labelled_pods)
+            known_pods = self._cluster_state.pods(key, resource.uid)
+            unlabelled_pods = await self._unlabelled.find(resource, status, known_pods)
+            known_pods += unlabelled_pods
+            pods_with_labels = _with_implied_labels(known_pods)
+            self._groups.limit_tests_to(key, pods_with_labels)
             groups, fetch = await asyncio.gather(
-                self._groups.observe(labelled_pods, pods_unwatched=unwatched),
-                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
+                self._groups.observe(pods_with_labels, pods_unwatched=pods_unwatched),
+                self._groups.observe_fetch(pods_with_labels, partial(self._confirm_cleanup, key)),
             )
             for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
                 self._context.recorder.record(resource, event)
             # From here on, nothing awaits, so that all values are from one moment.
             pods = self._cluster_state.pods(key, resource.uid)
-            watched = {pod.view.name for pod in pods}
-            pods += [pod for pod in unlabelled if pod.view.name not in watched]
-            if not (may_look_again and _has_vanished_pod(known, pods)):
+            watched_names = {pod.view.name for pod in pods}
+            pods += [pod for pod in unlabelled_pods if pod.view.name not in watched_names]
+            if not (may_look_again and _has_vanished_pod(known_pods, pods)):
                 break
         never_created = self._update_never_created(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
@@ -139,8 +135,8 @@ class KubeCluster:
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,
             groups=groups,
-            silences=self._groups.silences(labelled_pods),
-            pods_unwatched=unwatched,
+            silences=self._groups.silences(pods_with_labels),
+            pods_unwatched=pods_unwatched,
             calibrations=self._cluster_state.calibrations,
             fetch=fetch,
             refusals=self._memory_of(resource).refusals(resource),
@@ -160,8 +156,8 @@ class KubeCluster:
     ) -> tuple[CacheUser, ...] | None:
         """Returns the other resources that use the claim of the model cache.
 
-        Returns None if some users may be unknown, and if the decision does not need them: only a new fetch
-        that may remove commits needs them.
+        Returns None if some users may be unknown, and if the decision does not need them: they matter only
+        for a new fetch pod that may remove commits.
         """
         has_fetch_pod = any(
             pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods
@@ -173,8 +169,8 @@ class KubeCluster:
         """Reports whether a fetch pod's list of commits in use is complete. If so, records the confirmation.
 
         A watch may be silent for more than a minute before it counts as broken, so the cache may lack a new
-        resource. So this method first lists the namespace's resources, unless the cache already shows that
-        the pod's list is incomplete.
+        resource. So this method lists the namespace's resources before it decides. It skips this request if
+        the cache already shows that the pod's list is incomplete.
         """
         if not self._is_list_complete(key, pod):
             return False
@@ -190,8 +186,8 @@ class KubeCluster:
                 error,
             )
             return False
-        # No await from here on. So if the watch reports a resource later, its decision knows the
-        # confirmation, and waits until the pod has removed commits.
+        # From here on, nothing awaits. So if the watch reports a new resource later, the decision about that
+        # resource knows the confirmation, and waits until the pod has removed commits.
         is_complete = self._is_list_complete(key, pod)
         if is_complete:
             self._confirmed.add(pod.view.uid)
@@ -232,13 +228,22 @@ class KubeCluster:
         """Returns the operator's notes about a resource; new notes if the resource is new."""
         memory = self._memories.get(resource.key)
         if memory is None or memory.uid != resource.uid:
-            self._forget(resource.key)
+            self._cancel_requests(resource.key)
             memory = self._memories[resource.key] = ResourceMemory.for_new_resource(
                 resource, self._callbacks.held_back
             )
         return memory
 
-    def _forget(self, key: ResourceKey) -> None:
+    def _forget_resource(self, key: ResourceKey) -> None:
+        """Drops all state about a deleted resource, and cancels its requests."""
+        self._cancel_requests(key)
+        self._dry_runs.forget(key)
+        self._unlabelled.forget(key)
+        self._cluster_state.never_placed.forget(key)
+        self._pending.forget(key)
+        self._groups.limit_tests_to(key, ())
+
+    def _cancel_requests(self, key: ResourceKey) -> None:
         """Cancels the API requests for a deleted resource, and drops the operator's notes about it."""
         if (memory := self._memories.pop(key, None)) is not None:
             memory.cancel()
@@ -246,9 +251,9 @@ class KubeCluster:
     def _update_never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> NeverCreatedPods:
-        """Returns the pods that the operator decided to create and that never existed.
+        """Returns the pods that the operator decided to create and that have not existed yet.
 
-        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
+        First removes the pods that exist now (`existing_names`), and the pods of epochs that are over.
         """
         never_created = self._memory_of(resource).never_created
         for name in existing_names:
@@ -261,7 +266,7 @@ class KubeCluster:
     ) -> frozenset[str]:
         """Returns the names of pods that were deleted before they had a node, so they never ran.
 
-        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
+        First removes the pods that exist now (`existing_names`), and the pods of epochs that are over.
         """
         never_placed = self._cluster_state.never_placed
         for name in existing_names:  # also a pod that only lost its label, which a watch reports as deleted
@@ -271,20 +276,16 @@ class KubeCluster:
 
     async def _try_create(self, manifest: Manifest) -> None:
         """Sends the dry run of one object."""
-        kind, name = (
-            writable_kind(manifest["kind"], manifest["apiVersion"]),
-            NamespacedName.from_object(manifest),
-        )
-        await self._server.dry_run_create(
-            kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
-        )
+        kind = writable_kind(manifest["kind"], manifest["apiVersion"])
+        path = kind.path(NamespacedName.from_object(manifest).namespace)
+        await self._server.dry_run_create(path, manifest, {"fieldManager": names.MANAGER})
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions: the status first, then all others in order.
 
-        A request that is not answered within patience_s continues after this method returns. Its answer
-        calls `wake`. When this method returns, the caches have all answered writes. The next observation
-        lists the refused writes. A refused object blocks only the objects that depend on it.
+        A request that is not answered within `patience_s` continues after this method returns, and its answer
+        calls `wake`. When this method returns, the caches have the answers of all answered writes. The next
+        observation has the refused writes. A refused object blocks only the objects that depend on it.
 
         Returns:
             Seconds until the next attempt of a write or the next check of state that no watch shows, or None.
@@ -295,14 +296,14 @@ class KubeCluster:
         key = observation.resource.key
         memory = self._memory_of(observation.resource)
         memory.begin_decision(observation.resource, observation.refusals, actions)
-        again_s = await ActionRun(self._context, observation, memory).run_all(actions)
-        waits = [again_s, LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None]
-        waits.append(self._pending.next_check_s(key))
-        return min((wait for wait in waits if wait is not None), default=None)
+        retry_s = await ActionRun(self._context, observation, memory).run_all(actions)
+        unlabelled_s = LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None
+        waits_s = (retry_s, unlabelled_s, self._pending.next_check_s(key))
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
 
 def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
-    """Returns the pods with names of the resource, with the labels that follow from these names."""
+    """Returns the pods with the labels that follow from their names. Leaves out pods with foreign names."""
     views = [(pod, with_implied_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
     return [replace(pod, view=view) for pod, view in views if view is not None]
 

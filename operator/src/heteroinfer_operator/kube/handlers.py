@@ -36,7 +36,8 @@ def build_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # kopf would list and watch all CRDs and namespaces
     settings.peering.standalone = True
     settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
-    # The API server ends a watch after server_timeout. Otherwise the connection is dead, and kopf ends it.
+    # The API server ends a watch after server_timeout. If a watch lasts until client_timeout, its connection
+    # is dead, and kopf ends the watch.
     settings.watching.server_timeout = 290
     settings.watching.client_timeout = 320
     return settings
@@ -46,9 +47,9 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     """Returns the handlers that announce each added, changed or deleted resource.
 
     kopf calls `announce` in kopf's own thread, with the resource and its resourceVersion. The handler
-    `announce_change` ignores changes of the status, because the operator itself wrote the status, and its
-    cache has the API server's answer. It also ignores changes of labels and annotations, because no decision
-    reads these.
+    `announce_change` ignores these changes:
+    - of the status, because the operator itself wrote the status, and its cache has the API server's answer;
+    - of labels and annotations, because no decision reads these.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
@@ -80,7 +81,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     ) -> None:
         """Announces a deletion, or a change of a field that decisions read."""
         key = ResourceKey(namespace=namespace or "", name=name or "")
-        fields = ("uid", "generation", "deletionTimestamp", "finalizers")
+        fields = ("uid", "generation", "deletionTimestamp", "finalizers")  # a new spec has a new generation
         fields_now = tuple(copy.deepcopy(meta.get(field)) for field in fields)
         if event["type"] == "DELETED":
             announced.pop(key, None)
@@ -127,7 +128,7 @@ async def announce_changes(
         error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
             asyncio.run(operator())
-        except BaseException as caught:  # the main thread raises it
+        except BaseException as caught:  # `announce_changes` raises this error in the operator's event loop
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, error)

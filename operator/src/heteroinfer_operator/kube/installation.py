@@ -76,7 +76,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
     unread: dict[str | None, ApiError] = {}
 
     async def list_scope(scope: str | None) -> None:
-        """Lists the resources of one namespace (None: of all). Stores the error of a failed list."""
+        """Lists the resources of a scope (None: all namespaces). Stores the error of a failed list."""
         listed: dict[ResourceKey, int] = {}
         try:
             async for page in server.list_pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
@@ -124,4 +124,5 @@ async def find_missing_parts(settings: InstallationSettings) -> list[str]:
     finally:
         await server.close()
     fix = "Install the roles of HeteroInfer's chart"
-    return [*([problem] if problem else []), *(f"missing right: {right}. {fix}" for right in missing)]
+    missing_rights = [f"missing right: {right}. {fix}" for right in missing]
+    return [problem, *missing_rights] if problem else missing_rights

@@ -1,4 +1,7 @@
-"""Deletes pods by force if their HeteroInference is gone and their node is lost."""
+"""Deletes pods by force if their HeteroInference is deleted and their node is lost.
+
+The kubelet of a lost node does not confirm the end of a pod, so without force the pod would stay.
+"""
 
 import asyncio
 import logging
@@ -41,7 +44,7 @@ class LeftPods:
     def delete_lost_pods(self, key: ResourceKey, uid: str) -> None:
         """Force-deletes, in the background, the pods that a deleted resource left on lost nodes.
 
-        A timer starts the next check while pods of the deleted resource are terminating.
+        While pods of the deleted resource are terminating, a timer starts the next check after CHECK_AGAIN_S.
 
         Args:
             key: name of the deleted resource.
