@@ -68,10 +68,10 @@ class PodResources:
 
 
 def add_defaults(given: Resources | None, defaults: Resources) -> dict[str, Any]:
-    """Returns resources with defaults for missing amounts.
+    """Returns the given resources with defaults for missing amounts.
 
-    A default limit is raised to the given request, and a default request is lowered to the given limit,
-    because the API server refuses a request above its limit.
+    The API server refuses a request above its limit. So a default limit is raised to the given request, and a
+    default request is lowered to the given limit.
     """
     given = given or Resources()
     limits = _with_defaults(given.limits, defaults.limits, given.requests, max)
@@ -84,17 +84,18 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 
     The volume counts as ephemeral storage of the container.
     """
-    allowed = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
-    return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
+    storage_limit = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
+    is_lower = storage_limit is not None and parse_quantity(storage_limit) < parse_quantity(limit)
+    return str(storage_limit) if is_lower else limit
 
 
 def _with_defaults(
     given: Amounts | None, defaults: Amounts | None, bounds: Amounts | None, choose: Any
 ) -> Any:
-    """Returns amounts with defaults for missing ones; a default does not cross its bound.
+    """Returns the given amounts with defaults for missing amounts, each moved to its bound if necessary.
 
     Args:
-        bounds: the bound of each default: the given requests for limits, the given limits for requests.
+        bounds: bounds of the defaults: the given requests for limits, the given limits for requests.
         choose: `max` if the bounds are lower bounds, `min` if they are upper bounds.
     """
 
