@@ -47,8 +47,8 @@ class LabelRequirement(Model):
     key: LabelKey
     """Key of the label."""
     operator: LabelOperator
-    """Relation between the label and values. In: the label has one of the values. NotIn: it has none of them.
-    Exists: the object has the label. DoesNotExist: the object lacks it."""
+    """Relation between the label and values. In: the label has one of the values. NotIn: the label has none
+    of the values. Exists: the object has the label. DoesNotExist: the object lacks the label."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
     """Values for operator In or NotIn. Default: none."""
 

@@ -40,7 +40,8 @@ def render_page() -> str:
     for title, name in (("spec", "HeteroInferenceSpec"), ("status", "HeteroInferenceStatus")):
         sections.append(f"## {title}\n")
         sections += [
-            _render_section(each, definitions, above=title) for each in _reachable_types(name, definitions)
+            _render_section(type_name, definitions, above=title)
+            for type_name in _reachable_types(name, definitions)
         ]
     return "\n".join(sections)
 
@@ -93,8 +94,9 @@ def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) ->
         "|---|---|---|---|" if above == "spec" else "|---|---|---|",
     ]
     for field, node in schema["properties"].items():
-        referenced = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
-        node_with_description = {"description": referenced.get("description", ""), **node}
+        # A field without a description of its own gets the description of its type.
+        type_schema = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
+        node_with_description = {"description": type_schema.get("description", ""), **node}
         default, meaning = _default_and_meaning(node_with_description, is_required=field in required)
         cells = [
             f"`{field}`",
@@ -115,20 +117,25 @@ def _describe_rule(rule: Mapping[str, str]) -> str:
 
 
 def _default_and_meaning(node: Mapping[str, Any], *, is_required: bool) -> tuple[str, str]:
-    """Returns the default and the description of a field, for the cells of the table."""
+    """Returns the default and the meaning of a field, for the cells of the table.
+
+    A default that the description states ("Default: ...") takes precedence over the default of the schema.
+    The meaning is the description without this statement.
+    """
     meaning = _join_lines(node["description"])
     stated_default = _DEFAULT.search(meaning)
     if stated_default is not None:
         meaning = meaning[: stated_default.start()]
-    default = node.get("default")
     if is_required:
         return "required", meaning
     if stated_default is not None:
-        value = stated_default[1]
-        return f"`{value}`" if _VALUE.fullmatch(value) else value, meaning
-    if default in (None, [], "") or isinstance(default, dict):
+        text = stated_default[1]
+        return f"`{text}`" if _VALUE.fullmatch(text) else text, meaning
+    value = node.get("default")
+    is_empty_or_object = value in (None, [], "") or isinstance(value, dict)
+    if is_empty_or_object:
         return "", meaning
-    return f"`{default if isinstance(default, str) else json.dumps(default)}`", meaning
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`", meaning
 
 
 def _describe_type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -153,7 +160,7 @@ def _describe_enum(values: Iterable[str]) -> str:
 
 
 def _describe_scalar(node: Mapping[str, Any]) -> str:
-    """Returns the type of a field without sub-fields in words."""
+    """Returns in words the type of a field that has no fields of its own."""
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
     if node.get("pattern") == quantity.DURATION_PATTERN:
@@ -168,10 +175,10 @@ def _describe_scalar(node: Mapping[str, Any]) -> str:
 
 
 def _without_null(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema without the option null."""
+    """Returns the schema of a field's value if the field is set."""
     if "anyOf" not in node:
         return node
-    (option,) = (each for each in node["anyOf"] if each != {"type": "null"})
+    (option,) = (option for option in node["anyOf"] if option != {"type": "null"})
     return dict(option)
 
 

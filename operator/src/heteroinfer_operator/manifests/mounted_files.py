@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
+from heteroinfer_operator.api import HeteroInferenceSpec, KeyReference, PodTemplate
 
 _CA_BUNDLE: Final = "ca-bundle"
 _FILES: Final = "files"
@@ -39,6 +39,7 @@ def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
     if bundle is None:
         return MountedFiles()
     # A volume names its source in the field `name` of a ConfigMap, or `secretName` of a Secret.
+    reference: KeyReference | None
     kind, name_field, reference = "configMap", "name", bundle.config_map_key_ref
     if bundle.secret_key_ref is not None:
         kind, name_field, reference = "secret", "secretName", bundle.secret_key_ref
