@@ -385,7 +385,7 @@ class ActionRun:
     def _start_writes(
         self, actions: Sequence[Write], work: Coroutine[Any, Any, object]
     ) -> asyncio.Task[object]:
-        """Starts the writes as a task, and records them as pending requests."""
+        """Starts `work` as a task. Records the writes as pending requests until the task ends."""
         task = self._start_task(work, f"writes of {self._resource.key}")
         for action in actions:
             epoch = _epoch_of_create(action) if isinstance(action, CreateObject) else ""

@@ -98,7 +98,7 @@ def unanswered_message(action: Action, why: str) -> str:
 
 
 def _describe_write(action: Action) -> str:
-    """Returns the name of an action's object for messages."""
+    """Returns the object or the deletion that an action writes, for messages."""
     match action:
         case CreateObject() | ApplyObject():
             return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"

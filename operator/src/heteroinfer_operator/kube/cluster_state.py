@@ -255,7 +255,7 @@ class ClusterState:
         return [cache.collection.label for cache in self.awaited_caches() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
-        """Waits until all caches are listed. The caller sets the deadline."""
+        """Waits until all caches have their first lists. The caller sets the deadline."""
         await self._gangs.known.wait()
         for cache in self.awaited_caches():
             await cache.synced.wait()
@@ -443,11 +443,17 @@ class ClusterState:
         return None if is_mounted_by_deleted_resource else tuple(others)
 
     def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
-        """Returns the running pods that may remove commits from these claims once the operator confirms."""
-        cache: WatchCache[PodRecord] | None = self.cache_of(POD, namespace) if claims else None
+        """Returns the running pods that may remove commits from these claims once the operator confirms.
+
+        Args:
+            claims: names of the PersistentVolumeClaims of model caches.
+        """
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, namespace)
+        if not claims or cache is None:
+            return ()
         return tuple(
             CleanupPod(pod=pod.view, claims=pod.claims)
-            for pod in (cache.values() if cache is not None else ())
+            for pod in cache.values()
             if pod.view.cleanup is not None
             and pod.view.termination is None
             and pod.key.namespace == namespace

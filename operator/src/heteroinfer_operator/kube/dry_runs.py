@@ -57,7 +57,10 @@ class DryRuns:
         self._by_resource: dict[ResourceKey, _DryRun] = {}
 
     def admitted_revisions(self, resource: ResourceView) -> frozenset[str]:
-        """Returns the resource's revision that passed its dry run within RESULT_VALID_S, or an empty set."""
+        """Returns a set with the resource's revision that passed its dry run, or an empty set.
+
+        A result that no reconcile has used for RESULT_VALID_S does not count.
+        """
         dry_run = self._by_resource.get(resource.key)
         if dry_run is None or not dry_run.is_admitted or dry_run.uid != resource.uid:
             return frozenset()

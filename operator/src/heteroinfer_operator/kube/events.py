@@ -250,6 +250,7 @@ def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
 
 
 def _report_error(error: BaseException) -> None:
+    """Logs the error that ended the writing task. The next event starts a new task."""
     logger.error(
         "event writer: stopped until the next event, by a defect of the operator. Report it, with this log",
         exc_info=error,

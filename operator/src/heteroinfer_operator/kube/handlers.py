@@ -112,7 +112,7 @@ async def announce_changes(
         """Calls `announce` in the operator's own event loop."""
         loop.call_soon_threadsafe(announce, key, version)
 
-    async def operator() -> None:
+    async def run_operator() -> None:
         """Runs kopf's operator until `stop` is set."""
         await kopf.operator(
             registry=build_registry(configuration, announce_in_loop),
@@ -127,7 +127,7 @@ async def announce_changes(
         """Runs kopf in this thread, and hands its error to the operator's event loop."""
         error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
-            asyncio.run(operator())
+            asyncio.run(run_operator())
         except BaseException as caught:  # `announce_changes` raises this error in the operator's event loop
             error = caught
         if not loop.is_closed():

@@ -52,7 +52,7 @@ class StoredCalibrations:
         )
 
     def _read_calibrations(self, _before: Entries | None, after: Entries | None) -> None:
-        """Reads the calibrations of a changed ConfigMap. Logs the entries that cannot be used."""
+        """Reads the calibrations of a changed ConfigMap. Logs each calibration, and each unusable entry."""
         self.calibrations, problems = read_stored_calibrations(dict(after or ()), self._version)
         for kind in self.calibrations.kinds:
             logger.info("nodes of kind %s: using calibration %s", kind.name, kind.calibration.hash)

@@ -91,6 +91,7 @@ class LeaderClient:
         self._answers: dict[str, _Answer] = {}
         self._answered_before: dict[str, ResourceKey] = {}
         self._watched: dict[str, PodRecord] = {}
+        """Leaders that get test connections, by the pod's uid."""
         self._silences: dict[str, _Silence] = {}
         self._reported_invalid: dict[str, float] = {}
         self._invalid_reports: list[tuple[ResourceKey, str]] = []
@@ -194,23 +195,21 @@ class LeaderClient:
             changed(pod.key)
 
     def limit_tests_to(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
-        """Limits the test connections for a resource to the leaders of its Ready groups.
+        """Limits the test connections for a resource to the leaders of its Ready groups that answered before.
 
         Args:
             pods: pods of the resource; empty if the resource is gone.
         """
         by_uid = {pod.view.uid: pod for pod in pods}
-        unready = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
+        unready_epochs = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
         self._answered_before = {
             uid: owner for uid, owner in self._answered_before.items() if owner != key or uid in by_uid
         }
         self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key}
         for uid, pod in by_uid.items():
-            if (
-                uid in self._answered_before
-                and _led_group(pod) is not None
-                and _group_and_epoch(pod) not in unready
-            ):
+            is_leader = _led_group(pod) is not None
+            is_group_ready = _group_and_epoch(pod) not in unready_epochs
+            if uid in self._answered_before and is_leader and is_group_ready:
                 self._watched[uid] = pod
 
     def _record_answer(self, pod: PodRecord, requested_s: float, answer: _Answer) -> None:

@@ -177,6 +177,7 @@ class LeaderLease:
         held_lease, self._held_lease = self._held_lease, None
         if held_lease is None:
             return
+        # The API server refuses a duration of 0.
         spec = {**held_lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
         try:
             await self._server.update(self._path, {**held_lease, "spec": spec})

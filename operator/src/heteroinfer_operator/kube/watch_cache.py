@@ -357,6 +357,7 @@ class WatchCache(Generic[T]):
         """Lists the collection and replaces the cached objects."""
         self._version, self._must_relist = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
+        # The names of all listed objects, also of unreadable ones: `_reported` keeps only these.
         seen_names, version = {_NAMELESS}, ""
         async for page in self._server.list_pages(self.collection.path, self.collection.query):
             # The items of a list lack kind and apiVersion. Only the list has these fields.

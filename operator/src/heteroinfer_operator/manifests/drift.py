@@ -46,6 +46,7 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     """Returns the JSON merge patch that makes a stored object match its manifest; {} if it matches."""
     kind = wanted["kind"]
     patch: dict[str, Any] = {}
+    difference: Any
     for key, value in wanted.items():
         if key == "metadata":
             forbidden_labels = _FORBIDDEN_LABELS.get(kind, frozenset())

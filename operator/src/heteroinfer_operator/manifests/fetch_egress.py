@@ -65,7 +65,7 @@ class FetchEgress:
             raise _build_error(f"ports, cidrs and except must be lists (got {text[:200]!r})") from error
         egress = cls(**fields)
         for port in egress.ports:
-            if type(port) is not int or not 1 <= port <= 65535:
+            if type(port) is not int or not 1 <= port <= 65535:  # isinstance would accept true
                 raise _build_error(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
         for cidr in (*egress.cidrs, *egress.excepted):
             _parse_network(cidr)

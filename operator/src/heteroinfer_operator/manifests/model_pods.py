@@ -145,7 +145,6 @@ def _build_fetch_env(
 def _without_read_only(volume: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a writable copy of the model's claim; returns any other volume unchanged."""
     claim = volume.get("persistentVolumeClaim")
-    is_model_claim = volume["name"] == MODEL_VOLUME and claim is not None
-    if not is_model_claim:
+    if volume["name"] != MODEL_VOLUME or claim is None:
         return dict(volume)
     return {"name": MODEL_VOLUME, "persistentVolumeClaim": {"claimName": claim["claimName"]}}

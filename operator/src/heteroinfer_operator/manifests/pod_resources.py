@@ -54,7 +54,10 @@ class PodResources:
         return add_defaults(spec.model.resources, self.fetch if fetches else self.inspect)
 
     def complete_roles(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
-        """Returns a spec with default resources in its roles, for pods and plans but not for revisions."""
+        """Returns a spec with default resources in its roles, for pods and plans.
+
+        Revisions are computed from the spec without these defaults, so another default gives no new revision.
+        """
         if self.worker == Resources():
             return spec
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
