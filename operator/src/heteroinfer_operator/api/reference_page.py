@@ -23,7 +23,8 @@ A *quantity* is a Kubernetes quantity such as `80Gi`, `500m` or `2`. A *duration
 
 A default in `code` is a value that the field gets. Other defaults are descriptions; *none* means that nothing
 is set. A field that is *immutable* keeps the value with which the resource was created. *Rules* are checks
-(CEL) that concern several fields or need a computation. The API server makes them at apply.
+(CEL) that concern several fields or need a computation. The API server makes these checks when you apply a
+resource.
 """
 _INT32_MAX: Final = 2**31 - 1
 _DEFAULT: Final = re.compile(r" ?Default: (.*)[.]$", re.S)

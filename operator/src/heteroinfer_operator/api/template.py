@@ -297,7 +297,8 @@ class PodTemplate(Model):
             field="dnsPolicy",
             cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
             "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
-            message="if it is None, dnsConfig.nameservers must list servers that resolve the cluster's names",
+            message="must not be None unless dnsConfig.nameservers lists servers that resolve the cluster's "
+            "names",
             fix="Add the name servers, or use dnsPolicy ClusterFirst",
             holds=lambda template: (
                 template.dns_policy is not DnsPolicy.NONE

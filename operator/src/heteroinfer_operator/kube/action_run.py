@@ -251,7 +251,9 @@ class ActionRun:
                 self._record_refusal(action, error.reason, error.message)
             except ApiError as error:
                 if not error.is_refusal:
-                    logger.warning("%s: status not written: %s", self._resource.key, error.message)
+                    logger.warning(
+                        "%s: status not written: %s. Trying again", self._resource.key, error.message
+                    )
                     self._record_conflicts(actions)
                     self._report_unwritten_status(_STATUS_RETRY_PAUSE_S)
                     return  # without `wake`, because `run_all` returns the time of the next attempt
@@ -514,7 +516,11 @@ class ActionRun:
         if isinstance(error, HeteroInferError):  # this process has lost the Lease, so it may not write
             logger.warning("%s: %s", self._resource.key, error.message)
         elif self._is_finished:  # while the reconcile runs, it raises the error itself
-            logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
+            logger.error(
+                "%s: a write failed because of a defect of the operator. Report it, with this log",
+                self._resource.key,
+                exc_info=error,
+            )
 
 
 def _split_stages(actions: Sequence[Action]) -> Iterator[list[Write]]:

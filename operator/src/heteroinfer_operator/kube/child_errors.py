@@ -149,8 +149,8 @@ def changed_on_creation(child: str, fields: Sequence[str]) -> ChildError:
     """Returns the error for a pod that a webhook changed on creation, so the operator deleted it."""
     return ChildError(
         f"{child}: a mutating webhook changed {', '.join(fields[:_NAMED_FIELDS])} on creation, so the "
-        "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure it not "
-        "to change these fields",
+        "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure the "
+        "webhook not to change these fields",
         reason=CHANGED_BY_OTHERS,
     )
 
@@ -177,9 +177,10 @@ def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     """Returns the error for a finalizer of earlier versions that another client sets after each removal."""
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
-        f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "
-        "it. If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
-        "operator watch other namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
+        f"finalizer {names.FINALIZER}: field manager {others} sets this finalizer again after each removal. "
+        "If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
+        "operator watch other namespaces. If a tool sets the finalizer, remove the finalizer from the tool's "
+        "manifest",
         reason=MADE_BY_OTHERS,
     )
 
@@ -192,7 +193,7 @@ def not_answered(why: str) -> ChildError:
     """
     return ChildError(
         "waiting for the API server to validate the pods and ConfigMaps of the new revision by a dry run "
-        f"({why}). Running groups stay up until it answers",
+        f"({why}). Running groups stay up until the API server answers",
         reason=NOT_ANSWERED,
     )
 

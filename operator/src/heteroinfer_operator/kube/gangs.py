@@ -174,7 +174,7 @@ class GangSchedulers:
         problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
         for gang in sorted(problems.keys() - self._reported):
             logger.warning(
-                "cannot find out whether the cluster has the gang scheduler %s: %s. Trying again",
+                "gang scheduler %s: cannot find out whether the cluster serves its API: %s. Trying again",
                 gang,
                 problems[gang].message,
             )
@@ -182,7 +182,7 @@ class GangSchedulers:
         self._unanswered -= answers.keys() - problems.keys()
         for gang, is_served in sorted(answers.items()):
             if is_served is True and gang not in self._tasks:
-                logger.info("the cluster has a gang scheduler: %s", gang)
+                logger.info("gang scheduler %s: the cluster serves its API", gang)
                 self._start_caching(gang)
             if is_served is False and gang in self._tasks:
                 logger.warning(
@@ -231,7 +231,7 @@ class GangSchedulers:
                     await _wait_listed(caches)
             except TimeoutError:
                 logger.warning(
-                    "gang scheduler %s: cannot list its objects within %g s. Still trying", gang, LISTED_S
+                    "gang scheduler %s: its objects are not listed after %g s. Still trying", gang, LISTED_S
                 )
                 await _wait_listed(caches)
             if kind is not None:

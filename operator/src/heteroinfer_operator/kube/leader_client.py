@@ -352,7 +352,7 @@ class LeaderClient:
         """Stores a message about an invalid report, unless the leader had one in INVALID_REPORT_PAUSE_S."""
         if pod.view.uid not in self._reported_invalid:
             self._reported_invalid[pod.view.uid] = self._clock()
-            text = f"pod {pod.view.name}: ignoring its invalid report: {error}"
+            text = f"pod {pod.view.name}: the operator ignores this pod's report, which is invalid: {error}"
             self._invalid_reports.append((pod.key, text))
 
     def take_invalid_reports(self, key: ResourceKey) -> list[str]:

@@ -85,4 +85,7 @@ class LeftPods:
 
 
 def _report(error: BaseException) -> None:
-    logger.error("cannot delete a pod of a lost node: a defect of the operator. Report it", exc_info=error)
+    logger.error(
+        "cannot delete a pod of a lost node: a defect of the operator. Report it, with this log",
+        exc_info=error,
+    )

@@ -271,7 +271,8 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
     newest = (causes or failures)[0]
     if (missing_object := _MISSING_OBJECT.search(as_text(newest.get("note"), "note"))) is not None:
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
-        return f"{name} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
+        fix = "Create this object, or correct its name in the spec"
+        return f"{name} does not exist in namespace {namespace}. {fix}"
     return _quote_event(newest)
 
 
@@ -367,4 +368,7 @@ def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) 
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator. After any other error, the next check tries again."""
     if not isinstance(error, HeteroInferError):
-        logger.error("cannot read a claim or events: a defect of the operator. Report it", exc_info=error)
+        logger.error(
+            "cannot read a claim or events: a defect of the operator. Report it, with this log",
+            exc_info=error,
+        )

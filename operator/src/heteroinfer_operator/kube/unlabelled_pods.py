@@ -217,7 +217,7 @@ def _take_answer(
         return _build_unknown_pod(resource, name, rank, "the API server has not answered yet")
     del own_pods.requests[name]
     if request.cancelled():
-        return _build_unknown_pod(resource, name, rank, "the operator cancelled its request")
+        return _build_unknown_pod(resource, name, rank, "the operator cancelled the request for this pod")
     error = request.exception()
     return request.result() if error is None else _build_unknown_pod(resource, name, rank, str(error)[:300])
 

@@ -261,7 +261,8 @@ class WatchCache(Generic[T]):
             except Exception:  # a defect must not end the cache, because the end of a cache ends the process
                 self._version, self._had_defect = "", True
                 logger.exception(
-                    "%s: a defect of the operator. Report it. Listing again", self.collection.label
+                    "%s: a defect of the operator. Report it, with this log. Listing again",
+                    self.collection.label,
                 )
             if time.monotonic() - started > MAX_BACKOFF_S:  # the watch worked for a while
                 backoff_s = BACKOFF_FIRST_S
