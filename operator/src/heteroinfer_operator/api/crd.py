@@ -93,8 +93,8 @@ def build_schema() -> dict[str, Any]:
         apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
     )
     schema["required"] = ["spec"]
-    # A new resource gets a status with observedGeneration -1: kstatus would regard a resource without a
-    # status as finished.
+    # A new resource gets a status with observedGeneration -1: tools that use kstatus, such as Flux,
+    # would regard a resource without a status as finished.
     schema["properties"]["status"]["default"] = {}
     return schema
 

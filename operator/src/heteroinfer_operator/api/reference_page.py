@@ -52,7 +52,7 @@ def _reachable_types(first: str, definitions: Mapping[str, Any]) -> list[str]:
     names: list[str] = []
 
     def visit(name: str) -> None:
-        """Adds a type and the types of its fields, unless it is already in the list."""
+        """Adds a type and the types of its fields, unless the list has the type already."""
         if name in names or "properties" not in definitions[name]:
             return
         names.append(name)

@@ -262,13 +262,13 @@ def _removal_order(path: Sequence[str | int]) -> tuple[Any, ...]:
 
 
 def _remove(value: Any, path: Sequence[str | int]) -> None:
-    """Deletes the value at a path, unless it is already gone."""
-    *outer, last = path
-    for part in outer:
+    """Deletes the part of a value at a path, unless an outer part was removed already."""
+    *outer_parts, last_part = path
+    for part in outer_parts:
         if not _has_part(value, part):
-            return  # the parent was removed already
+            return
         value = value[part]
-    del value[last]
+    del value[last_part]
 
 
 def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:

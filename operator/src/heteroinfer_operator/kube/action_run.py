@@ -150,12 +150,12 @@ class ActionRun:
                 if isinstance(action, TryObjects) and self._permits.may_run(action):
                     await self._run_and_record(action, self._try_objects(action))
         finally:
-            self._is_finished = True
+            self._is_finished = True  # from here on, each answer wakes the resource
             self._permits.release_inputs()
         if self._conflict is not None:
             raise self._conflict
-        waits = [self._permits.look_again_s(), self._status_retry_s]
-        return min((wait for wait in waits if wait is not None), default=None)
+        waits_s = (self._permits.look_again_s(), self._status_retry_s)
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _reserve_capacity(self, actions: Sequence[Action]) -> None:
         """Reserves capacity for the pods of this decision until the next decision.
@@ -179,7 +179,7 @@ class ActionRun:
     # other write.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
-        """Writes the status, and removes the finalizer.
+        """Writes the status, and removes the finalizer that earlier versions set.
 
         Returns:
             False if the decision has a new status that was not sent. Then the events of this decision must
@@ -201,9 +201,12 @@ class ActionRun:
         return not statuses or statuses[0] in permitted
 
     def _finish_earlier_status_writes(self) -> None:
-        """Handles unanswered writes of earlier statuses, for a decision without a new status."""
+        """Cancels unanswered writes of earlier statuses, for a decision without a new status.
+
+        Without such writes, reports that the stored status is up to date.
+        """
         if not self._memory.status_attempts.has_pending:
-            self._context.callbacks.status_written(self._resource.key, True)  # the stored status is current
+            self._context.callbacks.status_written(self._resource.key, True)
             return
         # The API server may still store an earlier status. So all actions that depend on the status wait, as
         # if this decision had a status that cannot be written.

@@ -73,7 +73,7 @@ class KubeCluster:
         self._groups = groups
         self._callbacks = callbacks or Callbacks()
         self._memories: dict[ResourceKey, ResourceMemory] = {}
-        self._dry_runs = DryRuns(self._try_create)
+        self._dry_runs = DryRuns(self._send_dry_run)
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left_pods = LeftPods(server, cluster_state, wake=self._callbacks.wake)
         self._pending = PendingPods(server, wake=self._callbacks.wake)
@@ -274,8 +274,8 @@ class KubeCluster:
         owner = Owner(key=resource.key, uid=resource.uid)
         return never_placed.names(owner, {group.index: group.epoch for group in status.groups})
 
-    async def _try_create(self, manifest: Manifest) -> None:
-        """Sends the dry run of one object."""
+    async def _send_dry_run(self, manifest: Manifest) -> None:
+        """Sends the dry run of one object; raises ApiError if the API server would refuse the object."""
         kind = writable_kind(manifest["kind"], manifest["apiVersion"])
         path = kind.path(NamespacedName.from_object(manifest).namespace)
         await self._server.dry_run_create(path, manifest, {"fieldManager": names.MANAGER})

@@ -176,7 +176,7 @@ class ClusterState:
                 self._touched(record.key)
 
     def _record_pod_change(self, before: PodRecord | None, after: PodRecord | None) -> None:
-        """Records by own clocks when a pod was created and will be gone, and wakes its resource."""
+        """Records by this process's clock when a pod was created and will be gone. Wakes its resource."""
         is_old_pod_gone = before is not None and (after is None or after.view.uid != before.view.uid)
         if before is not None and is_old_pod_gone:
             self._deletions.record(before.view.uid, None)
@@ -409,7 +409,7 @@ class ClusterState:
         the claim.
 
         Args:
-            key: the resource that asks, which the result does not contain.
+            key: the resource that the result leaves out.
             claim: name of the PersistentVolumeClaim of a model cache.
 
         Returns:

@@ -102,7 +102,7 @@ class EventRecorder:
         """
         identity, now = _identity_of(resource, event), self._clock()
         is_queued = any(_identity_of(*queued) == identity for queued in self._waiting)
-        if is_queued or self._is_ending(resource.key.namespace, now):
+        if is_queued or self._is_ending(resource.key.namespace, now):  # without a count of dropped events
             return
         is_repeated = identity in self._series or identity in self._being_written
         is_queue_full = len(self._waiting) >= MAX_WAITING_EVENTS
@@ -184,7 +184,7 @@ class EventRecorder:
             if status == NOT_FOUND:  # the stored event is gone, so the next identical event is a new event
                 series = None
         if series is not None:
-            self._series[identity] = series
+            self._series[identity] = series  # as the newest
         while len(self._series) > MAX_REMEMBERED_EVENTS:
             self._series.popitem(last=False)
 

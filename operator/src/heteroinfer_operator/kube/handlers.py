@@ -135,7 +135,9 @@ async def announce_changes(
 
     threading.Thread(target=run_kopf, name="kopf", daemon=True).start()
     try:
-        raise await asyncio.shield(ended)
+        raise await asyncio.shield(
+            ended
+        )  # `shield`, because `finally` waits for `ended` after a cancellation
     finally:
         stop.set()
         await asyncio.wait({ended}, timeout=STOP_S)

@@ -87,7 +87,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
                 versions[scope] = version_number(page["metadata"]["resourceVersion"])
         except ApiError as error:
             unread[scope] = error
-        else:
+        else:  # leave out the first pages of a list that failed later
             versions_by_resource.update(listed)
 
     scopes: list[str | None] = [*namespaces] or [None]
@@ -98,7 +98,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
 
 
 async def find_missing_parts(settings: InstallationSettings) -> list[str]:
-    """Returns a message for each missing part of an installation. Changes nothing.
+    """Returns a message for each missing part of an installation: the CRD, or a right. Changes nothing.
 
     Raises:
         HeteroInferError: the API server cannot be reached.

@@ -43,6 +43,7 @@ def read_isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
     if _EGRESS not in types:
         return None
     selector = as_object(spec.get("podSelector"), "podSelector")
+    # The selector is kept as a dict, so check the types of the fields that decisions will read.
     as_text_map(selector.get("matchLabels"), "matchLabels")
     for term in as_objects(selector.get("matchExpressions"), "matchExpressions"):
         as_name(term.get("key"), "matchExpressions.key")

@@ -263,6 +263,7 @@ class LeaderClient:
             pods_unwatched: whether the watch of the pods fails.
         """
         cached = self._answers.get(pod.view.uid)
+        # An answer is valid only while the group stays Ready, or stays unready after a timeout.
         if cached is not None and cached.ready is ready and (ready or cached.silent):
             is_outdated = pods_unwatched and self._clock() - cached.at_s >= FREQUENT_INTERVAL_S
             if not is_outdated and not self._is_request_due(pod.view.uid, cached):

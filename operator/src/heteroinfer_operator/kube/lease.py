@@ -182,7 +182,11 @@ class LeaderLease:
         try:
             await self._server.update(self._path, {**held_lease, "spec": spec})
         except ApiError as error:
-            logger.warning("lease %s not released: %s", self._terms.name, error.message)
+            logger.warning(
+                "lease %s not released: %s. The next operator waits until the Lease expires",
+                self._terms.name,
+                error.message,
+            )
 
     @property
     def _path(self) -> str:

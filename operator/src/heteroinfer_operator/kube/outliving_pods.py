@@ -63,7 +63,7 @@ class LeftPods:
 
     def _start_deletion(self, key: ResourceKey, delete: DeleteObject) -> None:
         """Starts the forced deletion of a pod as a background task."""
-        task = start_task(self._force_delete(key, delete), name=f"pod {delete.name}", failed=_report)
+        task = start_task(self._force_delete(key, delete), name=f"pod {delete.name}", failed=_report_error)
         self._deletions[delete.uid] = task
         task.add_done_callback(lambda _: self._deletions.pop(delete.uid, None))
 
@@ -84,7 +84,8 @@ class LeftPods:
                 )
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
+    """Logs an error that is a defect of the operator. The next check tries the deletion again."""
     logger.error(
         "cannot delete a pod of a lost node: a defect of the operator. Report it, with this log",
         exc_info=error,

@@ -129,7 +129,7 @@ class PendingPods:
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
         """Returns the pods as decisions read them, with the known reasons why they wait.
 
-        Requests the reasons that are unknown or old. Their answers wake the resource.
+        Requests the reasons that are unknown or old. The answers wake the resource if a reason changes.
         """
         now_s = self._clock()
         # A pod without a node may wait for a claim, a pod without a running container for a volume.

@@ -342,8 +342,8 @@ class ApiServer:
     async def apply(self, path: str, body: Body, *, manager: str) -> dict[str, Any]:
         """Applies a manifest by server-side apply, and takes over fields of other managers (forced)."""
         query = {"fieldManager": manager, "force": "true"}
-        apply = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
-        return await self._write(replace(apply, content_type=APPLY_PATCH))
+        request = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
+        return await self._write(replace(request, content_type=APPLY_PATCH))
 
     async def delete(self, path: str, options: Body) -> dict[str, Any]:
         """Deletes an object; returns its last state or a Status. Raises ApiError."""

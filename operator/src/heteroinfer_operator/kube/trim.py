@@ -280,10 +280,11 @@ def _claim_names(stored: Manifest) -> tuple[str, ...]:
 
 
 def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Builds the record of a pod of which only the metadata is readable, as of a pod that is not ready.
+    """Builds the record of a pod of which only the metadata is readable.
 
-    Without a record, the operator would end the epoch as if the pod had been deleted. With the record of the
-    last readable state, the operator could report a dead rank as Ready.
+    The record shows a pod that is not ready. Without a record, the operator would end the epoch as if the pod
+    had been deleted. With the record of the last readable state, the operator could report a dead rank as
+    Ready.
 
     Returns:
         None for a pod without the label of a resource or without an owner.
@@ -548,6 +549,7 @@ def node_view(stored: Manifest) -> NodeView:
 
 
 def _taints(spec: Manifest) -> Iterable[Taint]:
+    """Yields the taints in a node's spec."""
     for taint in as_objects(spec.get("taints"), "taints"):
         yield Taint(
             key=as_name(taint.get("key"), "taints.key"),

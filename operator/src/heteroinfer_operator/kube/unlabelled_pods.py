@@ -207,7 +207,8 @@ def _take_answer(
 ) -> PodRecord | None:
     """Returns the pod of an answered request, and removes the request.
 
-    Returns a pod with the text `unknown` if there is no answer, and None if the pod does not exist.
+    If there is no answer, returns a pod whose field `unknown` has the reason. Returns None if the pod does
+    not exist.
 
     Args:
         rank: the last rank of the pod in the status, or None.

@@ -153,14 +153,18 @@ class WatchCache(Generic[T]):
         self._failing = failing
         self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
+        """The uid of each unreadable object that was logged, by name."""
         self._had_defect = False
         """True from an unexpected exception in this cache until its next full list."""
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
+        """The resourceVersion from which the next watch continues; "" to list first."""
         self._must_relist = False
         self._watch_timeout: asyncio.Timeout | None = None
+        """Set while a watch is running; `relist` ends the watch by it."""
         self._problem: ApiError | None = None
+        """Error of the last list or watch; None after an answer."""
         self._watching_since = 0.0
         self._last_answer_at = time.monotonic()
 

@@ -38,8 +38,8 @@ def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
     bundle = spec.model.ca_bundle
     if bundle is None:
         return MountedFiles()
-    # A volume names its source in the field `name` of a ConfigMap, or `secretName` of a Secret.
     reference: KeyReference | None
+    # A volume names its source in the field `name` of a ConfigMap, or `secretName` of a Secret.
     kind, name_field, reference = "configMap", "name", bundle.config_map_key_ref
     if bundle.secret_key_ref is not None:
         kind, name_field, reference = "secret", "secretName", bundle.secret_key_ref

@@ -133,6 +133,7 @@ def _numbers_as_texts(part: Any) -> Any:
 
 
 def _build_error(message: str) -> HeteroInferError:
+    """Returns the error for an invalid podResources of the chart."""
     return HeteroInferError(
         f"{_ENV} (podResources of the chart): {message}. Correct podResources in the chart's values",
         reason=FailureReason.BAD_SETTINGS.value,

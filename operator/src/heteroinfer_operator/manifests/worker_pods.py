@@ -158,12 +158,14 @@ class WorkerPods:
             "env": self._build_env(pod.index, role),
             "ports": _build_ports(pod, address),
             "resources": {**role_resources(role, pod.device), **_container_claims(role.template)},
+            # The client Service ceases to use a leader about 2 s after its last answer.
             "readinessProbe": {
                 "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 1,
                 "timeoutSeconds": 1,
                 "failureThreshold": 1,
             },
+            # The kubelet ends a container whose supervisor has not answered for about a minute.
             "livenessProbe": {
                 "httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 10,
