@@ -180,8 +180,8 @@ def parse_lifecycle(raw: Mapping[str, Any]) -> LifecycleSpec:
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     """Returns the status from a resource's `status`; an empty status if there is none.
 
-    A value that another version wrote, or that is damaged, may be unreadable. Then only this value is
-    dropped: the field, or the whole list entry if it is a required field of the entry.
+    A value that another version wrote, or that is damaged, may be unreadable. Then only the field with this
+    value is dropped, or the list entry that contains the field if the entry requires the field.
     """
     return _parse_stored(HeteroInferenceStatus, raw or {})
 

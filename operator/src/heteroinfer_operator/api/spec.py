@@ -203,9 +203,9 @@ class SchedulingSpec(Model):
     """How the pods of a group are placed on nodes."""
 
     gang: When = When.AUTO
-    """Places the pods of a group all together or not at all. Auto: the cluster's gang scheduler places them
-    together. Without a gang scheduler, the operator creates no pod until all of them fit. Always:
-    only a gang scheduler may place them. Never: the operator creates all pods at the same time, and the
+    """Places the pods of a group all together or not at all. Auto: the cluster's gang scheduler places the
+    pods. Without a gang scheduler, the operator creates no pod until all pods of the group fit. Always: only
+    a gang scheduler may place the pods. Never: the operator creates all pods at the same time, and the
     scheduler places each pod on its own."""
     queue_name: QueueName = ""
     """Name of the Kueue or Volcano queue. Default: none."""

@@ -211,7 +211,7 @@ class FailureStatus(StatusModel):
     message: Text
     """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
-    """Global rank that caused the end of the epoch. Absent if no rank caused it."""
+    """Global rank that caused the end of the epoch. Absent if no rank caused the end."""
     exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
     """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
@@ -243,7 +243,8 @@ class RankEntry(StatusModel):
     wait_ms: Milliseconds | None = None
     """Part of stepMs in which the rank waits for other ranks, in milliseconds."""
     locked_memory_bytes: Count | None = None
-    """Memory that the rank has locked or pinned for a device, in bytes, measured when it became ready."""
+    """Memory that the rank has locked or pinned for a device, in bytes, measured when the rank became
+    ready."""
     locked_memory_limit_bytes: Count | None = None
     """Maximum memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
     transports: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=8)] | None = None

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
 """Kinds of children that every decision needs: ConfigMaps contain the plans, Services the client ports."""
 OTHERS_LISTED_S: Final = 5.0
-"""How long the first decisions wait for the other caches, without which they are less good."""
+"""How long the first decisions wait for all other caches, which improve decisions but are not necessary."""
 RESERVATION_S: Final = 600.0
 """How long capacity stays reserved for a pod without a node.
 
@@ -67,8 +67,8 @@ class ClusterState:
 
     Args:
         namespaces: namespaces to cache. Empty: all namespaces and the nodes.
-        touched: called with each resource that changed or whose child changed. Starts a reconcile: it *wakes*
-            the resource.
+        touched: called with each resource that changed or whose child changed. *Wakes* the resource, which
+            means that the resource is reconciled soon.
         nodes_changed: called when a node is added, removed or changed in a field that plans read.
         capacity_freed: called when a pod releases its node's resources.
         kept: the measured rates of nodes, or None.

@@ -38,7 +38,10 @@ _APIS: Final = MappingProxyType(
         Gang.NATIVE_BETA: (("scheduling.k8s.io/v1beta1",), "podgroups"),
     }
 )
-"""API versions and resource of each gang scheduler. It is present if one of the versions has the resource."""
+"""API versions and resource of each gang scheduler.
+
+A cluster has the gang scheduler if it serves the resource in one of these versions.
+"""
 
 Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
 """Caches of one kind, by scope."""

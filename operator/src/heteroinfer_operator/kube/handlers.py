@@ -100,7 +100,7 @@ async def announce_changes(
     """Runs kopf in a thread with its own event loop, until cancelled or until kopf ends.
 
     A separate thread is necessary: when kopf stops, it cancels all unknown tasks of its event loop
-    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread, it would also handle signals.
+    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread, kopf would also handle signals.
 
     Raises:
         BaseException: the error that ended kopf.

@@ -23,7 +23,7 @@ CONSECUTIVE_WITHIN: Final = timedelta(seconds=60)
 MAX_RESTORATIONS: Final = 5
 """Consecutive identical writes until the operator reports a conflict with another writer.
 
-Below this number it repairs manual changes of users without a report.
+Below this number, the operator repairs manual changes of users without a report.
 """
 
 

@@ -1,8 +1,8 @@
 """The ConfigMap with the measured rates of nodes. The chart's Jobs write it, the operator reads it.
 
 The entries are not signed with the operator's key, because the Jobs must not have that key. Entries of an
-attacker do little harm: the ConfigMap is in the operator's own namespace, its numbers have bounds, and they
-affect only predictions and the division of layers among ranks.
+attacker do little harm: the ConfigMap is in the operator's own namespace, and its numbers have bounds. The
+numbers affect only predictions and the division of layers among ranks.
 """
 
 import logging

@@ -78,7 +78,8 @@ class LeaderClient:
     harmless.
 
     Args:
-        operator_key: source of the groups' keys. Without it, leaders leave their identity out of reports.
+        operator_key: key from which the groups' keys are derived. Without this key, leaders leave their
+            identity out of reports.
         clock: monotonic clock, in seconds.
     """
 
@@ -280,8 +281,8 @@ class LeaderClient:
     ) -> FetchProgress | None:
         """Returns the progress of the pod that fetches the model.
 
-        The pod may ask whether it may remove old commits from its cache. This method confirms that if
-        `may_confirm` allows it.
+        The pod may ask whether it may remove old commits from its cache. If `may_confirm` allows this, this
+        method sends the confirmation.
 
         Returns None without a running pod, and without an answer of the pod.
 

@@ -90,7 +90,7 @@ class LeaderLease:
                 holder = stored["spec"].get("holderIdentity", "") if stored else logged_holder
                 if holder != logged_holder:
                     logged_holder = holder
-                    logger.info("lease %s: waiting, %s holds it", self._terms.name, holder or "no process")
+                    logger.info("lease %s: waiting (holder: %s)", self._terms.name, holder or "none")
             except ApiError as error:
                 logger.warning("lease %s: %s. Trying again", self._terms.name, error.message)
             await asyncio.sleep(self._terms.renew_s)
@@ -149,7 +149,7 @@ class LeaderLease:
         if holder != self._terms.identity:
             continues = f"; {holder} continues the work" if holder else ""
             raise self._build_lost_error(
-                f"{holder or 'no process'} holds it now, so this process exits{continues}"
+                f"{holder or 'no process'} holds this Lease now, so this process exits{continues}"
             )
 
     def _build_late_error(self, problem: str) -> LeaseLostError:

@@ -158,8 +158,8 @@ class ObjectWrites:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes
-        # them.
+        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes such
+        # entries.
         if remaining_drift := find_drift(stored, manifest):
             stored = await self._server.merge(path, remaining_drift)
         self._cluster_state.store_written(kind, stored)

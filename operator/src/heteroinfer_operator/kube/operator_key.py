@@ -1,4 +1,4 @@
-"""The operator's own key, from which it derives the keys of groups. A Secret in its namespace has the key."""
+"""The operator's own key, in a Secret of its namespace. The operator derives the keys of groups from it."""
 
 import asyncio
 import base64

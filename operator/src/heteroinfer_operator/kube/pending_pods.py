@@ -35,11 +35,12 @@ without a container may wait for a volume.
 AGAIN_S: Final = 20.0
 """Longest interval of requests about a claim or a pod while a pod waits.
 
-The first interval is SILENT_S, and each is twice as long as the one before. So users read the reason soon,
-and many pods that wait for long cause few requests.
+The first interval is SILENT_S, and each interval is twice as long as the interval before. So users read the
+reason soon, and many pods that wait for long cause few requests.
 """
 _MAX_EVENTS: Final = 50
 _MAX_NOTE: Final = 400
+"""Maximum number of characters that are quoted from an event."""
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})

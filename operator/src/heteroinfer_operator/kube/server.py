@@ -214,8 +214,8 @@ async def load_configuration(
                 "pod. Set KUBECONFIG to the kubeconfig of your cluster",
                 reason="NoCluster",
             ) from error
-    # Use the environment only for a proxy. If aiohttp uses it, a thread looks for a ~/.netrc before each
-    # request (`aiohttp/client.py::ClientSession._request@3.14`).
+    # Trust the environment only if it names a proxy. With `trust_env`, aiohttp also looks for a ~/.netrc in a
+    # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
     configuration.client_session_kwargs = {"trust_env": uses_proxy}
     return configuration
 

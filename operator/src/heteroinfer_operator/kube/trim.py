@@ -568,7 +568,7 @@ def build_demand(stored: Manifest) -> PodDemand:
 
 
 def pod_requests(stored: Manifest) -> PodRequests | None:
-    """Returns the resources that a pod uses or that are reserved for it; None if there are none.
+    """Returns the resources that a pod uses, or the reservation for a pod; None without either.
 
     A pod that has ended uses nothing. A pod without a node has a reservation only if the operator created the
     pod, and if the scheduler may place it now: the operator creates the pods of a group only if all pods fit,

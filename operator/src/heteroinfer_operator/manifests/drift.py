@@ -35,8 +35,8 @@ projects, so their objects may have any additional field."""
 _SET_ON_CREATION_ONLY: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
 )
-"""Fields of the spec that are set only in new objects, by kind. In an existing object they stay, because an
-administrator of the network, or an older version, chose them."""
+"""Fields of the spec that are set only in new objects, by kind. In an existing object, these fields stay,
+because an administrator of the network, or an older version of the operator, chose their values."""
 
 _FORBIDDEN_LABELS: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
 """Labels that disable an object, by kind. The operator removes them."""

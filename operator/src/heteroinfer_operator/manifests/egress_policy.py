@@ -28,7 +28,7 @@ _DNS_PORTS: Final = (53, 5353)
 They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MAX_SELECTORS: Final = 32
-"""Largest number of policies for one group or one download. Selectors that certainly match its pods come
+"""Maximum number of policies for one group or one download. Selectors that certainly match the pods come
 first."""
 
 

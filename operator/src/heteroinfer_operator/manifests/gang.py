@@ -55,7 +55,7 @@ def choose_gang(
 ) -> Gang | None:
     """Chooses the gang scheduler for the groups of a resource; None if the cluster has none.
 
-    Kueue comes first, but only for pods with a queue, because it ignores all others. Then come other
+    Kueue comes first, but only for pods with a queue, because Kueue ignores other pods. Then come other
     installed gang schedulers, then kube-scheduler, with the newest version of its API first.
 
     Args:
