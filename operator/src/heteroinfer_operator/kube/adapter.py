@@ -3,11 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_report import GroupReport
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import (
     Action,
@@ -103,27 +105,9 @@ class KubeCluster:
         status = parse_status(resource.status)
         self._callbacks.observed(key, status)
         pods_unwatched = self._cluster_state.is_pod_watch_failing(key)
-        # A pod may lose its label while this method waits for leaders. Then this method looks for unlabelled
-        # pods again, at most twice, because another client could change labels without end.
-        for may_look_again in (True, True, False):
-            known_pods = self._cluster_state.pods(key, resource.uid)
-            unlabelled_pods = await self._unlabelled.find(resource, status, known_pods)
-            known_pods += unlabelled_pods
-            pods_with_labels = _with_implied_labels(known_pods)
-            self._groups.limit_tests_to(key, pods_with_labels)
-            groups, fetch = await asyncio.gather(
-                self._groups.observe(pods_with_labels, pods_unwatched=pods_unwatched),
-                self._groups.observe_fetch(pods_with_labels, partial(self._confirm_cleanup, key)),
-            )
-            for text in self._groups.take_invalid_reports(key):
-                event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
-                self._context.recorder.record(resource, event)
-            # From here on, nothing awaits, so that all values are from one moment.
-            pods = self._cluster_state.pods(key, resource.uid)
-            watched_names = {pod.view.name for pod in pods}
-            pods += [pod for pod in unlabelled_pods if pod.view.name not in watched_names]
-            if not (may_look_again and _has_vanished_pod(known_pods, pods)):
-                break
+        observed = await self._observe_pods(resource, status, pods_unwatched=pods_unwatched)
+        # From here on, nothing awaits, so that all values are from one moment.
+        pods = observed.pods
         never_created = self._update_never_created(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
@@ -134,11 +118,11 @@ class KubeCluster:
             priority_classes=self._cluster_state.priority_classes(),
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,
-            groups=groups,
-            silences=self._groups.silences(pods_with_labels),
+            groups=observed.reports,
+            silences=self._groups.silences(observed.labelled_pods),
             pods_unwatched=pods_unwatched,
             calibrations=self._cluster_state.calibrations,
-            fetch=fetch,
+            fetch=observed.fetch,
             refusals=self._memory_of(resource).refusals(resource),
             admitted=self._dry_runs.admitted_revisions(resource),
             never_created=never_created.names(),
@@ -150,6 +134,36 @@ class KubeCluster:
                 self._cluster_state.cleanup_pods(key.namespace, claims_without_fetch(resource.spec))
             ),
         )
+
+    async def _observe_pods(
+        self, resource: ResourceView, status: HeteroInferenceStatus, *, pods_unwatched: bool
+    ) -> "_ObservedPods":
+        """Returns the pods of a resource, with the reports of its leaders and the progress of its download.
+
+        A pod may lose its label while this method waits for leaders. Then this method looks for unlabelled
+        pods again, at most twice, because another client could change labels without end.
+        """
+        key = resource.key
+        for may_look_again in (True, True, False):
+            known_pods = self._cluster_state.pods(key, resource.uid)
+            unlabelled_pods = await self._unlabelled.find(resource, status, known_pods)
+            known_pods += unlabelled_pods
+            labelled_pods = _with_implied_labels(known_pods)
+            self._groups.limit_tests_to(key, labelled_pods)
+            reports, fetch = await asyncio.gather(
+                self._groups.observe(labelled_pods, pods_unwatched=pods_unwatched),
+                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
+            )
+            for text in self._groups.take_invalid_reports(key):
+                event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
+                self._context.recorder.record(resource, event)
+            # From here on, nothing awaits. The caches may have changed while this method waited.
+            pods = self._cluster_state.pods(key, resource.uid)
+            watched_names = {pod.view.name for pod in pods}
+            pods += [pod for pod in unlabelled_pods if pod.view.name not in watched_names]
+            if not (may_look_again and _has_vanished_pod(known_pods, pods)):
+                break
+        return _ObservedPods(pods=pods, labelled_pods=labelled_pods, reports=reports, fetch=fetch)
 
     def _find_other_cache_users(
         self, resource: ResourceView, pods: Sequence[PodRecord]
@@ -300,6 +314,23 @@ class KubeCluster:
         unlabelled_s = LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None
         waits_s = (retry_s, unlabelled_s, self._pending.next_check_s(key))
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ObservedPods:
+    """The pods of one resource, and the answers of its leaders and its fetch pod.
+
+    Attributes:
+        labelled_pods: the pods that this process knew before it sent requests to them, with the labels that
+            follow from their names.
+        reports: report of each group's leader, by group index.
+        fetch: progress of the pod that downloads the model, or None.
+    """
+
+    pods: list[PodRecord]
+    labelled_pods: list[PodRecord]
+    reports: dict[int, GroupReport]
+    fetch: FetchProgress | None
 
 
 def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
