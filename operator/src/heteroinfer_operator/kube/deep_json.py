@@ -7,6 +7,7 @@ from typing import Any, Final
 MAX_DEPTH: Final = 200
 """Values deeper than this are cut. It is ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
+"""A string, or a bracket outside of strings."""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -24,6 +24,7 @@ WINDOW_S: Final = 600.0
 SERIES_UPDATE_S: Final = 60.0
 """Shortest time between two writes of the count."""
 MAX_REMEMBERED_EVENTS: Final = 2000
+"""At most this many stored events are remembered, to count their repetitions."""
 NAMESPACE_ENDING_S: Final = 30.0
 """How long no events are written into a namespace that was being deleted.
 
@@ -35,6 +36,7 @@ MESSAGE_CHARACTERS: Final = 1024
 AT_ONCE: Final = 4
 """At most this many events are written at the same time."""
 MAX_WAITING_EVENTS: Final = 1000
+"""At most this many events wait for the API server."""
 MAX_EVENTS_PER_MINUTE: Final = 10
 """At most this many new events of one resource are recorded in a minute."""
 MINUTE_S: Final = 60.0

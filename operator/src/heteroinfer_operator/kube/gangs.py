@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 CHECK_EVERY_S: Final = 300.0
 """Time between two checks."""
 RETRY_FIRST_S: Final = 1.0
+"""First pause after a check without an answer, or after a cache failed. Each next pause is twice as long."""
 MAX_RETRY_S: Final = 30.0
-"""Longest pause after a check without an answer, or a failed task."""
+"""Longest such pause."""
 LISTED_S: Final = 20.0
 """The operator logs a warning if it has not listed the objects of a gang scheduler within this time."""
 

@@ -17,6 +17,7 @@ from heteroinfer_operator.stored_fields import version_number
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
+"""Interval of checks while the API server does not serve HeteroInference."""
 
 
 async def wait_for_resource(server: ApiServer) -> None:

@@ -23,6 +23,7 @@ from heteroinfer_operator.report_client import NO_ANSWER, ReportClient, is_reach
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 0.5
+"""Timeout for the leader of a Ready group, and for the pod that downloads the model."""
 UNREADY_TIMEOUT_S: Final = 0.2
 """Timeout for the leader of a group that is not Ready. A failing leader must not delay the decision."""
 REPORT_VALID_S: Final = 10.0
@@ -32,7 +33,7 @@ INVALID_REPORT_PAUSE_S: Final = 600.0
 FREQUENT_INTERVAL_S: Final = 1.0
 """Interval of requests to a leader that answered before and cannot be reached now, for FREQUENT_FOR_S."""
 FREQUENT_FOR_S: Final = 5.0
-"""After this time without a connection, a leader gets only one request in each REPORT_VALID_S again."""
+"""After this time without a connection, a leader again gets only one request in each REPORT_VALID_S."""
 TRIES_UNTIL_SILENT: Final = 3
 """Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
 TEST_EVERY_S: Final = 1.0

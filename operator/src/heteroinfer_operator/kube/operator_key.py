@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 DATA_KEY: Final = "key"
 RETRY_S: Final = 1.0
+"""Pause after another replica has written a Secret at the same time."""
 
 
 async def ensure_operator_key(server: ApiServer, namespace: str, name: str, former: str = "") -> bytes:

@@ -72,6 +72,7 @@ NAMESPACE_ENDS: Final = "NamespaceTerminating"
 """Cause of a refusal: the API server creates nothing in a namespace that is being deleted."""
 
 _OBJECT_STATUSES: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
+"""Statuses with which the API server always blames the object."""
 _QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
 """Message of a full quota: `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`.
 
@@ -84,6 +85,7 @@ _WEBHOOK_DENIES: Final = "denied the request"
 If a webhook fails, the message has `failed calling` instead.
 """
 _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
+"""Statuses from 400 that are not refusals: a conflict, and those of an API server that cannot answer now."""
 
 _MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""

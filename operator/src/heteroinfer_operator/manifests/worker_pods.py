@@ -36,6 +36,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 
 WORKER_COMMAND = "heteroinfer-worker"
 _STOP_SIGNAL_GRACE_S = 30
+"""Time in which a pod's processes must end after a stop signal. A worker pod first drains its requests."""
 _SHM = "shm"
 _SCRATCH = "scratch"
 _SCRATCH_LIMIT = "16Gi"
