@@ -129,12 +129,12 @@ async def test_a_pod_that_loses_its_label_during_a_leader_query_is_kept(
         await watched.cluster.run(before, [PatchStatus(status={"groups": [group]}, resource_version=version)])
         ask = watched.groups.observe
 
-        async def ask_and_lose_the_label(known: Sequence[PodRecord], *, anew: bool = False) -> Any:
+        async def ask_and_lose_the_label(known: Sequence[PodRecord], *, pods_unwatched: bool = False) -> Any:
             watched.groups.observe = ask  # type: ignore[method-assign]
             change = {"metadata": {"labels": {names.LABEL_RESOURCE: label}}}
             await server.merge(POD.path(namespace, "tiny-0-1-0"), change)
             await until("no watch shows it", lambda: not watched.cluster_state.pods(owner.key, owner.uid))
-            return await ask(known, anew=anew)
+            return await ask(known, pods_unwatched=pods_unwatched)
 
         watched.groups.observe = ask_and_lose_the_label  # type: ignore[assignment, method-assign]
         observation = await observe(watched, owner)

@@ -197,7 +197,7 @@ async def test_a_200_answer_without_a_report_is_ignored(leader: Leader, body: st
         for _ in range(2):
             assert await client.observe([pod(leader.port, ready=False)]) == {}
         (reported,) = client.take_invalid_reports(pod(leader.port).key)
-        assert reported.startswith("pod a: ignoring its invalid report: ")
+        assert reported.startswith("pod a: the operator ignores this pod's report, which is invalid: ")
         assert client.take_invalid_reports(pod(leader.port).key) == []
     finally:
         await client.close()

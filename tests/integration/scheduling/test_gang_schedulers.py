@@ -349,7 +349,8 @@ def delete_gang_objects(plane: Cluster, kind: str) -> None:
 async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
     """Waits until an operator works and has found the API of a gang scheduler."""
     await process.working()
-    await until("discovery", lambda: f"gang scheduler: {gang.value}" in process.said, PLACED_S)
+    found = f"gang scheduler {gang.value}: the cluster serves its API"
+    await until("discovery", lambda: found in process.said, PLACED_S)
 
 
 @pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)

@@ -268,7 +268,7 @@ def test_an_integer_is_a_quantity() -> None:
                 "app.kubernetes.io/managed-by, which the operator sets. Remove these keys"
             ),
         ),
-        ({"roles": [cpu()]}, "spec.model: required field is missing. Set it"),
+        ({"roles": [cpu()]}, "spec.model: required field is missing. Set this field"),
         (spec(replicas="2"), "spec.replicas: must be a valid integer (got '2')"),
         (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: must be 'CPU' or 'GPU' (got 'TPU')"),
     ],

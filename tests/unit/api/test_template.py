@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"automountServiceAccountToken": True}, "unknown field"),
     ({"hostNetwork": True}, "unknown field"),
     ({"resourceClaims": [{"name": "c"}]}, "either resourceClaimName or resourceClaimTemplateName"),
-    ({"dnsPolicy": "None"}, "if it is None, dnsConfig.nameservers must list servers"),
+    ({"dnsPolicy": "None"}, "must not be None unless dnsConfig.nameservers lists servers"),
     ({"dnsPolicy": "Default"}, "dnsPolicy"),
     ({"dnsConfig": {"nameservers": ["fe80::1%eth0"]}}, "each entry must be an IP address"),
     ({"dnsConfig": {"nameservers": ["10.0.0.010"]}}, "each entry must be an IP address"),

@@ -80,7 +80,7 @@ NO_SECRET_KEY = 'MountVolume.SetUp failed for volume "mine" : references non-exi
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ((MISSING,), "ConfigMap a does not exist in namespace default. Create it"),
+        ((MISSING,), "ConfigMap a does not exist in namespace default. Create this object"),
         ((TIMED_OUT, MISSING), "ConfigMap a does not exist"),
         (
             (event(1, "FailedMount", 'MountVolume.SetUp failed for volume "s" : secret "b" not found'),),

@@ -108,7 +108,7 @@ def cel_text(text: str) -> str:
 
 
 class Model(BaseModel):
-    """Base of the spec's models: frozen, camelCase, without unknown fields and without type coercion."""
+    """Base of the spec's models: frozen, camelCase, refuses unknown fields, and converts no types."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -143,11 +143,11 @@ class Model(BaseModel):
         """Yields the field and a message for each set of keys that several entries of a list have."""
         # The API server makes the same check because of x-kubernetes-list-map-keys.
         for name, alias, keys in _lists_with_keys(type(self)):
-            fields = [to_snake(key) for key in keys]
-            entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
-            for entry, count in entries.items():
+            attributes = [to_snake(key) for key in keys]
+            counts = Counter(tuple(getattr(item, key) for key in attributes) for item in getattr(self, name))
+            for values, count in counts.items():
                 if count > 1:
-                    keys_text, got = "/".join(keys), "/".join(map(str, entry))
+                    keys_text, got = "/".join(keys), "/".join(map(str, values))
                     problem = f"each {keys_text} must be unique (got {got} twice). Rename or remove one entry"
                     yield alias, problem
 
@@ -184,7 +184,7 @@ class Model(BaseModel):
         for name, alias, first_default in _first_defaults(type(self)):
             value = getattr(self, name)
             if value != first_default:
-                fields[alias] = _fields_changed_in(value) if _contains_models(value) else all_fields[alias]
+                fields[alias] = _dump_inner_fields(value) if _contains_models(value) else all_fields[alias]
         return fields
 
 
@@ -223,7 +223,7 @@ def _contains_models(value: object) -> bool:
     return bool(items) and all(isinstance(item, Model) for item in items)
 
 
-def _fields_changed_in(value: Any) -> Any:
+def _dump_inner_fields(value: Any) -> Any:
     """Returns `fields_unlike_first_default` of a model, or of each model of a list."""
     if isinstance(value, Model):
         return value.fields_unlike_first_default()
@@ -250,11 +250,11 @@ class When(StrEnum):
 
 def _integer_to_text(value: object) -> object:
     """Returns an integer as text; any other value stays the same."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # in Python, a bool is an int
         return value
     # A float counts as an integer if it is whole, because the API server accepts 2.0 as the integer 2.
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, by the line above
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return str(int(value)) if is_whole else value  # type: ignore[call-overload]  # a number, by the line above
 
 
 _EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -262,7 +262,7 @@ _LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
 def _to_whole_seconds(value: datetime) -> datetime:
-    """Returns a time in UTC and whole seconds, within bounds so that adding a duration never overflows."""
+    """Returns a time in UTC and whole seconds, limited so that the sum with a duration never overflows."""
     if value.tzinfo is None:
         raise ValueError("must have a time zone, such as Z for UTC")
     # The bounds apply before the conversion to UTC, which fails for a time of year 1 or 9999 in some zones.
@@ -324,6 +324,8 @@ def duration_rule(name: str, attribute: str, *, least: str, most: str) -> Valida
     Args:
         name: name of the field in the resource.
         attribute: name of the field in Python.
+        least: smallest valid duration.
+        most: largest valid duration.
     """
     least_s, most_s = quantity.parse_duration_s(least), quantity.parse_duration_s(most)
 

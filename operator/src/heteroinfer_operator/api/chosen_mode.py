@@ -46,21 +46,20 @@ class ChosenMode(Model):
         Mode FeedForward may add feed-forward ranks to the role of the GPU. Other modes remove the
         feed-forward ranks of every role.
         """
-        with_feed_forward = [role for role in spec.roles if role.feed_forward is not None]
-        gpus = [role for role in spec.roles if role.device is Device.GPU]
+        feed_forward_roles = [role for role in spec.roles if role.feed_forward is not None]
+        gpu_roles = [role for role in spec.roles if role.device is Device.GPU]
         if self.keeps_cpu_pods:
             yield from spec.roles
-            return
-        if self.mode is Mode.FEED_FORWARD:
-            for role in with_feed_forward or gpus:
+        elif self.mode is Mode.FEED_FORWARD:
+            for role in feed_forward_roles or gpu_roles:
                 yield role.changed(feed_forward=self.feed_forward or role.feed_forward)
-            return
-        for role in gpus if self.gpu_only else spec.roles:
-            yield role.changed(feed_forward=None)
+        else:
+            for role in gpu_roles if self.gpu_only else spec.roles:
+                yield role.changed(feed_forward=None)
 
 
 def read_chosen_mode(raw: Any) -> ChosenMode | None:
-    """Returns the mode in a stored record; None if the record has none that this version can read."""
+    """Returns the mode in a stored record, or None if this version cannot read the mode."""
     try:
         return ChosenMode.model_validate(raw, strict=False)
     except ValidationError:
@@ -73,18 +72,18 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
     Returns:
         The modes, and the reason why FeedForward is not among them, or "".
     """
-    gpus = [role for role in spec.roles if role.device is Device.GPU]
-    cpus = [role for role in spec.roles if role.device is Device.CPU]
+    gpu_roles = [role for role in spec.roles if role.device is Device.GPU]
+    cpu_roles = [role for role in spec.roles if role.device is Device.CPU]
     has_feed_forward = any(role.feed_forward is not None for role in spec.roles)
-    num_gpus = sum(role.num_ranks for role in gpus)
+    num_gpus = sum(role.num_ranks for role in gpu_roles)
     modes = []
-    if gpus and (cpus or has_feed_forward):
+    if gpu_roles and (cpu_roles or has_feed_forward):
         modes.append(ChosenMode(mode=Mode.PIPELINE, gpu_only=True))
         if num_gpus > 1:
             modes.append(ChosenMode(mode=Mode.TENSOR, gpu_only=True))
-    feed_forward, no_feed_forward = None, ""
+    feed_forward, why_no_feed_forward = None, ""
     if not has_feed_forward:
-        feed_forward, no_feed_forward = _build_feed_forward(gpus, cpus)
+        feed_forward, why_no_feed_forward = _build_feed_forward(gpu_roles, cpu_roles)
     if has_feed_forward or feed_forward is not None:
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
     # In mode FeedForward with CPU pods, these roles have the ranks with attention, and the pods of all other
@@ -92,32 +91,33 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
     attention_roles = [r for r in spec.roles if r.device is Device.GPU or r.feed_forward is not None]
     if sum(role.num_ranks for role in attention_roles) == 1 and len(attention_roles) < len(spec.roles):
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
-    if cpus or not modes:
+    if cpu_roles or not modes:
         modes.append(ChosenMode(mode=Mode.PIPELINE))
         if spec.world_size > 1:
             modes.append(ChosenMode(mode=Mode.TENSOR))
-    return tuple(modes), no_feed_forward
+    return tuple(modes), why_no_feed_forward
 
 
 def _build_feed_forward(
-    gpus: Sequence[RoleSpec], cpus: Sequence[RoleSpec]
+    gpu_roles: Sequence[RoleSpec], cpu_roles: Sequence[RoleSpec]
 ) -> tuple[FeedForwardSpec | None, str]:
     """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason.
 
     There are at least as many ranks as the CPU roles have, and an equal number for each GPU.
     """
-    pods = sum(role.pods for role in gpus)
+    pods = sum(role.pods for role in gpu_roles)
     if pods != 1:
         return None, f"needs all GPUs in one pod (the roles have {pods} GPU pods)"
-    if not cpus:
+    if not cpu_roles:
         return None, "needs CPUs and memory in the GPU's pod (no role offers any)"
-    num_gpus = gpus[0].ranks_per_pod
-    ranks = -(-sum(role.num_ranks for role in cpus) // num_gpus) * num_gpus
+    num_gpus = gpu_roles[0].ranks_per_pod
+    ranks_per_gpu = -(-sum(role.num_ranks for role in cpu_roles) // num_gpus)  # rounded up
+    ranks = ranks_per_gpu * num_gpus
     if num_gpus + ranks > MAX_RANKS_PER_POD:
-        most = MAX_RANKS_PER_POD - num_gpus
-        return None, f"supports at most {most} CPU ranks in the GPU's pod (got {ranks})"
+        max_ranks = MAX_RANKS_PER_POD - num_gpus
+        return None, f"supports at most {max_ranks} CPU ranks in the GPU's pod (got {ranks})"
     total = {"cpu": Fraction(0), "memory": Fraction(0)}
-    for role in cpus:
+    for role in cpu_roles:
         for name in total:
             role_amount = _find_amount(role, name)
             if role_amount is None:
@@ -146,10 +146,12 @@ def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> C
     """Returns the candidate mode that a stored plan has, or None if no candidate matches.
 
     Args:
-        roles: roles of the plan's ranks.
+        roles: names of the roles of the plan's ranks.
         mode: mode of the plan.
     """
-    for candidate in candidate_modes(spec)[0]:
-        if candidate.mode is mode and {role.name for role in candidate.apply_to(spec).roles} == set(roles):
+    candidates, _ = candidate_modes(spec)
+    for candidate in candidates:
+        used_roles = {role.name for role in candidate.apply_to(spec).roles}
+        if candidate.mode is mode and used_roles == set(roles):
             return candidate
     return None

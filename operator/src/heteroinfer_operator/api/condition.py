@@ -20,7 +20,8 @@ _MAX_REASON: Final = 128
 MAX_CONDITIONS: Final = 64
 _MAX_OTHER_BYTES: Final = 64 * 1024
 """Maximum bytes of types, reasons and messages that the operator keeps of other controllers' conditions. The
-schema allows 2 MiB, but etcd refuses an object of 1.5 MiB: the operator could then write no status."""
+schema allows 2 MiB of conditions, but etcd refuses an object of 1.5 MiB, so the operator could not write such
+a status."""
 
 
 UNREADABLE: Final = "Unreadable"
@@ -96,8 +97,10 @@ def merge_conditions(
     """
     current_by_type = {condition.type: condition for condition in current}
     wanted = tuple(wanted)
-    types = {*ConditionType, *(condition.type for condition in wanted)}
-    other_conditions = [condition for condition in current_by_type.values() if condition.type not in types]
+    own_types = {*ConditionType, *(condition.type for condition in wanted)}
+    other_conditions = [
+        condition for condition in current_by_type.values() if condition.type not in own_types
+    ]
 
     def transition_time(condition: Condition) -> datetime:
         """Returns the time of the last change of the condition's status, which may be now."""

@@ -93,8 +93,8 @@ def build_schema() -> dict[str, Any]:
         apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
     )
     schema["required"] = ["spec"]
-    # A new resource gets a status with observedGeneration -1: kstatus would regard a resource without a
-    # status as finished.
+    # A new resource gets a status with observedGeneration -1: tools that use kstatus, such as Flux,
+    # would regard a resource without a status as finished.
     schema["properties"]["status"]["default"] = {}
     return schema
 
@@ -116,12 +116,13 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
     if isinstance(resolved.get("additionalProperties"), Mapping):
         result["additionalProperties"] = _structural(resolved["additionalProperties"], definitions)
     default = resolved.get("default")
-    if "properties" in resolved and "default" in resolved and default is not None:
+    is_object = "properties" in resolved
+    if is_object and default is not None:
         result["default"] = {}  # the API server adds the defaults of the fields to this object
     elif default not in (None, [], ""):
         result["default"] = default
     _add_derived_keywords(result)
-    if resolved.get("x-kubernetes-int-or-string"):
+    if resolved.get("x-kubernetes-int-or-string"):  # a quantity, which may be a number or a text
         del result["type"]
         result |= {"minimum": 0, "maximum": 10**15 - 1}  # as many digits as the pattern allows
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
@@ -129,7 +130,10 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
 
 
 def _add_derived_keywords(schema: dict[str, Any]) -> None:
-    """Completes a schema: adds the default to its description, the format of a number, the type of a list."""
+    """Adds the keywords that follow from others: the format of a number, and how a list is merged.
+
+    Also adds the default to the description.
+    """
     if "description" in schema:
         schema["description"] = _describe_with_default(schema)
     match schema.get("type"):
@@ -151,16 +155,16 @@ def _describe_with_default(schema: Mapping[str, Any]) -> str:
 
 
 def _resolve_reference(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema with the definition in place of a reference to it, and without the option null."""
+    """Returns a schema with definitions in place of references to them, and without the option null."""
     node = dict(raw)
-    while True:
+    while True:  # a definition may be a reference, too
         if "$ref" in node:
             target = definitions[node.pop("$ref").rsplit("/", 1)[1]]
         elif "anyOf" in node:
             (target,) = (option for option in node.pop("anyOf") if option != {"type": "null"})
         else:
             return node
-        node = {**target, **node}
+        node = {**target, **node}  # the field's own keywords override those of the definition
 
 
 def _build_columns() -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from heteroinfer_operator.api.base import (
     ByteSize,
     Duration,
     Model,
-    ObjectName,
     Port,
     ValidationRule,
     When,
@@ -18,8 +17,8 @@ from heteroinfer_operator.api.base import (
     duration_rule,
     map_list,
 )
-from heteroinfer_operator.api.env_vars import EnvVar
-from heteroinfer_operator.api.pod_fields import Image, KeyOfObject
+from heteroinfer_operator.api.env_vars import ConfigMapKey, EnvVar
+from heteroinfer_operator.api.pod_fields import Image
 
 
 class DType(StrEnum):
@@ -38,15 +37,6 @@ def _normalize_auto(dtype: DType) -> DType:
     return DType.AUTO if dtype is DType.CAPITAL_AUTO else dtype
 
 
-class ConfigMapKey(Model):
-    """A key of a ConfigMap of the same namespace."""
-
-    name: ObjectName
-    """Name of the ConfigMap."""
-    key: KeyOfObject
-    """Key in the ConfigMap."""
-
-
 class EngineFile(Model):
     """A small file in every worker, such as a chat template or a tool parser."""
 
@@ -57,9 +47,9 @@ class EngineFile(Model):
 
 
 def _missing_file(engine: "EngineSpec") -> str:
-    """Returns the first argument with a path in the files' folder that is none of `files`, or ""."""
-    files = tuple(f"{_FOLDER}{file.name}" for file in engine.files)
-    return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(files)), "")
+    """Returns the first argument that names a file in FILES_MOUNT that `engine.files` lacks, or ""."""
+    known_paths = tuple(f"{_FOLDER}{file.name}" for file in engine.files)
+    return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(known_paths)), "")
 
 
 _FOLDER: Final = f"{names.FILES_MOUNT}/"
@@ -118,6 +108,6 @@ class EngineSpec(Model):
     eager: When = When.AUTO
     """Controls whether vLLM runs without CUDA graphs and torch.compile. Auto: CPU ranks run without them. GPU
     ranks run with them, unless GPU and CPU ranks split the same layers. Always: all ranks run without them.
-    Never: CPU ranks use torch.compile, too; GPU ranks as with Auto."""
+    Never: CPU ranks use torch.compile, too; GPU ranks run as with Auto."""
     shm_size: ByteSize = "8Gi"
-    """Size of /dev/shm in each pod. It counts as memory of the pod."""
+    """Size of /dev/shm in each pod. The content of /dev/shm counts as memory of the pod."""

@@ -22,6 +22,24 @@ class KeyReference(Model):
     """Key in the Secret or ConfigMap."""
 
 
+class ConfigMapKey(KeyReference):
+    """A key of a ConfigMap of the same namespace."""
+
+    name: ObjectName
+    """Name of the ConfigMap."""
+    key: KeyOfObject
+    """Key in the ConfigMap."""
+
+
+class SecretKey(KeyReference):
+    """A key of a Secret of the same namespace."""
+
+    name: ObjectName
+    """Name of the Secret."""
+    key: KeyOfObject
+    """Key in the Secret."""
+
+
 class EnvSource(Model):
     """Source of a variable's value: exactly one of the fields."""
 
@@ -33,9 +51,9 @@ class EnvSource(Model):
         ),
     )
 
-    secret_key_ref: KeyReference | None = None
+    secret_key_ref: SecretKey | None = None
     """Key of a Secret with the value."""
-    config_map_key_ref: KeyReference | None = None
+    config_map_key_ref: ConfigMapKey | None = None
     """Key of a ConfigMap with the value."""
 
 

@@ -20,19 +20,19 @@ class LabelOperator(StrEnum):
 
 def values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
     """Returns the rules that `values` is set for the operators `with_values`, and empty for the others."""
-    listed = f"[{', '.join(map(cel_text, with_values))}]"
+    with_values_cel = f"[{', '.join(map(cel_text, with_values))}]"
     return (
         ValidationRule(
             field="values",
             reason=RuleReason.REQUIRED,
-            cel=f"!(self.operator in {listed}) || (has(self.values) && self.values.size() > 0)",
+            cel=f"!(self.operator in {with_values_cel}) || (has(self.values) && self.values.size() > 0)",
             message=f"must have at least one entry for operator {' or '.join(with_values)}",
             holds=lambda term: term.operator not in with_values or bool(term.values),
         ),
         ValidationRule(
             field="values",
             reason=RuleReason.FORBIDDEN,
-            cel=f"self.operator in {listed} || !has(self.values) || self.values.size() == 0",
+            cel=f"self.operator in {with_values_cel} || !has(self.values) || self.values.size() == 0",
             message="must be empty for operator Exists or DoesNotExist",
             holds=lambda term: term.operator in with_values or not term.values,
         ),
@@ -47,8 +47,8 @@ class LabelRequirement(Model):
     key: LabelKey
     """Key of the label."""
     operator: LabelOperator
-    """Relation between the label and values. In: the label has one of the values. NotIn: it has none of them.
-    Exists: the object has the label. DoesNotExist: the object lacks it."""
+    """Relation between the label and values. In: the label has one of the values. NotIn: the label has none
+    of the values. Exists: the object has the label. DoesNotExist: the object lacks the label."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
     """Values for operator In or NotIn. Default: none."""
 

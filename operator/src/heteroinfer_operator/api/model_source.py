@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, RuleReason, ValidationRule, cel_text
-from heteroinfer_operator.api.env_vars import KeyReference
+from heteroinfer_operator.api.env_vars import ConfigMapKey, SecretKey
 from heteroinfer_operator.api.pod_fields import ClassName, KeyOfObject
 from heteroinfer_operator.api.role import Resources
 from heteroinfer_operator.quantity import parse_quantity
@@ -52,9 +52,9 @@ class CaBundle(Model):
         ),
     )
 
-    config_map_key_ref: KeyReference | None = None
+    config_map_key_ref: ConfigMapKey | None = None
     """Key of a ConfigMap with the certificates."""
-    secret_key_ref: KeyReference | None = None
+    secret_key_ref: SecretKey | None = None
     """Key of a Secret with the certificates."""
 
 
@@ -97,8 +97,7 @@ class ModelCache(Model):
     access_mode: AccessMode | None = None
     """Access mode of the claim that the operator creates. ReadWriteMany: pods of several nodes can mount it.
     ReadWriteOnce: pods of one node can mount it. ReadWriteOncePod: a single pod can mount it. ReadOnlyMany:
-        pods
-    of several nodes can mount it read-only. Default: ReadWriteMany."""
+    pods of several nodes can mount it read-only. Default: ReadWriteMany."""
     keep: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Number of the model's newest commits to keep in the cache, in addition to the commits in use. A
     download removes all other commits. 0: downloads remove no commit. Default: 2 in a claim that the operator

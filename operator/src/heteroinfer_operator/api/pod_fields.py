@@ -28,46 +28,48 @@ MAX_KEY_LENGTH: Final = 317
 _MAX_PREFIX_LENGTH: Final = 253
 
 
-def _pattern_settings(pattern: str, *, most: int) -> Any:
+def _pattern_settings(pattern: str, *, max_length: int) -> Any:
     """Returns the settings of a text field with a pattern, which stored resources need not match.
 
     Args:
-        most: maximum number of characters of the text.
+        max_length: maximum number of characters of the text.
     """
 
     def check(value: str, info: ValidationInfo) -> str:
-        """Raises an error if a new value does not match the pattern; stored values are not checked."""
+        """Raises an error if a new value does not match the pattern. Does not check a stored value."""
         if info.context != AS_STORED and re.fullmatch(pattern, value) is None:
             message = f"must match the pattern {pattern}, as in a Pod"
             raise PydanticCustomError("pattern", "{message}", {"message": message})
         return value
 
     extra: dict[str, Any] = {"pattern": f"^({pattern})$"}
-    return Field(max_length=most, json_schema_extra=extra), AfterValidator(check)
+    return Field(max_length=max_length, json_schema_extra=extra), AfterValidator(check)
 
 
-LabelKey = Annotated[str, *_pattern_settings(LABEL_KEY, most=MAX_KEY_LENGTH)]
+LabelKey = Annotated[str, *_pattern_settings(LABEL_KEY, max_length=MAX_KEY_LENGTH)]
 """Key of a label, as the value of a field. `label_keys_rule` checks keys of maps."""
-LabelKeyOrNone = Annotated[str, *_pattern_settings(f"({LABEL_KEY})?", most=MAX_KEY_LENGTH)]
-LabelValue = Annotated[str, *_pattern_settings(LABEL_VALUE, most=63)]
+LabelKeyOrNone = Annotated[str, *_pattern_settings(f"({LABEL_KEY})?", max_length=MAX_KEY_LENGTH)]
+LabelValue = Annotated[str, *_pattern_settings(LABEL_VALUE, max_length=63)]
 Labels = Annotated[dict[str, LabelValue], Field(max_length=32)]
-NamespaceName = Annotated[str, *_pattern_settings(_DNS_LABEL, most=63)]
-ClassName = Annotated[str, *_pattern_settings(SUBDOMAIN, most=253)]
+NamespaceName = Annotated[str, *_pattern_settings(_DNS_LABEL, max_length=63)]
+ClassName = Annotated[str, *_pattern_settings(SUBDOMAIN, max_length=253)]
 """Name of a RuntimeClass or StorageClass."""
-ClassNameOrNone = Annotated[str, *_pattern_settings(f"({SUBDOMAIN})?", most=253)]
+ClassNameOrNone = Annotated[str, *_pattern_settings(f"({SUBDOMAIN})?", max_length=253)]
 """Name of a PriorityClass, or ""."""
 OperatorClass = NamespaceName
 """Class of the operator that serves a resource: a DNS label."""
-QueueName = Annotated[str, *_pattern_settings(LABEL_VALUE, most=253)]
+QueueName = Annotated[str, *_pattern_settings(LABEL_VALUE, max_length=253)]
 """Name of a queue, which becomes a label value of the pods, or ""."""
-KeyOfObject = Annotated[str, *_pattern_settings("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", most=253)]
+KeyOfObject = Annotated[str, *_pattern_settings("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", max_length=253)]
 """Key of a Secret or a ConfigMap."""
-Image = Annotated[str, *_pattern_settings("[!-~]+", most=512)]
+Image = Annotated[str, *_pattern_settings("[!-~]+", max_length=512)]
 """Reference of a container image, without spaces."""
 
 
 def keys_rule(name: str, attribute: str, message: str, pattern: str) -> ValidationRule:
     """Returns the rule that all keys of a map match a pattern, which a structural schema cannot express.
+
+    The message contains the first invalid key.
 
     Args:
         name: name of the field in the resource.
@@ -75,7 +77,7 @@ def keys_rule(name: str, attribute: str, message: str, pattern: str) -> Validati
         message: requirement on the keys.
         pattern: pattern without anchors.
     """
-    is_valid = (
+    is_valid_cel = (
         f"k.size() <= {MAX_KEY_LENGTH} && k.indexOf('/') <= {_MAX_PREFIX_LENGTH} "
         f"&& k.matches({cel_text(f'^({pattern})$')})"
     )
@@ -85,12 +87,12 @@ def keys_rule(name: str, attribute: str, message: str, pattern: str) -> Validati
 
     return ValidationRule(
         field=name,
-        cel=f"!has(self.{name}) || self.{name}.all(k, {is_valid})",
+        cel=f"!has(self.{name}) || self.{name}.all(k, {is_valid_cel})",
         holds=lambda model: not invalid_keys(model),
         message=message,
         fix="Change or remove the key",
         got="%s",
-        got_cel=(f"self.{name}.filter(k, !({is_valid}))[0]",),
+        got_cel=(f"self.{name}.filter(k, !({is_valid_cel}))[0]",),
         got_values=lambda model: (invalid_keys(model)[0],),
     )
 
@@ -108,7 +110,7 @@ def label_keys_rule(name: str, attribute: str) -> ValidationRule:
 def annotation_keys_rule(name: str, attribute: str) -> ValidationRule:
     """Returns the rule that the keys of a map must be valid keys of annotations.
 
-    Their prefix may have capitals, unlike the prefix of a label's key.
+    The prefix of an annotation's key may have capitals, unlike the prefix of a label's key.
     """
     return keys_rule(name, attribute, _KEY_MESSAGE, _ANNOTATION_KEY)
 

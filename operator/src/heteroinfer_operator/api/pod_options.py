@@ -34,7 +34,7 @@ class TemplateSecurityContext(Model):
     """Group id of the files in volumes, if the volume's driver supports it. Default: from the chart's
     workerPods.podSecurityContext."""
     fs_group_change_policy: GroupChangePolicy | None = None
-    """When the node changes the group of the files in a volume. Always: each time it mounts the volume.
+    """When the node changes the group of the files in a volume. Always: each time the node mounts the volume.
     OnRootMismatch: only if the volume's root folder has another group. Default: from the chart's
     workerPods.podSecurityContext."""
     supplemental_groups: Annotated[tuple[Id, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None = (

@@ -138,8 +138,8 @@ class EmptyDirVolume(Model):
     """A folder that is empty when the pod starts."""
 
     medium: Medium | None = None
-    """Storage of the folder. Memory: a file system in memory, which counts as memory of the pod; the plan
-    does not subtract it. Default: the node's disk."""
+    """Storage of the folder. Memory: a file system in memory. Its files count as memory of the pod, but the
+    plan does not reserve memory for the files. Default: the node's disk."""
     size_limit: ByteSize | None = None
     """Size limit of the folder. A pod that writes more is evicted. Default: none."""
 
@@ -151,7 +151,8 @@ class ImageVolume(Model):
     """Reference of the image, as for a container."""
     pull_policy: PullPolicy | None = None
     """When the node pulls the image. Always: before each mount. IfNotPresent: if the node lacks the image.
-    Never: the node must have it already. Default: Always for the tag latest, otherwise IfNotPresent."""
+    Never: the node must have the image already. Default: Always for the tag latest, otherwise
+    IfNotPresent."""
 
 
 class ClaimVolume(Model):

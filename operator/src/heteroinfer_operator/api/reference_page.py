@@ -23,7 +23,8 @@ A *quantity* is a Kubernetes quantity such as `80Gi`, `500m` or `2`. A *duration
 
 A default in `code` is a value that the field gets. Other defaults are descriptions; *none* means that nothing
 is set. A field that is *immutable* keeps the value with which the resource was created. *Rules* are checks
-(CEL) that concern several fields or need a computation. The API server makes them at apply.
+(CEL) that concern several fields or need a computation. The API server makes these checks when you apply a
+resource.
 """
 _INT32_MAX: Final = 2**31 - 1
 _DEFAULT: Final = re.compile(r" ?Default: (.*)[.]$", re.S)
@@ -40,7 +41,8 @@ def render_page() -> str:
     for title, name in (("spec", "HeteroInferenceSpec"), ("status", "HeteroInferenceStatus")):
         sections.append(f"## {title}\n")
         sections += [
-            _render_section(each, definitions, above=title) for each in _reachable_types(name, definitions)
+            _render_section(type_name, definitions, above=title)
+            for type_name in _reachable_types(name, definitions)
         ]
     return "\n".join(sections)
 
@@ -50,7 +52,7 @@ def _reachable_types(first: str, definitions: Mapping[str, Any]) -> list[str]:
     names: list[str] = []
 
     def visit(name: str) -> None:
-        """Adds a type and the types of its fields, unless it is already in the list."""
+        """Adds a type and the types of its fields, unless the list has the type already."""
         if name in names or "properties" not in definitions[name]:
             return
         names.append(name)
@@ -93,8 +95,9 @@ def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) ->
         "|---|---|---|---|" if above == "spec" else "|---|---|---|",
     ]
     for field, node in schema["properties"].items():
-        referenced = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
-        node_with_description = {"description": referenced.get("description", ""), **node}
+        # A field without a description of its own gets the description of its type.
+        type_schema = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
+        node_with_description = {"description": type_schema.get("description", ""), **node}
         default, meaning = _default_and_meaning(node_with_description, is_required=field in required)
         cells = [
             f"`{field}`",
@@ -115,20 +118,25 @@ def _describe_rule(rule: Mapping[str, str]) -> str:
 
 
 def _default_and_meaning(node: Mapping[str, Any], *, is_required: bool) -> tuple[str, str]:
-    """Returns the default and the description of a field, for the cells of the table."""
+    """Returns the default and the meaning of a field, for the cells of the table.
+
+    A default that the description states ("Default: ...") takes precedence over the default of the schema.
+    The meaning is the description without this statement.
+    """
     meaning = _join_lines(node["description"])
     stated_default = _DEFAULT.search(meaning)
     if stated_default is not None:
         meaning = meaning[: stated_default.start()]
-    default = node.get("default")
     if is_required:
         return "required", meaning
     if stated_default is not None:
-        value = stated_default[1]
-        return f"`{value}`" if _VALUE.fullmatch(value) else value, meaning
-    if default in (None, [], "") or isinstance(default, dict):
+        text = stated_default[1]
+        return f"`{text}`" if _VALUE.fullmatch(text) else text, meaning
+    value = node.get("default")
+    is_empty_or_object = value in (None, [], "") or isinstance(value, dict)
+    if is_empty_or_object:
         return "", meaning
-    return f"`{default if isinstance(default, str) else json.dumps(default)}`", meaning
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`", meaning
 
 
 def _describe_type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -153,7 +161,7 @@ def _describe_enum(values: Iterable[str]) -> str:
 
 
 def _describe_scalar(node: Mapping[str, Any]) -> str:
-    """Returns the type of a field without sub-fields in words."""
+    """Returns in words the type of a field that has no fields of its own."""
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
     if node.get("pattern") == quantity.DURATION_PATTERN:
@@ -168,10 +176,10 @@ def _describe_scalar(node: Mapping[str, Any]) -> str:
 
 
 def _without_null(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a schema without the option null."""
+    """Returns the schema of a field's value if the field is set."""
     if "anyOf" not in node:
         return node
-    (option,) = (each for each in node["anyOf"] if each != {"type": "null"})
+    (option,) = (option for option in node["anyOf"] if option != {"type": "null"})
     return dict(option)
 
 

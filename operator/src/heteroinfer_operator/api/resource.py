@@ -135,11 +135,11 @@ def _check_spec_length(spec: Mapping[str, Any]) -> None:
         return
     length_by_part = {name: _json_length(part) for name, part in spec.items() if name != "roles"}
     length_by_part |= {f"roles[{i}]": _json_length(role) for i, role in enumerate(spec["roles"])}
-    longest = max(length_by_part, key=lambda name: length_by_part[name])
+    longest_part = max(length_by_part, key=lambda name: length_by_part[name])
     problem = (
-        f"spec: must be at most {MAX_SPEC_LENGTH // 1024} KiB of JSON, because pods and ConfigMaps hold it "
-        f"and the API server stores no larger objects (got {spec_length // 1024} KiB, including "
-        f"{length_by_part[longest] // 1024} KiB in {longest}). Shorten the spec"
+        f"spec: must be at most {MAX_SPEC_LENGTH // 1024} KiB of JSON, because pods and ConfigMaps contain "
+        f"the spec, and the API server stores no larger objects (got {spec_length // 1024} KiB, including "
+        f"{length_by_part[longest_part] // 1024} KiB in {longest_part}). Shorten {longest_part}"
     )
     raise SpecError([problem])
 
@@ -169,18 +169,19 @@ def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
 def parse_lifecycle(raw: Mapping[str, Any]) -> LifecycleSpec:
     """Returns the fields of a spec that start, stop and replace groups, even if other fields are invalid.
 
-    A field that cannot be read gets its default.
+    A field that cannot be read gets its default. But if `replicas` is set and cannot be read, the number of
+    groups is unknown (None), not 1.
     """
-    life = _parse_stored(LifecycleSpec, raw)
-    # None stays if replicas is set but unreadable: then the number of groups is unknown, not 1.
-    return life if raw.get("replicas") is not None else life.changed(replicas=1)
+    lifecycle = _parse_stored(LifecycleSpec, raw)
+    is_replicas_set = raw.get("replicas") is not None
+    return lifecycle if is_replicas_set else lifecycle.changed(replicas=1)
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     """Returns the status from a resource's `status`; an empty status if there is none.
 
-    A value that another version wrote, or that is damaged, may be unreadable. Then only this value is
-    dropped: the field, or the whole list entry if it is a required field of the entry.
+    A value that another version wrote, or that is damaged, may be unreadable. Then only the field with this
+    value is dropped, or the list entry that contains the field if the entry requires the field.
     """
     return _parse_stored(HeteroInferenceStatus, raw or {})
 
@@ -188,8 +189,8 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
 def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
     """Returns a status as JSON values that the schema accepts, and the problems of dropped values.
 
-    `changed(...)` sets fields without validation. A value that the schema would refuse is dropped, because
-    the API server would refuse the whole status again and again.
+    `changed(...)` sets fields without validation, so a status may have a value that the schema refuses. Such
+    a value is dropped, because otherwise the API server would refuse the whole status again and again.
 
     Returns:
         The values, and the problems of the dropped values; "" if there are none.
@@ -253,18 +254,21 @@ def _has_part(value: Any, part: str | int) -> bool:
 
 
 def _removal_order(path: Sequence[str | int]) -> tuple[Any, ...]:
-    """Sort key that removes later list entries and inner values first, so that other paths stay valid."""
+    """Returns the sort key with which later entries of a list are removed before earlier entries.
+
+    So the indexes in the other paths stay valid.
+    """
     return tuple((-part, "") if isinstance(part, int) else (0, part) for part in path)
 
 
 def _remove(value: Any, path: Sequence[str | int]) -> None:
-    """Deletes the value at a path, unless it is already gone."""
-    *outer, last = path
-    for part in outer:
+    """Deletes the part of a value at a path, unless an outer part was removed already."""
+    *outer_parts, last_part = path
+    for part in outer_parts:
         if not _has_part(value, part):
-            return  # the parent was removed already
+            return
         value = value[part]
-    del value[last]
+    del value[last_part]
 
 
 def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:
@@ -285,7 +289,7 @@ def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:
     """Returns requests and limits of a container.
 
     Raises:
-        SpecError: they are invalid; the message starts with `where`.
+        SpecError: a value is invalid; the message starts with `where`.
     """
     return _parse(Resources, raw, where)
 
@@ -347,16 +351,16 @@ def _find_model(annotation: object) -> type[Model] | None:
 
 
 def _find_causes(error: ValidationError) -> list[Any]:
-    """Returns the problems of an error without those that only follow from others.
+    """Returns the problems of an error, without problems of a value that contains a value with a problem.
 
-    pydantic also reports a list with an invalid item as too short.
+    Otherwise a list with an invalid item would also be reported as too short.
     """
     problems = error.errors()
 
     def has_inner_problem(outer: tuple[str | int, ...]) -> bool:
-        """Reports whether another problem is at a location inside this one."""
-        inner_locations = (problem["loc"] for problem in problems if len(problem["loc"]) > len(outer))
-        return any(location[: len(outer)] == outer for location in inner_locations)
+        """Reports whether another problem is at a location inside the location `outer`."""
+        longer_locations = (problem["loc"] for problem in problems if len(problem["loc"]) > len(outer))
+        return any(location[: len(outer)] == outer for location in longer_locations)
 
     return [problem for problem in problems if not has_inner_problem(problem["loc"])]
 
@@ -378,20 +382,25 @@ def _describe_problem(cls: type[Model], where: str, error: Mapping[str, Any]) ->
         fix = f"write {similar}" if similar else "correct its name (see `kubectl explain hinf.spec`)"
         yield f"{path}: unknown field. Remove the field, or {fix}"
     elif error["type"] == "missing":
-        yield f"{path}: required field is missing. Set it"
+        yield f"{path}: required field is missing. Set this field"
     else:
         got = "" if isinstance(error["input"], dict | list) else f" (got {error['input']!r})"
         yield f"{path or 'resource'}: {_translate_message(error)}{got}"
 
 
 def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str | None:
-    """Returns the field of a model whose name is most similar to that of an unknown field, or None."""
+    """Returns the field of a model whose name is most similar to that of an unknown field, or None.
+
+    Args:
+        location: path of the unknown field below the model `cls`.
+    """
+    *outer_parts, unknown_name = location
     model: type[Model] | None = cls
-    for part in location[:-1]:
-        if model is not None and isinstance(part, str):
+    for part in outer_parts:
+        if model is not None and isinstance(part, str):  # an index of a list leads to the same model
             model = _models_by_field(model).get(part)
-    fields = () if model is None else _models_by_field(model)
-    matches = difflib.get_close_matches(str(location[-1]), fields, n=1)
+    known_names = () if model is None else _models_by_field(model)
+    matches = difflib.get_close_matches(str(unknown_name), known_names, n=1)
     return matches[0] if matches else None
 
 

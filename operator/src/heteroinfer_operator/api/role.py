@@ -13,7 +13,7 @@ from heteroinfer_operator.quantity import exact_quantity
 
 MAX_PODS_PER_ROLE: Final = 64
 MAX_RANKS_PER_POD: Final = 16
-"""Includes feed-forward ranks."""
+"""Maximum number of ranks in a pod, including feed-forward ranks."""
 DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 
@@ -60,13 +60,14 @@ class FeedForwardSpec(Model):
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_POD)] = 1
     """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine. If the pod has
-    several GPUs, it must be a multiple of ranksPerPod: each GPU has an equal number of these ranks."""
+    several GPUs, this number must be a multiple of ranksPerPod: each GPU has an equal number of these
+    ranks."""
     cpu: ResourceQuantity
-    """CPU cores for each feed-forward rank. The operator adds them to the pod's requests, and to its CPU
-    limit if it has one."""
+    """CPU cores for each feed-forward rank. The operator adds these cores to the pod's requests, and to the
+    pod's CPU limit if the pod has such a limit."""
     memory: ByteSize
-    """Memory for each feed-forward rank. The operator adds it to the pod's requests, and to its memory limit
-    if it has one."""
+    """Memory for each feed-forward rank. The operator adds this memory to the pod's requests, and to the
+    pod's memory limit if the pod has such a limit."""
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of layers whose experts or MLPs these ranks compute. Default: the smallest number with which the
     rest of the model fits into the GPU's memory, or one more if the GPU then computes long prompts faster."""
@@ -128,8 +129,8 @@ class RoleSpec(Model):
         ]
         | None
     ) = None
-    """Number of layers of each stage of this role, in order. Set it in all roles or in none. Default: chosen
-    by the plan."""
+    """Number of layers of each stage of this role, in order. Set layers in all roles or in no role. Default:
+    chosen by the plan."""
     cpu_binding: CpuBinding = CpuBinding.AUTO
     """Binds the threads of CPU ranks to cores. If possible, all threads of a rank are on one NUMA node. Auto:
     bound if the pod's CPUs are exclusive (static CPU manager or cpuset). Always: bound, for nodes on which

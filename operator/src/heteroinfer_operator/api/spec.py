@@ -53,13 +53,13 @@ AUTO_MODE: Final = "Auto"
 def _auto_to_none(value: object) -> object:
     """Returns None for the value Auto; any other mode stays the same.
 
-    pydantic's own error for an unknown mode would not list Auto.
+    Raises the error for an unknown mode itself, because pydantic's own error would not list Auto.
     """
     modes = [AUTO_MODE, *(mode.value for mode in Mode)]
     if isinstance(value, str) and value not in modes:
-        quoted = [repr(mode) for mode in modes]
-        listed = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-        raise PydanticCustomError("enum", "must be {modes}", {"modes": listed})
+        quoted_modes = [repr(mode) for mode in modes]
+        choices = f"{', '.join(quoted_modes[:-1])} or {quoted_modes[-1]}"
+        raise PydanticCustomError("enum", "must be {modes}", {"modes": choices})
     return None if value == AUTO_MODE else value
 
 
@@ -76,10 +76,9 @@ class ParallelismSpec(Model):
     ] = None
     """How the model is divided. Pipeline: each stage holds whole layers. Tensor: the ranks split each layer.
     FeedForward: the GPU computes attention, and CPU ranks compute experts and MLPs. These CPU ranks are in
-        the
-    pod of the GPU (roles[].feedForward) or in the pods of CPU roles. Auto: the plan chooses the fastest of
-    these modes that fits, once for each revision of the spec. The chosen mode may leave CPU roles unused, or
-    move their CPUs and memory into the pod of the GPU. Default: Auto."""
+    the pod of the GPU (roles[].feedForward) or in the pods of CPU roles. Auto: the plan chooses the fastest
+    of these modes that fits, once for each revision of the spec. The chosen mode may leave CPU roles unused,
+    or move their CPUs and memory into the pod of the GPU. Default: Auto."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -108,8 +107,8 @@ class ShortageSpec(Model):
     """Reaction to missing GPUs. Wait: the group waits until enough GPUs are free. CPUOnly: the ranks of GPU
     roles compute on CPUs."""
     after: Duration = "10m"
-    """Time without enough GPUs before CPUOnly takes effect. Has no effect with action Wait. If no node can be
-    added, CPUOnly takes effect immediately."""
+    """Time without enough GPUs before CPUOnly takes effect. With action Wait, this time has no effect. If no
+    node can be added, CPUOnly takes effect immediately."""
 
 
 class LoadSpec(Model):
@@ -155,9 +154,9 @@ class NetworkSpec(Model):
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
     """TCP port of torch.distributed's store in the leader's pod."""
     heartbeat_timeout: Duration | None = None
-    """Time without a heartbeat after which a pod counts as lost. On busy machines the pods extend this time
-    themselves. Raise it if the network pauses for longer; the operator then also detects a lost pod later.
-    Default: 1500ms."""
+    """Time without a heartbeat after which a pod counts as lost. On busy machines, the pods extend this time
+    themselves. Raise the value if the network pauses for longer. With a higher value, a lost pod is detected
+    later. Default: 1500ms."""
 
 
 class StartupSpec(Model):
@@ -204,9 +203,9 @@ class SchedulingSpec(Model):
     """How the pods of a group are placed on nodes."""
 
     gang: When = When.AUTO
-    """Places the pods of a group all together or not at all. Auto: the cluster's gang scheduler places them
-    together. Without a gang scheduler, the operator creates no pod until all of them fit. Always:
-    only a gang scheduler may place them. Never: the operator creates all pods at the same time, and the
+    """Places the pods of a group all together or not at all. Auto: the cluster's gang scheduler places the
+    pods. Without a gang scheduler, the operator creates no pod until all pods of the group fit. Always: only
+    a gang scheduler may place the pods. Never: the operator creates all pods at the same time, and the
     scheduler places each pod on its own."""
     queue_name: QueueName = ""
     """Name of the Kueue or Volcano queue. Default: none."""
@@ -224,8 +223,8 @@ _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUT
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
 _HAS_ATTENTION_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
 """CEL expression: whether the ranks of a role compute attention in mode FeedForward. These are the ranks that
-ask feed-forward ranks."""
-_ASKING_CEL: Final = f"self.roles.filter(r, {_HAS_ATTENTION_CEL})"
+send asks to feed-forward ranks."""
+_ATTENTION_ROLES_CEL: Final = f"self.roles.filter(r, {_HAS_ATTENTION_CEL})"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
     names.DEFAULT_CONTROL_PORT,
@@ -237,7 +236,7 @@ _PORT_LIST: Final = f"{', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_POR
 
 
 def _tensor_divides_ranks_per_pod(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether each pod holds whole stages. True for modes Tensor and Auto.
+    """Reports whether each pod has all ranks of its stages. True for modes Tensor and Auto.
 
     In mode Tensor, which Auto may choose, a stage may have ranks in several pods.
     """
@@ -257,17 +256,17 @@ def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _has_one_asking_pod(spec: "HeteroInferenceSpec") -> bool:
+def _has_one_attention_pod(spec: "HeteroInferenceSpec") -> bool:
     """Reports whether a spec with mode FeedForward has one pod with attention. True for other modes."""
     if spec.parallelism.mode is not Mode.FEED_FORWARD:
         return True
     return len(spec.stage_roles) == 1 and spec.stage_roles[0].pods == 1
 
 
-def _tensor_is_asking_pod(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether parallelism.tensor allows that all ranks with attention are one stage.
+def _tensor_fits_attention_pod(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether parallelism.tensor is unset or the number of all ranks with attention.
 
-    True for modes other than FeedForward.
+    In mode FeedForward, these ranks are one stage, in one pod. True for other modes.
     """
     tensor = spec.parallelism.tensor
     if spec.parallelism.mode is not Mode.FEED_FORWARD or tensor is None:
@@ -275,22 +274,20 @@ def _tensor_is_asking_pod(spec: "HeteroInferenceSpec") -> bool:
     return all(tensor == role.ranks_per_pod for role in spec.stage_roles)
 
 
-def _asking_ranks_have_equal_helpers(spec: "HeteroInferenceSpec") -> bool:
-    """Reports whether each of several ranks with attention has as many feed-forward ranks, in the same pod.
+def _attention_ranks_have_equal_feed_forward(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether several ranks with attention have equal numbers of feed-forward ranks, all in one pod.
 
     True for one rank with attention, and for modes other than FeedForward.
     """
     if spec.parallelism.mode is not Mode.FEED_FORWARD:
         return True
-    return all(
-        role.ranks_per_pod == 1
-        or (
-            len(spec.roles) == 1
-            and role.feed_forward is not None
-            and role.feed_forward.ranks % role.ranks_per_pod == 0
-        )
-        for role in spec.stage_roles
-    )
+
+    def is_equal(role: RoleSpec) -> bool:
+        """Reports whether the feed-forward ranks of a role can be divided equally among its ranks."""
+        return role.feed_forward is not None and role.feed_forward.ranks % role.ranks_per_pod == 0
+
+    is_only_role = len(spec.roles) == 1
+    return all(role.ranks_per_pod == 1 or (is_only_role and is_equal(role)) for role in spec.stage_roles)
 
 
 def _mode_permits_feed_forward(spec: "HeteroInferenceSpec") -> bool:
@@ -350,12 +347,12 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ASKING_CEL}.size() == 1 "
-            f"&& {_ASKING_CEL}.all(r, r.pods == 1))",
+            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ATTENTION_ROLES_CEL}.size() == 1 "
+            f"&& {_ATTENTION_ROLES_CEL}.all(r, r.pods == 1))",
             message="mode FeedForward must have all GPUs in one pod: exactly one role must have device GPU "
             "or feedForward, with pods: 1",
             fix="Use one such role with pods: 1, or mode Pipeline for GPUs in several pods",
-            holds=_has_one_asking_pod,
+            holds=_has_one_attention_pod,
         ),
         ValidationRule(
             field="roles",
@@ -370,10 +367,10 @@ class HeteroInferenceSpec(Model):
         ),
         _tensor_rule(
             cel=f"{_MODE_CEL} != 'FeedForward' || !has(self.parallelism.tensor) "
-            f"|| {_ASKING_CEL}.all(r, self.parallelism.tensor == r.ranksPerPod)",
+            f"|| {_ATTENTION_ROLES_CEL}.all(r, self.parallelism.tensor == r.ranksPerPod)",
             message="in mode FeedForward, must be unset or equal to ranksPerPod of the role with the GPUs",
             fix="Remove parallelism.tensor",
-            holds=_tensor_is_asking_pod,
+            holds=_tensor_fits_attention_pod,
         ),
         ValidationRule(
             field="parallelism.pipeline",
@@ -390,14 +387,14 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} != 'FeedForward' || {_ASKING_CEL}.all(r, r.ranksPerPod == 1 "
+            cel=f"{_MODE_CEL} != 'FeedForward' || {_ATTENTION_ROLES_CEL}.all(r, r.ranksPerPod == 1 "
             "|| (self.roles.size() == 1 && has(r.feedForward) "
             "&& r.feedForward.ranks % r.ranksPerPod == 0))",
             message="in mode FeedForward with several GPUs, the GPU role must be the only role, and its "
             "feedForward.ranks must be a multiple of ranksPerPod",
             fix="Set feedForward.ranks to a multiple of ranksPerPod, and move the resources of CPU roles "
             "into feedForward",
-            holds=_asking_ranks_have_equal_helpers,
+            holds=_attention_ranks_have_equal_feed_forward,
         ),
         ValidationRule(
             field="roles",
@@ -509,10 +506,10 @@ class HeteroInferenceSpec(Model):
     )
 
     replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 1
-    """Number of groups. Each group is a copy of the model with its own pods. With 0, the operator
-    removes all pods, but still fetches and checks the model. To stop that too, set suspend."""
+    """Number of groups. Each group is a copy of the model with its own pods. With 0, the operator removes all
+    pods, but still downloads and checks the model. To stop the download, too, set suspend."""
     suspend: bool = False
-    """Stops the resource: the operator removes all pods and fetches nothing. The resource, its model cache
+    """Stops the resource: the operator removes all pods and downloads nothing. The resource, its model cache
     and the value of replicas stay. false starts the resource again."""
     operator_class: OperatorClass | None = None
     """Operator that serves the resource: the release with this `operatorClass` in its chart values. Cannot be
@@ -564,7 +561,7 @@ class HeteroInferenceSpec(Model):
 
     @property
     def stage_roles(self) -> tuple[RoleSpec, ...]:
-        """Roles whose ranks have attention; in mode FeedForward the ranks of other roles have none."""
+        """Roles whose ranks compute attention: all roles, except other CPU roles in mode FeedForward."""
         if self.parallelism.mode is not Mode.FEED_FORWARD:
             return self.roles
         return tuple(

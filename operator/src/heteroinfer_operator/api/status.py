@@ -33,8 +33,9 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 def _at_most(most: int) -> AfterValidator:
     """Returns a validator that refuses a stored number above `most`, when the operator reads the status.
 
-    Only another client can have written such a number. `Field(le=most)` would lower the `maximum` in the CRD,
-    and the API server could then refuse updates of a status that already contains such a number.
+    Only another client can have written such a number. `Field(le=most)` would do the same, but would also
+    lower the `maximum` in the CRD. The API server could then refuse updates of a status that already contains
+    such a number.
     """
 
     def check(value: int) -> int:
@@ -58,7 +59,7 @@ RoleName = Annotated[str, Field(max_length=63)]
 
 
 def next_epoch(epoch: int) -> int:
-    """Returns the next epoch. After the largest epoch, that is 0, the value before the first epoch."""
+    """Returns the number of the next epoch; 0, as before the first epoch, after the largest epoch."""
     return epoch + 1 if epoch < MAX_EPOCH else 0
 
 
@@ -116,20 +117,20 @@ class ModelStatus(StatusModel):
     key: Hash | None = None
     """Hash of the model's URI and revision to which profile belongs."""
     commit: Hash | None = None
-    """Commit of an hf:// model that was downloaded. It stays the same until model.uri or
+    """Commit of an hf:// model that was downloaded. The commit stays the same until model.uri or
     model.revision changes."""
     bytes_done: Count | None = None
     """Bytes in the cache, in steps of a hundredth of bytesTotal during a download."""
     bytes_total: Count | None = None
     """Bytes to download."""
     failures: Count | None = None
-    """Number of consecutive failed attempts. The wait for the next attempt grows with it."""
+    """Number of consecutive failed attempts. The wait for the next attempt grows with this number."""
     reason: StoredReason | None = None
     """Reason of the last failed attempt, in CamelCase. Absent once an attempt makes progress."""
     message: Text | None = None
     """Details of the last failed attempt."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
-    """Name of the pod that reads the model, if it lost a label or its owner; an event reported it."""
+    """Name of the pod that reads the model, if the pod lost a label or its owner. An event reported this."""
     checked_time: Time | None = None
     """Time when the profile was read from the files."""
     profile: Annotated[str, Field(max_length=MAX_PROFILE_LENGTH)] | None = None
@@ -210,7 +211,7 @@ class FailureStatus(StatusModel):
     message: Text
     """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
-    """Global rank that caused the end of the epoch. Absent if no rank caused it."""
+    """Global rank that caused the end of the epoch. Absent if no rank caused the end."""
     exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
     """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
@@ -232,7 +233,7 @@ class RankEntry(StatusModel):
     node: Annotated[str, Field(max_length=253)] | None = None
     """Name of the pod's node."""
     started: bool = False
-    """Whether the pod runs or has run. Until then another pod can replace it."""
+    """Whether the pod runs or has run. Until then, another pod can replace this pod."""
     ready: bool = False
     """Whether the rank is alive and has loaded its weights."""
     step_ms: Milliseconds | None = None
@@ -242,7 +243,8 @@ class RankEntry(StatusModel):
     wait_ms: Milliseconds | None = None
     """Part of stepMs in which the rank waits for other ranks, in milliseconds."""
     locked_memory_bytes: Count | None = None
-    """Memory that the rank has locked or pinned for a device, in bytes, measured when it became ready."""
+    """Memory that the rank has locked or pinned for a device, in bytes, measured when the rank became
+    ready."""
     locked_memory_limit_bytes: Count | None = None
     """Maximum memory that the rank may lock (ulimit -l), in bytes. Absent without a limit."""
     transports: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=8)] | None = None
@@ -275,7 +277,8 @@ class KvStatus(StatusModel):
     limited_by: KvLimit
     """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the limiting rank holds less."""
     room_blocks: Count
-    """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit into its memory."""
+    """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit into the memory of the
+    limiting rank."""
 
 
 class KvCacheStatus(StatusModel):
@@ -295,8 +298,8 @@ class KvCacheStatus(StatusModel):
     limiting_role: RoleName
     """Role of the limiting rank. Raise the memory of this role for a larger KV cache."""
     limited_by: KvLimit
-    """Reason why the KV cache is not larger. Plan: it has the size in the plan, and every rank has memory for
-    it. Memory: the limiting rank has memory for less than the plan's size."""
+    """Reason why the KV cache is not larger. Plan: the cache has the size in the plan, and every rank has
+    memory for this size. Memory: the limiting rank has memory for less than the plan's size."""
     limiting_rank_blocks: Count
     """Number of blocks that fit into the memory of the limiting rank."""
 
@@ -356,7 +359,7 @@ class GroupStatus(StatusModel):
     startup: StartupStatus | None = None
     """Progress of the start, while the group starts."""
     next_epoch_time: Time | None = None
-    """Earliest time of the next start, while the group waits for it."""
+    """Earliest time of the next start, while the group waits to start."""
     restarts: Count = 0
     """Number of restarts after failures that count towards restart.maxRestarts."""
     after_failure: bool = False
@@ -365,24 +368,26 @@ class GroupStatus(StatusModel):
     served_time: Time | None = None
     """Time when this epoch began to serve."""
     spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Indexes of pods of this epoch that ended before they ran; their names may be reused."""
+    """Indexes of pods of this epoch that ended before they ran. The operator may create a new pod with the
+    same name."""
     rejections: Count = 0
     """Number of pods of this epoch that nodes rejected before they ran. The wait before the next pod grows
     with this number."""
     rejected_pods: Annotated[
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
-    """Indexes of the pods in sparePods that still exist and that rejections already includes."""
+    """Indexes of those pods in sparePods that still exist, and that the number in rejections includes."""
     stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Indexes of pods of this epoch whose containers could not be created; an event reported each pod."""
+    """Indexes of pods of this epoch whose containers could not be created. An event reported each pod, with
+    the reason."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
-    """Name of a pod that lost a label or its owner; an event reported it."""
+    """Name of a pod that lost a label or its owner. An event reported this."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()
     """Last failures of the group, the newest last."""
     measured_time: Time | None = None
-    """Time when the times of the ranks were measured. They are updated at most once a minute."""
+    """Time when the times in members were measured. The operator updates them at most once a minute."""
     kv_cache: KvCacheStatus | None = None
     """KV cache of the group."""
     kv: KvStatus | None = None

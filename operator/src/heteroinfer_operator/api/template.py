@@ -108,8 +108,8 @@ class Toleration(Model):
     """Value of the taints, for operator Equal. Default: empty."""
     effect: TaintEffect | None = None
     """Effect of the taints. NoSchedule: the scheduler places no pods on the node that do not tolerate the
-    taint. PreferNoSchedule: it avoids the node. NoExecute: such pods are also evicted. Default: every
-    effect."""
+    taint. PreferNoSchedule: the scheduler avoids the node for such pods. NoExecute: such pods are also
+    evicted. Default: every effect."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31)] | None = None
     """Seconds that a pod stays on a node with such a taint, for effect NoExecute. Default: no limit."""
 
@@ -134,10 +134,9 @@ class NodeRequirement(Model):
     key: LabelKey
     """Key of the node's label; in matchFields, name of the node's field."""
     operator: NodeOperator
-    """Relation between the label and values. In: the label has one of the values. NotIn: it has none of them.
-    Exists: the node has the label. DoesNotExist: the node lacks it. Gt or Lt: the label is a whole number
-        greater
-    or less than the value."""
+    """Relation between the label and values. In: the label has one of the values. NotIn: the label has none
+    of the values. Exists: the node has the label. DoesNotExist: the node lacks the label. Gt or Lt: the label
+    is a whole number greater or less than the value."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
     """Values for operator In or NotIn; one whole number for Gt or Lt. Default: none."""
 
@@ -182,7 +181,7 @@ class NodeSelector(Model):
     node_selector_terms: Annotated[
         tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
     ]
-    """Terms. A node must match at least one term."""
+    """Terms of the selection. A node must match at least one term."""
 
 
 class PreferredNodeTerm(Model):
@@ -298,7 +297,8 @@ class PodTemplate(Model):
             field="dnsPolicy",
             cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
             "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
-            message="if it is None, dnsConfig.nameservers must list servers that resolve the cluster's names",
+            message="must not be None unless dnsConfig.nameservers lists servers that resolve the cluster's "
+            "names",
             fix="Add the name servers, or use dnsPolicy ClusterFirst",
             holds=lambda template: (
                 template.dns_policy is not DnsPolicy.NONE

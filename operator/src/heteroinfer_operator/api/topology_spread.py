@@ -55,8 +55,8 @@ class TopologySpread(Model):
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Minimum number of label values over which pods are spread. Default: 1."""
     node_affinity_policy: InclusionPolicy | None = None
-    """Controls whether the rule ignores nodes that the node selector or node affinity excludes. Honor: it
-    ignores them. Ignore: it includes them. Default: Honor."""
+    """Controls whether the rule counts nodes that the node selector or node affinity excludes. Honor: these
+    nodes do not count. Ignore: these nodes count. Default: Honor."""
     node_taints_policy: InclusionPolicy | None = None
-    """Controls whether the rule ignores nodes with taints that the pods do not tolerate. Honor: it ignores
-    them. Ignore: it includes them. Default: Ignore."""
+    """Controls whether the rule counts nodes with taints that the pods do not tolerate. Honor: these nodes do
+    not count. Ignore: these nodes count. Default: Ignore."""

@@ -1,8 +1,8 @@
 """Runs the actions of one decision against the API server.
 
-The status is written first. A reconcile waits only a moment for other requests. A slower request continues in
-the background: the next reconciles do not touch its object, and its answer wakes the resource. So a slow
-webhook does not delay the status.
+The status is written first. A reconcile waits only a moment for each of its other requests. A slower request
+continues in the background: the next reconciles do not write its object, and its answer *wakes* the resource,
+which means that the resource is reconciled again soon. So a slow webhook does not delay the status.
 """
 
 import asyncio
@@ -70,10 +70,12 @@ class Callbacks:
     """Functions that the cluster adapter calls.
 
     Attributes:
-        observed: gets the status of each observed resource; None once the resource is gone.
-        status_written: gets whether the status of a resource was written.
-        held_back: gets the kind of each action that must wait for the resource's budget of writes.
-        wake: gets a resource if one of its requests is answered after its reconcile stopped waiting.
+        observed: called with the status of each observed resource; with None once the resource is gone.
+        status_written: called with False after a failed or unanswered write of a resource's status, and with
+            True once the stored status is up to date.
+        held_back: called with the kind of each action that must wait for the resource's budget of writes.
+        wake: called with a resource if one of its requests is answered after its reconcile stopped waiting.
+            Starts another reconcile of the resource.
     """
 
     observed: Callable[[ResourceKey, HeteroInferenceStatus | None], None] = lambda key, status: None
@@ -84,7 +86,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionContext:
-    """Collaborators that run actions."""
+    """The parts of the adapter that run actions, and how long a reconcile waits for its requests."""
 
     server: ApiServer
     cluster_state: ClusterState
@@ -96,7 +98,10 @@ class ActionContext:
 
 
 class ActionRun:
-    """Runs the actions of one decision. Tracks the resourceVersion through its own writes.
+    """Runs the actions of one decision.
+
+    Each of its writes of the resource changes the resourceVersion, so this class remembers the newest version
+    for its next write.
 
     Args:
         memory: state of the resource. `begin_decision` must have been called for this decision.
@@ -113,7 +118,7 @@ class ActionRun:
         self._generation = memory.generation
         self._version = self._resource.resource_version
         self._finalizers = self._resource.finalizers
-        self._epochs = {_group_and_epoch(pod.labels) for pod in observation.pods}
+        self._epochs_with_pods = {_group_and_epoch(pod.labels) for pod in observation.pods}
         self._started_requests: dict[KindAndName, PendingRequest] = {}
         self._status_retry_s: float | None = None
         self._conflict: ConflictError | None = None
@@ -123,6 +128,9 @@ class ActionRun:
     async def run_all(self, actions: Sequence[Action]) -> float | None:
         """Runs the actions that can run now: the status first, then children in stages, dry runs last.
 
+        Records events only after the status was sent, because without the new status the next decision has
+        the same events again.
+
         Returns:
             Seconds until an action may be tried again, or None.
 
@@ -131,7 +139,8 @@ class ActionRun:
         """
         try:
             self._reserve_capacity(actions)
-            if await self._write_resource(actions):
+            may_record_events = await self._write_resource(actions)
+            if may_record_events:
                 for event in (action for action in actions if isinstance(action, RecordEvent)):
                     self._context.recorder.record(self._resource, event)
             self._deadline_s = asyncio.get_running_loop().time() + self._context.patience_s
@@ -141,12 +150,12 @@ class ActionRun:
                 if isinstance(action, TryObjects) and self._permits.may_run(action):
                     await self._run_and_record(action, self._try_objects(action))
         finally:
-            self._is_finished = True
+            self._is_finished = True  # from here on, each answer wakes the resource
             self._permits.release_inputs()
         if self._conflict is not None:
             raise self._conflict
-        waits = [self._permits.look_again_s(), self._status_retry_s]
-        return min((wait for wait in waits if wait is not None), default=None)
+        waits_s = (self._permits.look_again_s(), self._status_retry_s)
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _reserve_capacity(self, actions: Sequence[Action]) -> None:
         """Reserves capacity for the pods of this decision until the next decision.
@@ -170,48 +179,63 @@ class ActionRun:
     # other write.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
-        """Writes the status, and removes the finalizer.
+        """Writes the status, and removes the finalizer that earlier versions set.
 
         Returns:
-            False if the decision has a new status and it was not sent. Then the events of this decision must
+            False if the decision has a new status that was not sent. Then the events of this decision must
             wait, too.
         """
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses and self._memory.status_attempts.has_pending:
-            # The API server may still store an earlier status. So all actions that depend on the status wait,
-            # as if this decision had a status that cannot be written.
-            self._memory.status_attempts.cancel()
-            self._record_conflicts([PatchStatus(status={}, resource_version="")])
-            self._status_retry_s = STATUS_RETRY_S
-        elif not statuses:  # the stored status is up to date
-            self._context.callbacks.status_written(self._resource.key, True)
+        if not statuses:
+            self._finish_earlier_status_writes()
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         wait_s = self._memory.status_attempts.wait_s() if writes else 0.0
         if wait_s > 0:  # a moment ago an earlier attempt was sent: send nothing, and use no budget
             self._record_conflicts(writes)
             self._status_retry_s = wait_s
             return not statuses
-        due = [action for action in writes if self._permits.may_run(action)]
-        if not due:
-            return not statuses
-        task = self._start_task(self._write_one_by_one(due), f"status of {self._resource.key}")
+        permitted = [action for action in writes if self._permits.may_run(action)]
+        if permitted:
+            await self._attempt_writes(permitted)
+        return not statuses or statuses[0] in permitted
+
+    def _finish_earlier_status_writes(self) -> None:
+        """Cancels unanswered writes of earlier statuses, for a decision without a new status.
+
+        Without such writes, reports that the stored status is up to date.
+        """
+        if not self._memory.status_attempts.has_pending:
+            self._context.callbacks.status_written(self._resource.key, True)
+            return
+        # The API server may still store an earlier status. So all actions that depend on the status wait, as
+        # if this decision had a status that cannot be written.
+        self._memory.status_attempts.cancel()
+        self._record_conflicts([PatchStatus(status={}, resource_version="")])
+        self._status_retry_s = STATUS_RETRY_S
+
+    async def _attempt_writes(self, actions: Sequence[PatchStatus | RemoveFinalizer]) -> None:
+        """Sends writes of the resource, and waits for the answers for `patience_s`.
+
+        Without an answer in this time, the writes continue in the background, and all actions that depend on
+        these writes wait.
+        """
+        task = self._start_task(self._write_one_by_one(actions), f"status of {self._resource.key}")
         self._memory.status_attempts.add(task)
         await asyncio.wait({task}, timeout=self._context.patience_s)
         if not task.done():
-            self._record_conflicts(due)
+            self._record_conflicts(actions)
             self._report_unwritten_status(self._memory.status_attempts.wait_s())
         elif not task.cancelled():
-            task.result()
-        return not statuses or statuses[0] in due
+            task.result()  # raises the task's error if the operator has a defect
 
     def _report_unwritten_status(self, again_s: float) -> None:
-        """Reports that the status is not written. The next attempt is after `again_s` seconds."""
+        """Reports that the status is not written, and plans the next attempt after `again_s` seconds."""
         self._context.callbacks.status_written(self._resource.key, False)
         self._status_retry_s = again_s
 
     def _record_conflicts(self, actions: Iterable[Write]) -> None:
-        """Blocks all actions that depend on these actions."""
+        """Records a conflict for each of these actions, which blocks all actions that depend on them."""
         for action in actions:
             self._permits.record_conflict(action)
 
@@ -230,10 +254,12 @@ class ActionRun:
                 self._record_refusal(action, error.reason, error.message)
             except ApiError as error:
                 if not error.is_refusal:
-                    logger.warning("%s: status not written: %s", self._resource.key, error.message)
+                    logger.warning(
+                        "%s: status not written: %s. Trying again", self._resource.key, error.message
+                    )
                     self._record_conflicts(actions)
                     self._report_unwritten_status(_STATUS_RETRY_PAUSE_S)
-                    return
+                    return  # without `wake`, because `run_all` returns the time of the next attempt
                 self._context.callbacks.status_written(self._resource.key, False)
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
@@ -247,7 +273,7 @@ class ActionRun:
     async def _patch_status(self, action: PatchStatus) -> None:
         """Writes the status, if the stored version is the version that the decision used."""
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
-        # An earlier write of this run may have changed the version from the observed one to `_version`.
+        # An earlier write of this run may have changed the observed version to `_version`.
         is_observed_version = action.resource_version == self._resource.resource_version
         version = self._version if is_observed_version else action.resource_version
         body = self._build_body({"status": action.status}, version)
@@ -262,9 +288,11 @@ class ActionRun:
         body = self._build_body({"metadata": {"finalizers": list(remaining)}}, self._version)
         await self._send_resource_write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = remaining
-        if self._memory.repeated_writes.count_write(
-            names.KIND, names.FINALIZER, None, self._current_permits().now
-        ):
+        # `manifest=None`: the removal counts as a deletion.
+        is_set_each_time = self._memory.repeated_writes.count_write(
+            names.KIND, names.FINALIZER, manifest=None, now=self._current_permits().now
+        )
+        if is_set_each_time:
             raise finalizer_set_each_time(self._resource)
 
     def _build_body(self, fields: Manifest, version: str) -> Manifest:
@@ -303,8 +331,8 @@ class ActionRun:
         The pods of one epoch are one batch, because `_create_pods` may create one pod before the others. No
         object depends on a pod, so a batch of pods without an answer blocks nothing.
         """
+        # By task: the actions whose dependents are blocked while the task has no answer.
         started: dict[asyncio.Task[object], Sequence[Write]] = {}
-        """The actions whose dependents are blocked while the task has no answer, by task."""
         pod_batches: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
@@ -322,24 +350,24 @@ class ActionRun:
             if not task.done():
                 self._block_dependents(actions)
             elif not task.cancelled():
-                task.result()
+                task.result()  # raises the task's error if the operator has a defect
 
     def _prepare_pod_create(self, action: CreateObject) -> CreateObject | None:
-        """Returns the create of a pod, or None if it may not start now.
+        """Returns the action that creates a pod, or None if the pod may not be created now.
 
-        If an earlier decision sent a create of this pod and got no answer, the new create has the manifest of
-        that decision. So both requests create the same pod. While creates of another epoch of the group have
-        no answer, the pod is not created, because those creates may still succeed.
+        If an earlier decision sent a create request for this pod and got no answer, the new request has the
+        manifest of that decision. So both requests create the same pod. While create requests of another
+        epoch of the group have no answer, the pod is not created, because these requests may still succeed.
         """
         name, epoch = action.manifest["metadata"]["name"], _epoch_of_create(action)
         if (POD.name, name) in self._memory.pending_requests:
             return None
-        if epoch:
+        if epoch:  # a worker pod; pods that read or fetch the model have no epoch
             action = replace(action, manifest=self._memory.never_created.add(action.manifest))
-        other_epochs = (
+        requests_of_other_epochs = (
             request for request in self._memory.pending_requests.values() if request.epoch not in ("", epoch)
         )
-        if any(action.scopes & request.scopes for request in other_epochs):
+        if any(action.scopes & request.scopes for request in requests_of_other_epochs):
             self._permits.record_conflict(action)
             return None
         return action if self._permits.may_run(action) else None
@@ -354,7 +382,7 @@ class ActionRun:
         return True
 
     def _block_dependents(self, actions: Iterable[Write]) -> None:
-        """Blocks objects that depend on an object whose create or apply has no answer yet."""
+        """Records creates and applies as not answered, which blocks the objects that depend on them."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
                 self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, _SENT))
@@ -362,7 +390,7 @@ class ActionRun:
     def _start_writes(
         self, actions: Sequence[Write], work: Coroutine[Any, Any, object]
     ) -> asyncio.Task[object]:
-        """Starts the writes as a task, and records them as pending requests."""
+        """Starts `work` as a task. Records the writes as pending requests until the task ends."""
         task = self._start_task(work, f"writes of {self._resource.key}")
         for action in actions:
             epoch = _epoch_of_create(action) if isinstance(action, CreateObject) else ""
@@ -374,11 +402,12 @@ class ActionRun:
         return task
 
     def _remove_requests(self, actions: Iterable[Write]) -> None:
-        """Removes answered requests from the pending ones. Wakes the resource if its reconcile has ended."""
+        """Removes answered requests from the memory. Wakes the resource if its reconcile has ended."""
         for action in actions:
             target = kind_and_name(action, self._resource.key.name)
             pending = self._memory.pending_requests.get(target)
-            if pending is self._started_requests.get(target):  # otherwise a later reconcile sent it
+            is_own_request = pending is self._started_requests.get(target)
+            if is_own_request:  # otherwise a later reconcile has sent the pending request
                 self._memory.pending_requests.pop(target, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
@@ -386,13 +415,14 @@ class ActionRun:
     async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
         """Creates pods of one epoch. If the epoch has no pod yet, creates one pod before the others.
 
-        If this first create fails, the others are not sent: a policy or a webhook that refuses or changes the
-        first pod would do the same with all pods.
+        If the first pod is not created, the requests for the others are not sent: a policy or a webhook that
+        refuses or changes the first pod would do the same with all pods.
         """
         epoch = _group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})
-        if epoch not in self._epochs:
+        if epoch not in self._epochs_with_pods:
             first_create, *creates = creates
-            if not await self._run_child_write(first_create):
+            is_created = await self._run_child_write(first_create)
+            if not is_created:
                 for unsent in creates:
                     self._current_permits().record_unsent(unsent)
                 return
@@ -401,7 +431,13 @@ class ActionRun:
                 group.create_task(self._run_child_write(create))
 
     async def _run_child_write(self, action: Write) -> bool:
-        """Runs an action on a child; returns whether it succeeded."""
+        """Runs an action on a child (an object that the operator creates for the resource).
+
+        Only creates and applies need a slot, because webhooks may delay these for long.
+
+        Returns:
+            Whether the action succeeded.
+        """
         match action:
             case CreateObject():
                 work = self._run_in_slot(self._context.objects.create(self._resource, self._memory, action))
@@ -419,7 +455,7 @@ class ActionRun:
             self._remove_requests([action])
 
     async def _run_in_slot(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a create or an apply when one of the resource's slots is free."""
+        """Runs a create or an apply once one of the resource's WRITES_AT_ONCE slots is free."""
         async with self._memory.slots:
             await work
 
@@ -454,12 +490,12 @@ class ActionRun:
         return self._memory.permits
 
     def _record_conflict(self, action: Write, error: ConflictError) -> None:
-        """Blocks the dependents of an action, and keeps the first conflict to raise it later."""
+        """Blocks the actions that depend on an action. Keeps the first conflict, which `run_all` raises."""
         self._current_permits().record_conflict(action)
         self._conflict = self._conflict or error
 
     def _record_no_answer(self, action: Write, error: HeteroInferError) -> None:
-        """Logs and records a write without an answer."""
+        """Logs a write without an answer, and records it as a refusal with a short message for the status."""
         logger.warning("%s: %s", self._resource.key, unanswered_message(action, error.message))
         self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, error.message[:300]))
 
@@ -476,18 +512,25 @@ class ActionRun:
             self._context.recorder.record(self._resource, event)
 
     def _start_task(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
-        return start_task(work, name=name, failed=self._report)
+        return start_task(work, name=name, failed=self._report_task_error)
 
-    def _report(self, error: BaseException) -> None:
+    def _report_task_error(self, error: BaseException) -> None:
         """Logs the error of a background task that no reconcile awaits."""
         if isinstance(error, HeteroInferError):  # this process has lost the Lease, so it may not write
             logger.warning("%s: %s", self._resource.key, error.message)
         elif self._is_finished:  # while the reconcile runs, it raises the error itself
-            logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
+            logger.error(
+                "%s: a write failed because of a defect of the operator. Report it, with this log",
+                self._resource.key,
+                exc_info=error,
+            )
 
 
 def _split_stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
-    """Splits the actions on children into stages. Actions of one stage may run at the same time."""
+    """Splits the actions on children into stages, in the order of the decision.
+
+    A stage has consecutive actions of one kind (`_stage_kind`). They may run at the same time.
+    """
     stage: list[Write] = []
     for action in actions:
         if not isinstance(action, CreateObject | ApplyObject | DeleteObject):

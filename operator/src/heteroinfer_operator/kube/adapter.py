@@ -1,13 +1,15 @@
-"""KubeCluster implements the interface of cluster.py on the API server."""
+"""`KubeCluster` implements the interface of cluster.py on the API server."""
 
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.group_report import GroupReport
+from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import (
     Action,
@@ -45,7 +47,7 @@ _READ_S: Final = 0.75
 _LIST_S: Final = 1.0
 """How long a reconcile waits for the list of a namespace's resources, which the answer to a fetch pod needs.
 
-A status must not be older than 2 s.
+The wait delays the status, which must not be older than 2 s.
 """
 
 
@@ -53,7 +55,8 @@ class KubeCluster:
     """Observes resources and runs the actions of reconciles.
 
     Args:
-        cluster_state: running and synced.
+        cluster_state: caches that run and have their first lists.
+        groups: client that requests the reports of leaders.
         patience_s: how long `run` waits for the status write, and then again for all other requests.
     """
 
@@ -72,7 +75,7 @@ class KubeCluster:
         self._groups = groups
         self._callbacks = callbacks or Callbacks()
         self._memories: dict[ResourceKey, ResourceMemory] = {}
-        self._dry_runs = DryRuns(self._try_create)
+        self._dry_runs = DryRuns(self._send_dry_run)
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left_pods = LeftPods(server, cluster_state, wake=self._callbacks.wake)
         self._pending = PendingPods(server, wake=self._callbacks.wake)
@@ -97,37 +100,14 @@ class KubeCluster:
         self._left_pods.delete_lost_pods(key, self._cluster_state.resources.uid(key))
         if resource is None:
             self._callbacks.observed(key, None)
-            self._forget(key)
-            self._dry_runs.forget(key)
-            self._unlabelled.forget(key)
-            self._cluster_state.never_placed.forget(key)
-            self._pending.forget(key)
-            self._groups.limit_tests_to(key, ())
+            self._forget_resource(key)
             return None
         status = parse_status(resource.status)
         self._callbacks.observed(key, status)
-        unwatched = self._cluster_state.is_pod_watch_failing(key)
-        # A pod may lose its label while this method waits for leaders. Then it looks for such pods again, at
-        # most twice, because another client could change labels without end.
-        for may_look_again in (True, True, False):
-            known = self._cluster_state.pods(key, resource.uid)
-            unlabelled = await self._unlabelled.find(resource, status, known)
-            known += unlabelled
-            labelled_pods = _with_implied_labels(known)
-            self._groups.limit_tests_to(key, labelled_pods)
-            groups, fetch = await asyncio.gather(
-                self._groups.observe(labelled_pods, anew=unwatched),
-                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
-            )
-            for text in self._groups.take_invalid_reports(key):
-                event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
-                self._context.recorder.record(resource, event)
-            # From here on, nothing awaits, so that all values are from one moment.
-            pods = self._cluster_state.pods(key, resource.uid)
-            watched = {pod.view.name for pod in pods}
-            pods += [pod for pod in unlabelled if pod.view.name not in watched]
-            if not (may_look_again and _has_vanished_pod(known, pods)):
-                break
+        pods_unwatched = self._cluster_state.is_pod_watch_failing(key)
+        observed = await self._observe_pods(resource, status, pods_unwatched=pods_unwatched)
+        # From here on, nothing awaits, so that all values are from one moment.
+        pods = observed.pods
         never_created = self._update_never_created(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
@@ -138,11 +118,11 @@ class KubeCluster:
             priority_classes=self._cluster_state.priority_classes(),
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,
-            groups=groups,
-            silences=self._groups.silences(labelled_pods),
-            pods_unwatched=unwatched,
+            groups=observed.reports,
+            silences=self._groups.silences(observed.labelled_pods),
+            pods_unwatched=pods_unwatched,
             calibrations=self._cluster_state.calibrations,
-            fetch=fetch,
+            fetch=observed.fetch,
             refusals=self._memory_of(resource).refusals(resource),
             admitted=self._dry_runs.admitted_revisions(resource),
             never_created=never_created.names(),
@@ -155,13 +135,43 @@ class KubeCluster:
             ),
         )
 
+    async def _observe_pods(
+        self, resource: ResourceView, status: HeteroInferenceStatus, *, pods_unwatched: bool
+    ) -> "_ObservedPods":
+        """Returns the pods of a resource, with the reports of its leaders and the progress of its download.
+
+        A pod may lose its label while this method waits for leaders. Then this method looks for unlabelled
+        pods again, at most twice, because another client could change labels without end.
+        """
+        key = resource.key
+        for may_look_again in (True, True, False):
+            known_pods = self._cluster_state.pods(key, resource.uid)
+            unlabelled_pods = await self._unlabelled.find(resource, status, known_pods)
+            known_pods += unlabelled_pods
+            labelled_pods = _with_implied_labels(known_pods)
+            self._groups.limit_tests_to(key, labelled_pods)
+            reports, fetch = await asyncio.gather(
+                self._groups.observe(labelled_pods, pods_unwatched=pods_unwatched),
+                self._groups.observe_fetch(labelled_pods, partial(self._confirm_cleanup, key)),
+            )
+            for text in self._groups.take_invalid_reports(key):
+                event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
+                self._context.recorder.record(resource, event)
+            # From here on, nothing awaits. The caches may have changed while this method waited.
+            pods = self._cluster_state.pods(key, resource.uid)
+            watched_names = {pod.view.name for pod in pods}
+            pods += [pod for pod in unlabelled_pods if pod.view.name not in watched_names]
+            if not (may_look_again and _has_vanished_pod(known_pods, pods)):
+                break
+        return _ObservedPods(pods=pods, labelled_pods=labelled_pods, reports=reports, fetch=fetch)
+
     def _find_other_cache_users(
         self, resource: ResourceView, pods: Sequence[PodRecord]
     ) -> tuple[CacheUser, ...] | None:
         """Returns the other resources that use the claim of the model cache.
 
-        Returns None if some users may be unknown, and if the decision does not need them: only a new fetch
-        that may remove commits needs them.
+        Returns None if some users may be unknown, and if the decision does not need them: they matter only
+        for a new fetch pod that may remove commits.
         """
         has_fetch_pod = any(
             pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods
@@ -173,8 +183,8 @@ class KubeCluster:
         """Reports whether a fetch pod's list of commits in use is complete. If so, records the confirmation.
 
         A watch may be silent for more than a minute before it counts as broken, so the cache may lack a new
-        resource. So this method first lists the namespace's resources, unless the cache already shows that
-        the pod's list is incomplete.
+        resource. So this method lists the namespace's resources before it decides. It skips this request if
+        the cache already shows that the pod's list is incomplete.
         """
         if not self._is_list_complete(key, pod):
             return False
@@ -190,8 +200,8 @@ class KubeCluster:
                 error,
             )
             return False
-        # No await from here on. So if the watch reports a resource later, its decision knows the
-        # confirmation, and waits until the pod has removed commits.
+        # From here on, nothing awaits. So if the watch reports a new resource later, the decision about that
+        # resource knows the confirmation, and waits until the pod has removed commits.
         is_complete = self._is_list_complete(key, pod)
         if is_complete:
             self._confirmed.add(pod.view.uid)
@@ -232,13 +242,22 @@ class KubeCluster:
         """Returns the operator's notes about a resource; new notes if the resource is new."""
         memory = self._memories.get(resource.key)
         if memory is None or memory.uid != resource.uid:
-            self._forget(resource.key)
+            self._cancel_requests(resource.key)
             memory = self._memories[resource.key] = ResourceMemory.for_new_resource(
                 resource, self._callbacks.held_back
             )
         return memory
 
-    def _forget(self, key: ResourceKey) -> None:
+    def _forget_resource(self, key: ResourceKey) -> None:
+        """Drops all state about a deleted resource, and cancels its requests."""
+        self._cancel_requests(key)
+        self._dry_runs.forget(key)
+        self._unlabelled.forget(key)
+        self._cluster_state.never_placed.forget(key)
+        self._pending.forget(key)
+        self._groups.limit_tests_to(key, ())
+
+    def _cancel_requests(self, key: ResourceKey) -> None:
         """Cancels the API requests for a deleted resource, and drops the operator's notes about it."""
         if (memory := self._memories.pop(key, None)) is not None:
             memory.cancel()
@@ -246,9 +265,9 @@ class KubeCluster:
     def _update_never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, existing_names: Iterable[str]
     ) -> NeverCreatedPods:
-        """Returns the pods that the operator decided to create and that never existed.
+        """Returns the pods that the operator decided to create and that have not existed yet.
 
-        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
+        First removes the pods that exist now (`existing_names`), and the pods of epochs that are over.
         """
         never_created = self._memory_of(resource).never_created
         for name in existing_names:
@@ -261,7 +280,7 @@ class KubeCluster:
     ) -> frozenset[str]:
         """Returns the names of pods that were deleted before they had a node, so they never ran.
 
-        First removes pods that exist now (`existing_names`) and pods of epochs that are over from these pods.
+        First removes the pods that exist now (`existing_names`), and the pods of epochs that are over.
         """
         never_placed = self._cluster_state.never_placed
         for name in existing_names:  # also a pod that only lost its label, which a watch reports as deleted
@@ -269,22 +288,18 @@ class KubeCluster:
         owner = Owner(key=resource.key, uid=resource.uid)
         return never_placed.names(owner, {group.index: group.epoch for group in status.groups})
 
-    async def _try_create(self, manifest: Manifest) -> None:
-        """Sends the dry run of one object."""
-        kind, name = (
-            writable_kind(manifest["kind"], manifest["apiVersion"]),
-            NamespacedName.from_object(manifest),
-        )
-        await self._server.dry_run_create(
-            kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
-        )
+    async def _send_dry_run(self, manifest: Manifest) -> None:
+        """Sends the dry run of one object; raises ApiError if the API server would refuse the object."""
+        kind = writable_kind(manifest["kind"], manifest["apiVersion"])
+        path = kind.path(NamespacedName.from_object(manifest).namespace)
+        await self._server.dry_run_create(path, manifest, {"fieldManager": names.MANAGER})
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions: the status first, then all others in order.
 
-        A request that is not answered within patience_s continues after this method returns. Its answer
-        calls `wake`. When this method returns, the caches have all answered writes. The next observation
-        lists the refused writes. A refused object blocks only the objects that depend on it.
+        A request that is not answered within `patience_s` continues after this method returns, and its answer
+        calls `wake`. When this method returns, the caches have the answers of all answered writes. The next
+        observation has the refused writes. A refused object blocks only the objects that depend on it.
 
         Returns:
             Seconds until the next attempt of a write or the next check of state that no watch shows, or None.
@@ -295,14 +310,31 @@ class KubeCluster:
         key = observation.resource.key
         memory = self._memory_of(observation.resource)
         memory.begin_decision(observation.resource, observation.refusals, actions)
-        again_s = await ActionRun(self._context, observation, memory).run_all(actions)
-        waits = [again_s, LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None]
-        waits.append(self._pending.next_check_s(key))
-        return min((wait for wait in waits if wait is not None), default=None)
+        retry_s = await ActionRun(self._context, observation, memory).run_all(actions)
+        unlabelled_s = LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None
+        waits_s = (retry_s, unlabelled_s, self._pending.next_check_s(key))
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ObservedPods:
+    """The pods of one resource, and the answers of its leaders and its fetch pod.
+
+    Attributes:
+        labelled_pods: the pods that this process knew before it sent requests to them, with the labels that
+            follow from their names.
+        reports: report of each group's leader, by group index.
+        fetch: progress of the pod that downloads the model, or None.
+    """
+
+    pods: list[PodRecord]
+    labelled_pods: list[PodRecord]
+    reports: dict[int, GroupReport]
+    fetch: FetchProgress | None
 
 
 def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
-    """Returns the pods with names of the resource, with the labels that follow from these names."""
+    """Returns the pods with the labels that follow from their names. Leaves out pods with foreign names."""
     views = [(pod, with_implied_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
     return [replace(pod, view=view) for pod, view in views if view is not None]
 

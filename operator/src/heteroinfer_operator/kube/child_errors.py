@@ -1,4 +1,4 @@
-"""Messages to users about children that the operator cannot write as wanted. Pure."""
+"""Messages to users about objects of a resource that the operator cannot write as wanted. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,11 @@ def refusal_message(action: Action, reason: str) -> str:
 
 
 def _resources_fix(action: Action, reason: str) -> str:
-    """Returns a fix if a ResourceQuota or LimitRange refuses a pod's resources, or ""."""
+    """Returns a fix if a ResourceQuota or LimitRange refuses a pod's resources, or "".
+
+    A user writes the resources of a worker pod into its role. Other pods fetch or read the model, and users
+    may not know these pods, so their fix begins with an explanation.
+    """
     if not isinstance(action, CreateObject) or action.manifest["kind"] != "Pod":
         return ""
     labels = action.manifest["metadata"].get("labels", {})
@@ -58,12 +62,13 @@ def _resources_fix(action: Action, reason: str) -> str:
         range_fix = f"Set resources of {role} that the namespace's LimitRange allows"
     else:
         verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
-        origin = f"The operator creates this pod, which {verb} the model. "
-        limits_fix = range_fix = f"{origin}Set spec.model.resources, or podResources.{component} of the chart"
-        quota_fix = f"{origin}Raise the quota, or lower spec.model.resources"
-    if "exceeded quota:" in reason:
+        explanation = f"The operator creates this pod, which {verb} the model. "
+        limits_fix = f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
+        quota_fix = f"{explanation}Raise the quota, or lower spec.model.resources"
+        range_fix = limits_fix
+    if "exceeded quota:" in reason:  # the quota is used up
         return quota_fix
-    if "failed quota:" in reason:
+    if "failed quota:" in reason:  # the pod must set limits
         return limits_fix
     return range_fix if _LIMIT_RANGE_ERROR.search(reason) else ""
 
@@ -84,12 +89,16 @@ def _image_volume_fix(action: Action, reason: str) -> str:
 
 
 def unanswered_message(action: Action, why: str) -> str:
-    """Returns the message about a write without an answer. The operator tries such a write again."""
-    return f"the API server has not answered the write of {_describe_write(action)} ({why}). Trying again"
+    """Returns the message about a write without an answer. The operator tries such a write again.
+
+    Args:
+        why: why the answer is missing.
+    """
+    return f"{_describe_write(action)}: the API server has not answered this write ({why}). Trying again"
 
 
 def _describe_write(action: Action) -> str:
-    """Returns the name of an action's object for messages."""
+    """Returns the object or the deletion that an action writes, for messages."""
     match action:
         case CreateObject() | ApplyObject():
             return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
@@ -114,7 +123,10 @@ def name_taken(child: str) -> ChildError:
 
 
 def name_held(child: str, stored: Manifest) -> ChildError:
-    """Returns the error for a name that an object still has. The object will be deleted soon."""
+    """Returns the error for a name that an object still has.
+
+    The object will disappear: it is being deleted, or its owner is gone.
+    """
     return ChildError(
         f"{child} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
     )
@@ -137,8 +149,8 @@ def changed_on_creation(child: str, fields: Sequence[str]) -> ChildError:
     """Returns the error for a pod that a webhook changed on creation, so the operator deleted it."""
     return ChildError(
         f"{child}: a mutating webhook changed {', '.join(fields[:_NAMED_FIELDS])} on creation, so the "
-        "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure it not "
-        "to change these fields",
+        "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure the "
+        "webhook not to change these fields",
         reason=CHANGED_BY_OTHERS,
     )
 
@@ -165,9 +177,10 @@ def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     """Returns the error for a finalizer of earlier versions that another client sets after each removal."""
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
-        f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "
-        "it. If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
-        "operator watch other namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
+        f"finalizer {names.FINALIZER}: field manager {others} sets this finalizer again after each removal. "
+        "If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
+        "operator watch other namespaces. If a tool sets the finalizer, remove the finalizer from the tool's "
+        "manifest",
         reason=MADE_BY_OTHERS,
     )
 
@@ -180,13 +193,16 @@ def not_answered(why: str) -> ChildError:
     """
     return ChildError(
         "waiting for the API server to validate the pods and ConfigMaps of the new revision by a dry run "
-        f"({why}). Running groups stay up until it answers",
+        f"({why}). Running groups stay up until the API server answers",
         reason=NOT_ANSWERED,
     )
 
 
 def _describe_deletion(stored: Manifest) -> str:
-    """Describes why an object with a needed name will go: a deletion, or an earlier resource owns it."""
+    """Describes why an object with a needed name will disappear.
+
+    Either the object is being deleted, or it belongs to an earlier resource of this name.
+    """
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
         return f"belongs to an earlier {names.KIND} of this name and still exists"
@@ -209,8 +225,8 @@ def _field_paths(patch: Manifest, prefix: str = "") -> list[str]:
     paths: list[str] = []
     for key, value in patch.items():
         path = f"{prefix}.{key}" if prefix else str(key)
-        # A patch has all labels and owner references, also the unchanged ones. So name metadata fields as a
-        # whole.
+        # A patch has all labels and owner references, also the unchanged ones. So name a field of metadata as
+        # a whole (metadata.labels).
         is_leaf = prefix == "metadata" or not isinstance(value, Mapping) or not value
         paths += [path] if is_leaf else _field_paths(value, path)
     return paths

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
 """Kinds of children that every decision needs: ConfigMaps contain the plans, Services the client ports."""
 OTHERS_LISTED_S: Final = 5.0
-"""How long the first decisions wait for the other caches, without which they are less good."""
+"""How long the first decisions wait for all other caches, which improve decisions but are not necessary."""
 RESERVATION_S: Final = 600.0
 """How long capacity stays reserved for a pod without a node.
 
@@ -53,7 +53,9 @@ Twice the time after which kube-scheduler retries each unschedulable pod even wi
 (`pkg/scheduler/internal/queue`, 5 minutes).
 """
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
+"""Query for the objects that the operator created for resources."""
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
+"""Query for the pods that have not ended."""
 
 
 class ClusterState:
@@ -65,10 +67,13 @@ class ClusterState:
 
     Args:
         namespaces: namespaces to cache. Empty: all namespaces and the nodes.
-        touched: called with each resource that changed or whose child changed.
+        touched: called with each resource that changed or whose child changed. *Wakes* the resource, which
+            means that the resource is reconciled soon.
         nodes_changed: called when a node is added, removed or changed in a field that plans read.
         capacity_freed: called when a pod releases its node's resources.
+        kept: the measured rates of nodes, or None.
         operator_class: see ResourceCache.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - scope and callbacks
@@ -96,55 +101,36 @@ class ClusterState:
 
         self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
 
-        def wake_resources(
-            before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None
-        ) -> None:
-            """Wakes the resources that the changed object belonged to and belongs to."""
-            for record in (before, after):
-                if record is not None:
-                    touched(record.key)
-
-        def pod_changed(before: PodRecord | None, after: PodRecord | None) -> None:
-            """Records when the pod was created or will be gone, and wakes its resource."""
-            if before is not None and (after is None or after.view.uid != before.view.uid):
-                self._deletions.record(before.view.uid, None)
-                self._creations.record(before.view.uid, None)
-            if after is not None:
-                self.never_placed.forget_existing(after.key, after.view.name)
-                self._creations.record(after.view.uid, after.view.created)
-                self._deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
-            wake_resources(before, after)
-
-        def build_pods(scope: str | None) -> WatchCache[PodRecord]:
-            """Builds the cache of the operator's pods in a scope."""
+        def build_pod_cache(scope: str | None) -> WatchCache[PodRecord]:
+            """Builds the cache of the operator's pods in a scope (a namespace; None: all namespaces)."""
             return WatchCache(
                 server,
                 _collection_of_ours(POD, scope),
                 trim=trim.pod_record,
-                changed=pod_changed,
+                changed=self._record_pod_change,
                 index=lambda pod: pod.key,
                 trim_metadata_only=trim.unreadable_pod_record,
                 failing=functools.partial(self._wake_resources_of_pods, scope),
                 deleted=self.never_placed.record_deleted,
             )
 
-        def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
+        def build_child_caches(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
             """Builds the caches of children of one kind, by scope."""
             return {
                 scope: WatchCache(
                     server,
                     _collection_of_ours(kind, scope),
                     trim=trim.child_record,
-                    changed=wake_resources,
+                    changed=self._wake_owners,
                     index=lambda child: child.key,
                 )
                 for scope in scopes
             }
 
-        self._pods = {scope: build_pods(scope) for scope in scopes}
-        self._children = {kind: build_children(kind) for kind in CHILDREN}
+        self._pods = {scope: build_pod_cache(scope) for scope in scopes}
+        self._children = {kind: build_child_caches(kind) for kind in CHILDREN}
         self._isolating = IsolatingPolicies(server, scopes, self._wake_namespace)
-        self._gangs = GangSchedulers(server, build_children, changed=self._wake_all)
+        self._gangs = GangSchedulers(server, build_child_caches, changed=self._wake_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._pod_requests: WatchCache[PodRequests] | None = None
         # Not in `awaited_caches`: the operator also works without the right to read priority classes.
@@ -154,7 +140,7 @@ class ClusterState:
                 server,
                 Collection(label="nodes", path=NODE.path()),
                 trim=trim.node_view,
-                changed=self._node_changed,
+                changed=self._update_node,
             )
             self._pod_requests = WatchCache(
                 server,
@@ -170,32 +156,56 @@ class ClusterState:
                 changed=lambda before, after: nodes_changed(),
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
-        self._kept = kept
-        # Total requests of the pods on each node. A change of a pod removes the total of its node.
-        self._totals: dict[str, Mapping[str, float]] = {}
-        self._views: dict[str, NodeView] = {}
+        self._stored_calibrations = kept
         self._clock = clock
-        # `_reserved_pods` has the demands of pods that the API server has not stored yet. `_reserved_since`
-        # has the time at which the reservation of a stored pod began, by the pod's uid.
+        self._totals: dict[str, Mapping[str, float]] = {}
+        """Total requests of the pods on each node. A change of a pod removes the total of its node."""
+        self._complete_views: dict[str, NodeView] = {}
+        """Each node with the requests of its pods. A change of the node or of a pod removes the view."""
         self._reserved_pods: dict[NamespacedName, PodDemand] = {}
+        """The demands of pods that the API server has not stored yet."""
         self._reserved_since: dict[str, float] = {}
+        """Time at which the reservation of a stored pod began, by the pod's uid."""
+
+    def _wake_owners(
+        self, before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None
+    ) -> None:
+        """Wakes the resources that a changed object belonged to and belongs to."""
+        for record in (before, after):
+            if record is not None:
+                self._touched(record.key)
+
+    def _record_pod_change(self, before: PodRecord | None, after: PodRecord | None) -> None:
+        """Records by this process's clock when a pod was created and will be gone. Wakes its resource."""
+        is_old_pod_gone = before is not None and (after is None or after.view.uid != before.view.uid)
+        if before is not None and is_old_pod_gone:
+            self._deletions.record(before.view.uid, None)
+            self._creations.record(before.view.uid, None)
+        if after is not None:
+            self.never_placed.forget_existing(after.key, after.view.name)
+            self._creations.record(after.view.uid, after.view.created)
+            self._deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
+        self._wake_owners(before, after)
 
     def awaited_caches(self) -> list[WatchCache[Any]]:
         """Returns the caches that `wait_synced` waits for."""
         capacity = [cache for cache in (self._nodes, self._pod_requests) if cache is not None]
         children = [cache for kind in self._child_caches.values() for cache in kind.values()]
-        kept = [self._kept.cache] if self._kept is not None else []
+        calibrations = [self._stored_calibrations.cache] if self._stored_calibrations is not None else []
         pods, isolating = self._pods.values(), self._isolating.caches
-        return [*self.resources.caches, *pods, *isolating, *children, *capacity, *kept]
+        return [*self.resources.caches, *pods, *isolating, *children, *capacity, *calibrations]
 
     def restricted_selectors(self, namespace: str) -> tuple[Manifest, ...] | None:
-        """Returns the podSelectors of other owners' policies that restrict egress; None if unknown."""
+        """Returns the podSelectors of other owners' NetworkPolicies that restrict egress.
+
+        Returns None if these policies are unknown.
+        """
         return self._isolating.selectors(namespace)
 
     @property
     def calibrations(self) -> Calibrations:
         """Measured rates of nodes; empty until the ConfigMap is read."""
-        return Calibrations() if self._kept is None else self._kept.calibrations
+        return Calibrations() if self._stored_calibrations is None else self._stored_calibrations.calibrations
 
     @property
     def gangs(self) -> frozenset[Gang]:
@@ -227,7 +237,8 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._pod_requests is not None:
-            # `_count_changed_requests` gives the stored pod its own reservation. So the earlier one ends.
+            # The reservation from before the write ends, because `_count_changed_requests` reserves capacity
+            # for the stored pod.
             self._reserved_pods.pop(NamespacedName.from_object(stored), None)
             self._pod_requests.store_written(stored)
 
@@ -244,20 +255,21 @@ class ClusterState:
         return [cache.collection.label for cache in self.awaited_caches() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
-        """Waits until all caches are listed. The caller sets the deadline."""
+        """Waits until all caches have their first lists. The caller sets the deadline."""
         await self._gangs.known.wait()
         for cache in self.awaited_caches():
             await cache.synced.wait()
 
     async def wait_ready(self) -> None:
-        """Waits until one namespace is ready. The caller sets the deadline."""
+        """Waits until at least one namespace is ready (`is_ready`). The caller sets the deadline."""
         await self._some_ready.wait()
 
     def is_ready(self, namespace: str) -> bool:
-        """Reports whether the caches of a namespace suffice to decide its resources.
+        """Reports whether the caches of a namespace suffice for decisions about its resources.
 
-        A namespace is ready once its resources, pods, ConfigMaps and Services are listed, in cluster scope
-        also the nodes and the requests of all pods. Then `touched` is called for its resources.
+        A namespace is ready once its resources, pods, ConfigMaps and Services are listed; in cluster scope,
+        the nodes and the requests of all pods must be listed, too. Then `touched` is called for the
+        resources of the namespace.
         """
         scope = None if self.cluster_scope else namespace
         return scope in self._ready
@@ -265,10 +277,10 @@ class ClusterState:
     def errors_by_namespace(self) -> dict[str, str]:
         """Returns the API server's error for each namespace that the operator may not read."""
         errors: dict[str, str] = {}
-        for scope in self._pods:
-            refusals = [cache.refusal for cache in self._needed_caches(scope) if cache.refusal]
-            if scope is not None and refusals:
-                errors[scope] = refusals[0]
+        for namespace in self._pods:
+            refusals = [cache.refusal for cache in self._needed_caches(namespace) if cache.refusal]
+            if namespace is not None and refusals:  # None: the operator serves all namespaces
+                errors[namespace] = refusals[0]
         return errors
 
     def stale_cache_names(self) -> list[str]:
@@ -278,7 +290,8 @@ class ClusterState:
         the operator may read no namespace, the result contains all stale caches.
         """
         errors = self.errors_by_namespace()
-        skipped = set(errors) if len(errors) < len(self._pods) else set()
+        may_read_some = len(errors) < len(self._pods)
+        skipped = set(errors) if may_read_some else set()
         return [
             cache.collection.label
             for cache in self.awaited_caches()
@@ -308,7 +321,8 @@ class ClusterState:
     async def _wait_and_make_ready(self, scope: str | None) -> None:
         """Waits for the first lists of a scope, then makes the scope ready and wakes its resources.
 
-        It waits without limit for the caches that decisions need, and OTHERS_LISTED_S for the others.
+        Waits without a time limit for the caches that decisions need, and then at most OTHERS_LISTED_S for
+        all other caches.
         """
         for cache in self._needed_caches(scope):
             await cache.synced.wait()
@@ -339,16 +353,16 @@ class ClusterState:
                 self._touched(key)
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
-        """Returns the pods of a resource, sorted by name."""
+        """Returns the pods of the resource with this uid, sorted by name."""
         cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
         records = cache.values_under(key) if cache is not None else []
         return [self._with_own_times(pod) for pod in records if pod.owner_uid == uid]
 
     def pods_of_earlier_resources(self, key: ResourceKey, uid: str) -> list[PodRecord]:
-        """Returns the pods of earlier resources of this name.
+        """Returns the pods of earlier, deleted resources of this name.
 
         Args:
-            uid: uid of the present resource, or "".
+            uid: uid of the resource that has the name now; "" if no resource has the name.
         """
         cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
         records = cache.values_under(key) if cache is not None else []
@@ -360,16 +374,16 @@ class ClusterState:
         Decisions compare these times with this machine's clock, which may differ from the API server's clock.
         """
         view = pod.view
-        if not view.ended:
+        if not view.ended:  # `ended` includes pods that are being deleted
             return pod
         own_gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
         created = self._creations.moment(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
     def _wake_resources_of_pods(self, scope: str | None) -> None:
-        """Wakes all resources with pods in this scope, because the watch of the pods fails.
+        """Wakes all resources with pods in this scope, because the watch of these pods fails.
 
-        The next reconciles then ask the leaders of these resources for the state of their groups.
+        The reconciles then request the state of the groups from their leaders.
         """
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
@@ -380,7 +394,7 @@ class ClusterState:
         return cache is not None and cache.is_failing
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
-        """Returns the children of a resource other than pods, sorted by kind and name."""
+        """Returns the children of the resource with this uid, except pods, sorted by kind and name."""
         records: list[ChildRecord] = []
         for kind in self._child_caches:
             cache: WatchCache[ChildRecord] | None = self.cache_of(kind, key.namespace)
@@ -393,6 +407,10 @@ class ClusterState:
 
         A resource uses the claim if its spec, status, plan or revision names the claim, or if its pods mount
         the claim.
+
+        Args:
+            key: the resource that the result leaves out.
+            claim: name of the PersistentVolumeClaim of a model cache.
 
         Returns:
             None if some users may be unknown: another operator serves a resource of the namespace, or pods
@@ -421,14 +439,21 @@ class ClusterState:
                     stored_object for stored_object in objects if stored_object["kind"] == CONFIG_MAP.name
                 )
                 others.append(CacheUser(resource=record.view, objects=config_maps))
-        return tuple(others) if owners_of_mounts <= existing_uids else None
+        is_mounted_by_deleted_resource = not owners_of_mounts <= existing_uids
+        return None if is_mounted_by_deleted_resource else tuple(others)
 
     def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
-        """Returns the running pods that may remove commits from these claims once the operator confirms."""
-        cache: WatchCache[PodRecord] | None = self.cache_of(POD, namespace) if claims else None
+        """Returns the running pods that may remove commits from these claims once the operator confirms.
+
+        Args:
+            claims: names of the PersistentVolumeClaims of model caches.
+        """
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, namespace)
+        if not claims or cache is None:
+            return ()
         return tuple(
             CleanupPod(pod=pod.view, claims=pod.claims)
-            for pod in (cache.values() if cache is not None else ())
+            for pod in cache.values()
             if pod.view.cleanup is not None
             and pod.view.termination is None
             and pod.key.namespace == namespace
@@ -454,9 +479,9 @@ class ClusterState:
 
     def _complete_node(self, node: NodeView) -> NodeView:
         """Returns a node with the requests of its pods, and the time since which its kubelet is silent."""
-        view = self._views.get(node.name)
+        view = self._complete_views.get(node.name)
         if view is None:
-            view = self._views[node.name] = replace(
+            view = self._complete_views[node.name] = replace(
                 node,
                 requested=self._requested_on(node.name),
                 by_priority=self._requested_by_priority(node.name),
@@ -477,8 +502,9 @@ class ClusterState:
             for reservation in reservations
             if self._is_reserved(reservation)
         }
-        new_demands = {demand.name: demand for demand in self._reserved_pods.values()}
-        return tuple({**new_demands, **demands_of_stored}.values())
+        demands_of_unstored = {demand.name: demand for demand in self._reserved_pods.values()}
+        # By name, because the cache may show a pod as stored before the answer to its create request arrives.
+        return tuple({**demands_of_unstored, **demands_of_stored}.values())
 
     def _is_reserved(self, reservation: PodReservation) -> bool:
         """Reports whether the reservation of a stored pod is still valid."""
@@ -511,10 +537,10 @@ class ClusterState:
     def _forget_totals(self, node: str) -> None:
         """Forgets the computed totals of a node, because one of its pods has changed."""
         self._totals.pop(node, None)
-        self._views.pop(node, None)
+        self._complete_views.pop(node, None)
 
     def _requested_on(self, node: str) -> Mapping[str, float]:
-        """Returns the total requests of a node's pods. Computes them only after a change of a pod."""
+        """Returns the total requests of a node's pods. Computes the total only after a change of a pod."""
         assert self._pod_requests is not None
         totals = self._totals.get(node)
         if totals is None:
@@ -531,24 +557,28 @@ class ClusterState:
         return {priority: sum_requests(requests) for priority, requests in requests_by_priority.items()}
 
     def _count_changed_requests(self, before: PodRequests | None, after: PodRequests | None) -> None:
-        """Updates the totals of nodes and the pod's reservation after a change of its requests."""
+        """Forgets the totals of a changed pod's nodes, and begins or ends the pod's reservation.
+
+        Calls `capacity_freed` if the pod has ended or is gone.
+        """
         for pod in (before, after):
             if pod is not None:
                 self._forget_totals(pod.node)
         reserved_before = before.reservation if before is not None else None
         reserved_now = after.reservation if after is not None else None
-        if reserved_before is not None and (reserved_now is None or reserved_now.uid != reserved_before.uid):
+        uid_now = reserved_now.uid if reserved_now is not None else None
+        if reserved_before is not None and reserved_before.uid != uid_now:
             self._reserved_since.pop(reserved_before.uid, None)
         if reserved_now is not None:
             self._reserved_since.setdefault(reserved_now.uid, self._clock())
         if after is None:
             self._capacity_freed()
 
-    def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
+    def _update_node(self, before: NodeView | None, after: NodeView | None) -> None:
         """Forgets the view of a changed node, and records the time since which its kubelet is silent."""
         for node in (before, after):
             if node is not None:
-                self._views.pop(node.name, None)
+                self._complete_views.pop(node.name, None)
                 self._silences.record(node.name, after.unreachable_since if after is not None else None)
         self._nodes_changed()
 

@@ -1,4 +1,8 @@
-"""Remembers which fetch pods may remove commits now, because the operator confirmed their lists."""
+"""Remembers which fetch pods may remove commits now, because the operator confirmed their lists.
+
+A *fetch pod* downloads a model into its cache. Its *list* has the commits of the model that are in use: the
+pod keeps these commits, and removes others.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +35,7 @@ class ConfirmedCleanups:
         self._confirmed_s[uid] = now_s
 
     def among(self, pods: Sequence[CleanupPod]) -> tuple[CleanupPod, ...]:
-        """Returns the pods whose confirmation may still be valid, so that they may remove commits now."""
+        """Returns the pods that may remove commits now, because their confirmation may still be valid."""
         now_s = self._clock()
         return tuple(
             cleanup

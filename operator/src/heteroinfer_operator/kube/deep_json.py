@@ -1,4 +1,4 @@
-"""Parses JSON of any depth. The API server stores such JSON in `metadata.managedFields`. Pure."""
+"""Parses JSON of any depth. `metadata.managedFields` of a stored object may be deep. Pure."""
 
 import json
 import re
@@ -7,10 +7,11 @@ from typing import Any, Final
 MAX_DEPTH: Final = 200
 """Values deeper than this are cut. It is ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
+"""A string, or a bracket outside of strings."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. If Python's parser fails at deep nesting, replaces values below MAX_DEPTH by null.
+    """Parses JSON. If Python's parser fails at deep nesting, replaces values deeper than MAX_DEPTH by null.
 
     An account that may create pods can store `metadata.managedFields` that nest thousands of times. Such an
     object must not make a whole list unreadable.
@@ -30,7 +31,8 @@ def _cut_deep_values(text: str) -> str:
     A string is one token, so brackets in strings do not count.
     """
     pieces: list[str] = []
-    depth = start = 0  # `start`: begin of the text that is not in `pieces` yet
+    depth = 0
+    start = 0  # of the text that is not in `pieces` yet
     for token in _TOKEN.finditer(text):
         if token[0] in "[{":
             depth += 1

@@ -57,7 +57,10 @@ class DryRuns:
         self._by_resource: dict[ResourceKey, _DryRun] = {}
 
     def admitted_revisions(self, resource: ResourceView) -> frozenset[str]:
-        """Returns the resource's revision that passed its dry run within RESULT_VALID_S, or an empty set."""
+        """Returns a set with the resource's revision that passed its dry run, or an empty set.
+
+        A result that no reconcile has used for RESULT_VALID_S does not count.
+        """
         dry_run = self._by_resource.get(resource.key)
         if dry_run is None or not dry_run.is_admitted or dry_run.uid != resource.uid:
             return frozenset()
@@ -79,8 +82,8 @@ class DryRuns:
             dry_run = self._start(resource, action)
         await asyncio.wait({dry_run.task}, timeout=patience_s)
         if not dry_run.task.done():
-            raise not_answered("it has not answered yet")
-        if dry_run.task.exception() is not None:
+            raise not_answered("no answer yet")
+        if dry_run.task.exception() is not None:  # so that the next call starts a new dry run
             del self._by_resource[resource.key]
         try:
             dry_run.task.result()
@@ -95,15 +98,15 @@ class DryRuns:
             dry_run.task.cancel()
 
     def _is_usable(self, dry_run: _DryRun, resource: ResourceView, action: TryObjects) -> bool:
-        """Reports whether a dry run is of this revision, and is not done or has a valid result."""
-        is_same = (dry_run.uid, dry_run.revision) == (resource.uid, action.revision)
+        """Reports whether a dry run is of this revision, and still runs or has a valid result."""
+        is_of_revision = (dry_run.uid, dry_run.revision) == (resource.uid, action.revision)
         is_expired = dry_run.task.done() and self._clock() - dry_run.since_s > RESULT_VALID_S
-        return is_same and not is_expired
+        return is_of_revision and not is_expired
 
     def _start(self, resource: ResourceView, action: TryObjects) -> _DryRun:
         """Starts a dry run in the background, and cancels the resource's earlier dry run."""
-        if (replaced := self._by_resource.pop(resource.key, None)) is not None:
-            replaced.task.cancel()
+        if (earlier := self._by_resource.pop(resource.key, None)) is not None:
+            earlier.task.cancel()
         task = start_task(self._try_all(action), name=f"dry run of {resource.key}", failed=_report_error)
         started = self._by_resource[resource.key] = _DryRun(
             resource.uid, action.revision, self._clock(), task
@@ -117,7 +120,7 @@ class DryRuns:
                 await self._try_one(manifest)
 
     async def _try_one(self, manifest: Manifest) -> None:
-        """Sends the dry run of one object.
+        """Sends the dry run of one object. Ignores refusals that do not blame the object.
 
         Raises:
             ChildError: the API server refuses the object because of its content.
@@ -138,4 +141,4 @@ class DryRuns:
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator."""
     if not isinstance(error, HeteroInferError):  # the next `await_admission` raises a HeteroInferError
-        logger.error("dry run failed: a defect of the operator. Report it", exc_info=error)
+        logger.error("dry run failed: a defect of the operator. Report it, with this log", exc_info=error)

@@ -24,13 +24,19 @@ WINDOW_S: Final = 600.0
 SERIES_UPDATE_S: Final = 60.0
 """Shortest time between two writes of the count."""
 MAX_REMEMBERED_EVENTS: Final = 2000
+"""At most this many stored events are remembered, to count their repetitions."""
 NAMESPACE_ENDING_S: Final = 30.0
-"""How long no events are written into a namespace that was being deleted. It may be created again by then."""
+"""How long no events are written into a namespace that was being deleted.
+
+Later, a new namespace may have this name.
+"""
 MESSAGE_CHARACTERS: Final = 1024
 """Kubernetes' limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
 AT_ONCE: Final = 4
+"""At most this many events are written at the same time."""
 MAX_WAITING_EVENTS: Final = 1000
+"""At most this many events wait for the API server."""
 MAX_EVENTS_PER_MINUTE: Final = 10
 """At most this many new events of one resource are recorded in a minute."""
 MINUTE_S: Final = 60.0
@@ -91,14 +97,18 @@ class EventRecorder:
         """Time of the API server's refusal, by namespace that is being deleted."""
 
     def record(self, resource: ResourceView, event: RecordEvent) -> None:
-        """Queues an event. An identical event within WINDOW_S only increments the count."""
+        """Queues an event, or drops the event above a limit.
+
+        An event that is identical to an event within WINDOW_S only increments the count of that event, so
+        MAX_EVENTS_PER_MINUTE does not apply.
+        """
         identity, now = _identity_of(resource, event), self._clock()
         is_queued = any(_identity_of(*queued) == identity for queued in self._waiting)
-        if is_queued or self._is_ending(resource.key.namespace, now):
+        if is_queued or self._is_ending(resource.key.namespace, now):  # without a count of dropped events
             return
         is_repeated = identity in self._series or identity in self._being_written
         is_queue_full = len(self._waiting) >= MAX_WAITING_EVENTS
-        if is_queue_full or not (is_repeated or self._fits_rate(resource.uid, now)):
+        if is_queue_full or not (is_repeated or self._count_if_within_rate(resource.uid, now)):
             logger.debug(
                 "%s: dropped event %s (limits: %d waiting events, %d new events of a resource per minute)",
                 resource.key,
@@ -125,8 +135,8 @@ class EventRecorder:
         for task in self._workers:
             task.cancel()
 
-    def _fits_rate(self, uid: str, now: float) -> bool:
-        """Reports whether a resource may have another new event in this minute, and counts the event."""
+    def _count_if_within_rate(self, uid: str, now: float) -> bool:
+        """Counts a new event of a resource, and returns True, unless the resource is at its limit."""
         uids_without_recent = [other for other, times in self._recent.items() if now - times[-1] >= MINUTE_S]
         for other in uids_without_recent:
             del self._recent[other]
@@ -153,7 +163,10 @@ class EventRecorder:
                 self._being_written.discard(identity)
 
     async def _write(self, resource: ResourceView, event: RecordEvent, identity: _EventIdentity) -> None:
-        """Writes a queued event: as a new event, or as a higher count of an identical event."""
+        """Writes a queued event: as a new event, or as a higher count of an identical event.
+
+        Logs and drops an event that cannot be written.
+        """
         now = self._clock()
         if self._is_ending(resource.key.namespace, now):
             return
@@ -165,7 +178,7 @@ class EventRecorder:
                 series = await self._update_series(resource, replace(series, count=series.count + 1), now)
         except HeteroInferError as error:  # an ApiError, or a lost Lease
             causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
-            if NAMESPACE_ENDS in causes:
+            if NAMESPACE_ENDS in causes:  # expected, so without a log
                 self._refused_at[resource.key.namespace] = now
                 return
             logger.warning("%s: the event %s was not recorded: %s", resource.key, event.reason, error.message)
@@ -173,7 +186,7 @@ class EventRecorder:
             if status == NOT_FOUND:  # the stored event is gone, so the next identical event is a new event
                 series = None
         if series is not None:
-            self._series[identity] = series
+            self._series[identity] = series  # as the newest
         while len(self._series) > MAX_REMEMBERED_EVENTS:
             self._series.popitem(last=False)
 
@@ -194,7 +207,10 @@ class EventRecorder:
         return _Series(name=stored["metadata"]["name"], first_s=now, written_s=now, count=1)
 
     async def _update_series(self, resource: ResourceView, series: _Series, now: float) -> _Series:
-        """Writes the count of a repeated event, at most once in SERIES_UPDATE_S."""
+        """Writes the count of a repeated event, unless it was written less than SERIES_UPDATE_S ago.
+
+        Returns the series, with `written_s` as its last write.
+        """
         if now - series.written_s < SERIES_UPDATE_S:
             return series
         path = EVENT.path(resource.key.namespace, series.name)
@@ -236,6 +252,7 @@ def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
 
 
 def _report_error(error: BaseException) -> None:
+    """Logs the error that ended the writing task. The next event starts a new task."""
     logger.error(
         "event writer: stopped until the next event, by a defect of the operator. Report it, with this log",
         exc_info=error,

@@ -1,6 +1,7 @@
-"""Detects the gang schedulers of a cluster by its API groups, and caches their objects.
+"""Detects the gang schedulers of a cluster by the API groups that it serves, and caches their objects.
 
-Every authenticated account may use discovery, also in namespaced mode.
+A gang scheduler places all pods of a group at the same time, or none. Every authenticated account may read
+the API groups, also if the operator serves only some namespaces.
 """
 
 import asyncio
@@ -22,10 +23,11 @@ logger = logging.getLogger(__name__)
 CHECK_EVERY_S: Final = 300.0
 """Time between two checks."""
 RETRY_FIRST_S: Final = 1.0
+"""First pause after a check without an answer, or after a cache failed. Each next pause is twice as long."""
 MAX_RETRY_S: Final = 30.0
-"""Longest pause after a check without an answer, or a failed task."""
+"""Longest such pause."""
 LISTED_S: Final = 20.0
-"""Time after which the operator logs that the objects of a gang scheduler cannot be listed."""
+"""The operator logs a warning if it has not listed the objects of a gang scheduler within this time."""
 
 _APIS: Final = MappingProxyType(
     {
@@ -37,14 +39,17 @@ _APIS: Final = MappingProxyType(
         Gang.NATIVE_BETA: (("scheduling.k8s.io/v1beta1",), "podgroups"),
     }
 )
-"""API versions and resource of each gang scheduler. It is present if one of the versions has the resource."""
+"""API versions and resource of each gang scheduler.
+
+A cluster has the gang scheduler if it serves the resource in one of these versions.
+"""
 
 Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
 """Caches of one kind, by scope."""
 
 
 async def detect_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
-    """Returns for each gang scheduler whether the cluster serves its API; the error if this is unknown."""
+    """Returns for each gang scheduler whether the cluster serves its API, or the error of the request."""
     answers = await asyncio.gather(*(_is_served(server, gang) for gang in _APIS))
     return dict(zip(_APIS, answers, strict=True))
 
@@ -80,12 +85,15 @@ async def _served_versions(server: ApiServer, group: str) -> list[str]:
             return []
         raise
     versions = answer.get("versions")
-    found = versions if isinstance(versions, list) else []
-    return [str(version.get("version")) for version in found if isinstance(version, dict)]
+    entries = versions if isinstance(versions, list) else []
+    return [str(entry.get("version")) for entry in entries if isinstance(entry, dict)]
 
 
 async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
-    """Returns whether the cluster serves a gang scheduler's API; the error if the answer is unknown."""
+    """Returns whether the cluster serves one of the API versions of a gang scheduler.
+
+    If no version is known to be served and a request failed, returns the error of that request.
+    """
     versions, plural = _APIS[gang]
     problem: ApiError | None = None
     for version in versions:
@@ -106,12 +114,12 @@ async def _served_resources(server: ApiServer, group_version: str) -> set[str]:
             return set()
         raise
     resources = answer.get("resources")
-    found = resources if isinstance(resources, list) else []
-    return {str(resource.get("name")) for resource in found if isinstance(resource, dict)}
+    entries = resources if isinstance(resources, list) else []
+    return {str(entry.get("name")) for entry in entries if isinstance(entry, dict)}
 
 
 class GangSchedulers:
-    """Keeps track of the cluster's gang schedulers while users install and remove them.
+    """Finds the cluster's gang schedulers, also those that users install or remove later.
 
     Attributes:
         found: gang schedulers whose objects are listed.
@@ -121,6 +129,7 @@ class GangSchedulers:
             gang schedulers are listed.
 
     Args:
+        build: builds the caches of the objects of one kind, by scope.
         changed: called after a change of `found`.
     """
 
@@ -135,8 +144,9 @@ class GangSchedulers:
         self._build = build
         self._changed = changed
         self._unanswered = frozenset(Gang)
+        """Gang schedulers for which the API server has never answered."""
         self._reported: frozenset[Gang] = frozenset()
-        self._failure = asyncio.Event()
+        self._cache_failure = asyncio.Event()
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -144,28 +154,31 @@ class GangSchedulers:
         retry_s = RETRY_FIRST_S
         try:
             while True:
-                failed, self._failure = self._failure.is_set(), asyncio.Event()
+                has_cache_failed, self._cache_failure = self._cache_failure.is_set(), asyncio.Event()
                 with contextlib.suppress(ApiError):  # only a message uses `unknown`, so it may be old
                     self.unknown = await find_unsupported_versions(self._server)
                 self._update(await detect_gangs(self._server))
-                if failed or self._unanswered:
+                if has_cache_failed or self._unanswered:
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
                     continue
                 retry_s = RETRY_FIRST_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(CHECK_EVERY_S):
-                        await self._failure.wait()
+                        await self._cache_failure.wait()
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
     def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
-        """Starts and stops the caches of gang schedulers. An error changes nothing."""
+        """Starts the caches of new gang schedulers, and stops those of gang schedulers that are gone.
+
+        Logs each new error. An error changes no cache.
+        """
         problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
         for gang in sorted(problems.keys() - self._reported):
             logger.warning(
-                "cannot find out whether the cluster has the gang scheduler %s: %s. Trying again",
+                "gang scheduler %s: cannot find out whether the cluster serves its API: %s. Trying again",
                 gang,
                 problems[gang].message,
             )
@@ -173,7 +186,7 @@ class GangSchedulers:
         self._unanswered -= answers.keys() - problems.keys()
         for gang, is_served in sorted(answers.items()):
             if is_served is True and gang not in self._tasks:
-                logger.info("the cluster has a gang scheduler: %s", gang)
+                logger.info("gang scheduler %s: the cluster serves its API", gang)
                 self._start_caching(gang)
             if is_served is False and gang in self._tasks:
                 logger.warning(
@@ -201,14 +214,17 @@ class GangSchedulers:
             )
             del self._tasks[gang]
             self._forget(gang)
-            self._failure.set()
+            self._cache_failure.set()
 
         self._tasks[gang] = start_task(
             self._cache_objects(gang), name=f"objects of {gang}", failed=forget_after_error
         )
 
     async def _cache_objects(self, gang: Gang) -> None:
-        """Caches the objects of a gang scheduler. After the first list it counts as found."""
+        """Caches the objects of a gang scheduler. After the first lists, the gang scheduler counts as found.
+
+        A gang scheduler without objects (Kueue) counts as found immediately.
+        """
         kind = GANG_CHILDREN.get(gang)
         caches = self._build(kind) if kind is not None else {}
         async with asyncio.TaskGroup() as group:
@@ -219,7 +235,7 @@ class GangSchedulers:
                     await _wait_listed(caches)
             except TimeoutError:
                 logger.warning(
-                    "gang scheduler %s: cannot list its objects within %g s. Still trying", gang, LISTED_S
+                    "gang scheduler %s: its objects are not listed after %g s. Still trying", gang, LISTED_S
                 )
                 await _wait_listed(caches)
             if kind is not None:
@@ -236,8 +252,9 @@ class GangSchedulers:
             self._changed()
 
     def _set_known_if_complete(self) -> None:
-        """Sets `known` once each gang scheduler is either absent or has listed objects."""
-        if not self._unanswered and self._tasks.keys() <= self.found:
+        """Sets `known` once each gang scheduler is either absent or found."""
+        are_served_ones_found = self._tasks.keys() <= self.found
+        if not self._unanswered and are_served_ones_found:
             self.known.set()
 
 

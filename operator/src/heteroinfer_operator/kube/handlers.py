@@ -36,7 +36,8 @@ def build_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True  # kopf would list and watch all CRDs and namespaces
     settings.peering.standalone = True
     settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
-    # The API server ends a watch after server_timeout. Otherwise the connection is dead, and kopf ends it.
+    # The API server ends a watch after server_timeout. If a watch lasts until client_timeout, its connection
+    # is dead, and kopf ends the watch.
     settings.watching.server_timeout = 290
     settings.watching.client_timeout = 320
     return settings
@@ -46,9 +47,9 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     """Returns the handlers that announce each added, changed or deleted resource.
 
     kopf calls `announce` in kopf's own thread, with the resource and its resourceVersion. The handler
-    `announce_change` ignores changes of the status, because the operator itself wrote the status, and its
-    cache has the API server's answer. It also ignores changes of labels and annotations, because no decision
-    reads these.
+    `announce_change` ignores these changes:
+    - of the status, because the operator itself wrote the status, and its cache has the API server's answer;
+    - of labels and annotations, because no decision reads these.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
@@ -80,7 +81,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     ) -> None:
         """Announces a deletion, or a change of a field that decisions read."""
         key = ResourceKey(namespace=namespace or "", name=name or "")
-        fields = ("uid", "generation", "deletionTimestamp", "finalizers")
+        fields = ("uid", "generation", "deletionTimestamp", "finalizers")  # a new spec has a new generation
         fields_now = tuple(copy.deepcopy(meta.get(field)) for field in fields)
         if event["type"] == "DELETED":
             announced.pop(key, None)
@@ -99,7 +100,7 @@ async def announce_changes(
     """Runs kopf in a thread with its own event loop, until cancelled or until kopf ends.
 
     A separate thread is necessary: when kopf stops, it cancels all unknown tasks of its event loop
-    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread, it would also handle signals.
+    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread, kopf would also handle signals.
 
     Raises:
         BaseException: the error that ended kopf.
@@ -111,7 +112,7 @@ async def announce_changes(
         """Calls `announce` in the operator's own event loop."""
         loop.call_soon_threadsafe(announce, key, version)
 
-    async def operator() -> None:
+    async def run_operator() -> None:
         """Runs kopf's operator until `stop` is set."""
         await kopf.operator(
             registry=build_registry(configuration, announce_in_loop),
@@ -126,15 +127,17 @@ async def announce_changes(
         """Runs kopf in this thread, and hands its error to the operator's event loop."""
         error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
-            asyncio.run(operator())
-        except BaseException as caught:  # the main thread raises it
+            asyncio.run(run_operator())
+        except BaseException as caught:  # `announce_changes` raises this error in the operator's event loop
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, error)
 
     threading.Thread(target=run_kopf, name="kopf", daemon=True).start()
     try:
-        raise await asyncio.shield(ended)
+        raise await asyncio.shield(
+            ended
+        )  # `shield`, because `finally` waits for `ended` after a cancellation
     finally:
         stop.set()
         await asyncio.wait({ended}, timeout=STOP_S)

@@ -17,6 +17,7 @@ from heteroinfer_operator.stored_fields import version_number
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
+"""Interval of checks while the API server does not serve HeteroInference."""
 
 
 async def wait_for_resource(server: ApiServer) -> None:
@@ -76,7 +77,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
     unread: dict[str | None, ApiError] = {}
 
     async def list_scope(scope: str | None) -> None:
-        """Lists the resources of one namespace (None: of all). Stores the error of a failed list."""
+        """Lists the resources of a scope (None: all namespaces). Stores the error of a failed list."""
         listed: dict[ResourceKey, int] = {}
         try:
             async for page in server.list_pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
@@ -87,7 +88,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
                 versions[scope] = version_number(page["metadata"]["resourceVersion"])
         except ApiError as error:
             unread[scope] = error
-        else:
+        else:  # leave out the first pages of a list that failed later
             versions_by_resource.update(listed)
 
     scopes: list[str | None] = [*namespaces] or [None]
@@ -98,7 +99,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
 
 
 async def find_missing_parts(settings: InstallationSettings) -> list[str]:
-    """Returns a message for each missing part of an installation. Changes nothing.
+    """Returns a message for each missing part of an installation: the CRD, or a right. Changes nothing.
 
     Raises:
         HeteroInferError: the API server cannot be reached.
@@ -124,4 +125,5 @@ async def find_missing_parts(settings: InstallationSettings) -> list[str]:
     finally:
         await server.close()
     fix = "Install the roles of HeteroInfer's chart"
-    return [*([problem] if problem else []), *(f"missing right: {right}. {fix}" for right in missing)]
+    missing_rights = [f"missing right: {right}. {fix}" for right in missing]
+    return [problem, *missing_rights] if problem else missing_rights

@@ -21,7 +21,7 @@ _EGRESS: Final = "Egress"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatingPolicy:
-    """The pods whose egress a policy restricts.
+    """A NetworkPolicy that restricts the egress of the pods that it selects.
 
     Attributes:
         selector: the policy's podSelector.
@@ -32,17 +32,18 @@ class IsolatingPolicy:
 
 
 def read_isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
-    """Returns the pods whose egress a policy restricts; None if it restricts ingress only.
+    """Reads a NetworkPolicy that restricts egress; returns None if the policy restricts only ingress.
 
     Raises:
         UnreadableError: a field has the wrong type.
     """
     spec = as_object(stored.get("spec"), "spec")
     types = as_texts(spec.get("policyTypes"), "policyTypes")
-    # If a policy lacks policyTypes, the API server sets them: with Egress if the policy has egress rules.
+    # A stored policy always has policyTypes: the API server adds Egress if the policy has egress rules.
     if _EGRESS not in types:
         return None
     selector = as_object(spec.get("podSelector"), "podSelector")
+    # The selector is kept as a dict, so check the types of the fields that decisions will read.
     as_text_map(selector.get("matchLabels"), "matchLabels")
     for term in as_objects(selector.get("matchExpressions"), "matchExpressions"):
         as_name(term.get("key"), "matchExpressions.key")
@@ -90,8 +91,9 @@ class IsolatingPolicies:
         return list(self._caches.values())
 
     def selectors(self, namespace: str) -> tuple[Manifest, ...] | None:
-        """Returns the pod selectors of a namespace's policies, or None before the first list."""
-        cache = self._caches.get(None if None in self._caches else namespace)
+        """Returns the podSelectors of a namespace's policies, or None before the first list."""
+        scope = None if None in self._caches else namespace
+        cache = self._caches.get(scope)
         if cache is None or not cache.synced.is_set():
             return None
         return tuple(policy.selector for policy in cache.values_under(namespace))

@@ -23,7 +23,7 @@ CONSECUTIVE_WITHIN: Final = timedelta(seconds=60)
 MAX_RESTORATIONS: Final = 5
 """Consecutive identical writes until the operator reports a conflict with another writer.
 
-Below this number it repairs manual changes of users without a report.
+Below this number, the operator repairs manual changes of users without a report.
 """
 
 
@@ -52,7 +52,10 @@ class RepeatedWrites:
     """Hash of the last write, its time and the count, by kind, name and whether the write is a deletion."""
 
     def count_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
-        """Counts a write or a deletion. Returns whether other writers undo it each time.
+        """Counts a write or a deletion. Returns whether there were MAX_RESTORATIONS equal ones in a row.
+
+        Then others have undone the writes before, because the operator writes only an object that differs
+        from its manifest.
 
         Args:
             manifest: content of the object that is written; None for a deletion.
@@ -75,8 +78,8 @@ class StatusAttempts:
     """The unanswered attempts to write a resource's status: the first and the newest.
 
     All attempts name the same version of the resource, so the API server stores at most one. Two attempts
-    suffice: at a slow API server, the first attempt succeeds soonest. After an outage, the newest attempt
-        does.
+    suffice: if the API server is slow, the first attempt succeeds soonest. After an outage, the newest
+    attempt succeeds soonest.
     """
 
     _attempts: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
@@ -96,8 +99,8 @@ class StatusAttempts:
 
     def add(self, task: asyncio.Task[object]) -> None:
         """Adds a new attempt, and cancels all earlier ones except the first."""
-        for _, replaced in self._attempts[1:]:
-            replaced.cancel()
+        for _, replaced_task in self._attempts[1:]:
+            replaced_task.cancel()
         self._attempts = [*self._attempts[:1], (asyncio.get_running_loop().time(), task)]
 
     def cancel(self, *, kept_task: asyncio.Task[object] | None = None) -> None:
@@ -146,9 +149,8 @@ class ResourceMemory:
         After a change of the spec, only the refusals of revisions stay, and the next attempt is due now.
         """
         known = tuple(self.permits.known.values())
-        return (
-            known if resource.generation == self.generation else retry_revisions_now(known, datetime.now(UTC))
-        )
+        is_spec_changed = resource.generation != self.generation
+        return retry_revisions_now(known, datetime.now(UTC)) if is_spec_changed else known
 
     def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
@@ -158,7 +160,7 @@ class ResourceMemory:
         Returns:
             The permits, which decide for each action whether it may run now.
         """
-        if resource.generation != self.generation:
+        if resource.generation != self.generation:  # other content is wanted, so the counts begin again
             self.repeated_writes = RepeatedWrites()
         self.generation = resource.generation
         now = datetime.now(UTC)
@@ -167,8 +169,8 @@ class ResourceMemory:
         return self.permits
 
     def cancel(self) -> None:
-        """Cancels all unanswered requests, because the resource is gone."""
+        """Cancels unanswered requests and ends reservations, because the resource is gone."""
         self.status_attempts.cancel()
         self.reservations.close()
-        for each in self.pending_requests.values():
-            each.task.cancel()
+        for request in self.pending_requests.values():
+            request.task.cancel()

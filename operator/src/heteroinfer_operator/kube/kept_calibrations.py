@@ -1,8 +1,8 @@
 """The ConfigMap with the measured rates of nodes. The chart's Jobs write it, the operator reads it.
 
 The entries are not signed with the operator's key, because the Jobs must not have that key. Entries of an
-attacker do little harm: the ConfigMap is in the operator's own namespace, its numbers have bounds, and they
-affect only predictions and the division of layers among ranks.
+attacker do little harm: the ConfigMap is in the operator's own namespace, and its numbers have bounds. The
+numbers affect only predictions and the division of layers among ranks.
 """
 
 import logging
@@ -52,7 +52,7 @@ class StoredCalibrations:
         )
 
     def _read_calibrations(self, _before: Entries | None, after: Entries | None) -> None:
-        """Reads the calibrations of a changed ConfigMap. Logs the entries that cannot be used."""
+        """Reads the calibrations of a changed ConfigMap. Logs each calibration, and each unusable entry."""
         self.calibrations, problems = read_stored_calibrations(dict(after or ()), self._version)
         for kind in self.calibrations.kinds:
             logger.info("nodes of kind %s: using calibration %s", kind.name, kind.calibration.hash)

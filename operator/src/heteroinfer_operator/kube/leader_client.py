@@ -23,15 +23,17 @@ from heteroinfer_operator.report_client import NO_ANSWER, ReportClient, is_reach
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 0.5
+"""Timeout for the leader of a Ready group, and for the pod that downloads the model."""
 UNREADY_TIMEOUT_S: Final = 0.2
 """Timeout for the leader of a group that is not Ready. A failing leader must not delay the decision."""
 REPORT_VALID_S: Final = 10.0
-REPORT_AGAIN_S: Final = 600.0
+"""How long a leader's report is used again. After that, the leader gets another request."""
+INVALID_REPORT_PAUSE_S: Final = 600.0
 """Pause between two events about invalid reports of the same leader."""
-ASK_AGAIN_S: Final = 1.0
-"""Interval of requests to a leader that answered before and cannot be reached, until SURE_AFTER_S."""
-SURE_AFTER_S: Final = 5.0
-"""After this time without a connection, a leader gets only one request in each REPORT_VALID_S again."""
+FREQUENT_INTERVAL_S: Final = 1.0
+"""Interval of requests to a leader that answered before and cannot be reached now, for FREQUENT_FOR_S."""
+FREQUENT_FOR_S: Final = 5.0
+"""After this time without a connection, a leader again gets only one request in each REPORT_VALID_S."""
 TRIES_UNTIL_SILENT: Final = 3
 """Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
 TEST_EVERY_S: Final = 1.0
@@ -44,13 +46,14 @@ TRY_S: Final = 0.3
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A leader's answer.
+    """A leader's answer to a request, or the lack of an answer.
 
     Attributes:
+        at_s: time of the answer or of the failure.
         status: the leader's report, or None.
         silent: whether the request timed out.
         unreached: whether the connection failed.
-        ready: whether the group was Ready at the time of the request. When the group becomes Ready, an
+        ready: whether all pods of the group were Ready at the time of the request. When this changes, an
             earlier answer is no longer valid.
     """
 
@@ -76,7 +79,8 @@ class LeaderClient:
     harmless.
 
     Args:
-        operator_key: source of the groups' keys. Without it, leaders leave their identity out of reports.
+        operator_key: key from which the groups' keys are derived. Without this key, leaders leave their
+            identity out of reports.
         clock: monotonic clock, in seconds.
     """
 
@@ -89,6 +93,7 @@ class LeaderClient:
         self._answers: dict[str, _Answer] = {}
         self._answered_before: dict[str, ResourceKey] = {}
         self._watched: dict[str, PodRecord] = {}
+        """Leaders that get test connections, by the pod's uid."""
         self._silences: dict[str, _Silence] = {}
         self._reported_invalid: dict[str, float] = {}
         self._invalid_reports: list[tuple[ResourceKey, str]] = []
@@ -97,7 +102,9 @@ class LeaderClient:
     async def close(self) -> None:
         await self._client.close()
 
-    async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
+    async def observe(
+        self, pods: Iterable[PodRecord], *, pods_unwatched: bool = False
+    ) -> dict[int, GroupReport]:
         """Returns the reports of the groups' leaders, by group index.
 
         - If a pod of a group has ended, the leader gets no request. It may no longer answer, and the decision
@@ -108,25 +115,27 @@ class LeaderClient:
           in a cluster in which the operator cannot reach pods, each reconcile would wait for all leaders.
 
         Args:
-            anew: request new reports after ASK_AGAIN_S instead of REPORT_VALID_S, because the watch of the
-                pods fails.
+            pods_unwatched: whether the watch of the pods fails. Then a report is used again for only
+                FREQUENT_INTERVAL_S instead of REPORT_VALID_S.
         """
         known = tuple(pods)
-        ended = {_group_label(pod) for pod in known if pod.view.ended}
-        unready = {_group_label(pod) for pod in known if not pod.view.ready}
+        ended_groups = {_group_label(pod) for pod in known if pod.view.ended}
+        unready_groups = {_group_label(pod) for pod in known if not pod.view.ready}
         leaders = {
             index: pod
             for pod in known
-            if (index := _led_group(pod)) is not None and _group_label(pod) not in ended
+            if (index := _led_group(pod)) is not None and _group_label(pod) not in ended_groups
         }
         self._forget_old()
-        answers = await asyncio.gather(
+        reports = await asyncio.gather(
             *(
-                self._get_report(pod, ready=_group_label(pod) not in unready, anew=anew)
+                self._get_report(
+                    pod, ready=_group_label(pod) not in unready_groups, pods_unwatched=pods_unwatched
+                )
                 for pod in leaders.values()
             )
         )
-        return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
+        return {index: report for index, report in zip(leaders, reports, strict=True) if report is not None}
 
     def silences(self, pods: Iterable[PodRecord]) -> dict[tuple[int, int], float]:
         """Returns the seconds without a successful connection to a leader, by group index and epoch.
@@ -140,8 +149,8 @@ class LeaderClient:
             index, silence = _led_group(pod), self._silences.get(pod.view.uid)
             epoch = pod.view.labels.get(names.LABEL_EPOCH, "")
             if index is not None and silence is not None and epoch.isdigit():
-                is_certain = silence.tries >= TRIES_UNTIL_SILENT
-                silences[index, int(epoch)] = self._clock() - silence.since_s if is_certain else 0.0
+                is_silent = silence.tries >= TRIES_UNTIL_SILENT
+                silences[index, int(epoch)] = self._clock() - silence.since_s if is_silent else 0.0
         return silences
 
     async def test_connections(self, changed: Callable[[ResourceKey], None]) -> None:
@@ -155,58 +164,62 @@ class LeaderClient:
         """
         while True:
             leaders = list(self._watched.values())
-            # Without a leader, one empty round makes the loop sleep.
+            # Without a leader, one empty batch makes the loop sleep.
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
-                tried = leaders[first : first + MAX_TESTED_AT_ONCE]
+                batch = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
-                    asyncio.sleep(TEST_EVERY_S), *(self._test_connection(pod, changed) for pod in tried)
+                    asyncio.sleep(TEST_EVERY_S), *(self._test_connection(pod, changed) for pod in batch)
                 )
 
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
         """Tests whether a leader accepts connections. Calls `changed` if its reachability changes.
 
-        It opens up to TRIES_UNTIL_SILENT connections, one for each TRY_S. A refused connection also takes
-        TRY_S. Otherwise all tries could fail within milliseconds, which is shorter than the shortest silence
-        that the operator reports (`silent_leaders.MIN_SILENT_S`).
+        Tries up to TRIES_UNTIL_SILENT connections, each for TRY_S. A try takes TRY_S even if the connection
+        is refused immediately. Otherwise all tries could fail within milliseconds, which is shorter than the
+        shortest silence that the operator reports (`silent_leaders.MIN_SILENT_S`).
         """
         uid, started_s, loop = pod.view.uid, self._clock(), asyncio.get_running_loop()
         for _ in range(TRIES_UNTIL_SILENT):
             ends_s = loop.time() + TRY_S
             if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
-                if self._silences.pop(uid, None) is not None:
-                    self._answers.pop(uid, None)
+                was_silent = self._silences.pop(uid, None) is not None
+                if was_silent:
+                    self._answers.pop(uid, None)  # so that the next reconcile requests a report
                     changed(pod.key)
                 return
             await asyncio.sleep(ends_s - loop.time())
-        # All tries failed. Report the silence once. A failed request may have begun it before these tries.
+        # All tries failed. Report the silence once. It may have begun with a request that failed earlier.
         silence = self._silences.get(uid, _Silence(started_s, 0))
-        if uid in self._watched and silence.tries < TRIES_UNTIL_SILENT:
+        is_reported = silence.tries >= TRIES_UNTIL_SILENT
+        if uid in self._watched and not is_reported:
             self._silences[uid] = _Silence(silence.since_s, TRIES_UNTIL_SILENT)
             self._answers[uid] = _Answer(self._clock(), None, unreached=True)
             changed(pod.key)
 
     def limit_tests_to(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
-        """Limits the test connections for a resource to the leaders of its Ready groups.
+        """Limits the test connections for a resource to the leaders of its Ready groups that answered before.
 
         Args:
             pods: pods of the resource; empty if the resource is gone.
         """
         by_uid = {pod.view.uid: pod for pod in pods}
-        unready = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
+        unready_epochs = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
         self._answered_before = {
             uid: owner for uid, owner in self._answered_before.items() if owner != key or uid in by_uid
         }
         self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key}
         for uid, pod in by_uid.items():
-            if (
-                uid in self._answered_before
-                and _led_group(pod) is not None
-                and _group_and_epoch(pod) not in unready
-            ):
+            is_leader = _led_group(pod) is not None
+            is_group_ready = _group_and_epoch(pod) not in unready_epochs
+            if uid in self._answered_before and is_leader and is_group_ready:
                 self._watched[uid] = pod
 
-    def _record_answer(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
-        """Records a leader's answer, and the time since which the leader cannot be reached."""
+    def _record_answer(self, pod: PodRecord, requested_s: float, answer: _Answer) -> None:
+        """Records whether a leader answered, and since when the leader cannot be reached.
+
+        Args:
+            requested_s: time of the request.
+        """
         uid = pod.view.uid
         if answer.status is not None:
             self._answered_before[uid] = pod.key
@@ -215,42 +228,51 @@ class LeaderClient:
         if not answer.unreached:
             self._silences.pop(uid, None)
         elif uid in self._answered_before:
-            silence = self._silences.get(uid, _Silence(asked_s, 0))
+            silence = self._silences.get(uid, _Silence(requested_s, 0))
             self._silences[uid] = _Silence(silence.since_s, silence.tries + 1)
 
     def _is_request_due(self, uid: str, cached: _Answer) -> bool:
         """Reports whether an unreachable leader gets a request now, although REPORT_VALID_S is not over."""
         silence, now = self._silences.get(uid), self._clock()
-        if silence is None or now - silence.since_s > SURE_AFTER_S:
+        if silence is None or now - silence.since_s > FREQUENT_FOR_S:
             return False
-        return now - cached.at_s >= ASK_AGAIN_S
+        return now - cached.at_s >= FREQUENT_INTERVAL_S
 
     def _forget_old(self) -> None:
-        """Removes answers, challenges and silences that are too old."""
-        oldest = self._clock() - REPORT_VALID_S
-        self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
+        """Removes old answers, challenges and notes about events, and the silences of removed leaders."""
+        now_s = self._clock()
+        self._answers = {
+            uid: answer for uid, answer in self._answers.items() if answer.at_s > now_s - REPORT_VALID_S
+        }
         self._readers = {
             uid: (at_s, reader)
             for uid, (at_s, reader) in self._readers.items()
-            if at_s > self._clock() - CHALLENGE_LIFE_S
+            if at_s > now_s - CHALLENGE_LIFE_S
         }
-        recent = self._clock() - REPORT_AGAIN_S
         self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered_before}
-        self._reported_invalid = {uid: at_s for uid, at_s in self._reported_invalid.items() if at_s > recent}
+        self._reported_invalid = {
+            uid: at_s for uid, at_s in self._reported_invalid.items() if at_s > now_s - INVALID_REPORT_PAUSE_S
+        }
 
-    async def _get_report(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
+    async def _get_report(self, pod: PodRecord, *, ready: bool, pods_unwatched: bool) -> GroupReport | None:
         """Returns a leader's report: the cached report while it is valid, otherwise a new one.
 
-        Returns None if the leader sent no valid report.
+        Returns None if the leader sent no valid report. Of a group that is not Ready, only a timeout is
+        cached, because the state of such a group may change at any time.
+
+        Args:
+            ready: whether all pods of the group are Ready.
+            pods_unwatched: whether the watch of the pods fails.
         """
         cached = self._answers.get(pod.view.uid)
+        # An answer is valid only while the group stays Ready, or stays unready after a timeout.
         if cached is not None and cached.ready is ready and (ready or cached.silent):
-            is_outdated = anew and self._clock() - cached.at_s >= ASK_AGAIN_S
+            is_outdated = pods_unwatched and self._clock() - cached.at_s >= FREQUENT_INTERVAL_S
             if not is_outdated and not self._is_request_due(pod.view.uid, cached):
                 return cached.status
-        asked_s = self._clock()
+        requested_s = self._clock()
         answer = await self._request_report(pod, ready=ready)
-        self._record_answer(pod, asked_s, answer)
+        self._record_answer(pod, requested_s, answer)
         if ready or answer.silent:
             self._answers[pod.view.uid] = answer
         return answer.status
@@ -260,8 +282,8 @@ class LeaderClient:
     ) -> FetchProgress | None:
         """Returns the progress of the pod that fetches the model.
 
-        The pod may ask whether it may remove old commits from its cache. This method confirms that if
-        `may_confirm` allows it.
+        The pod may ask whether it may remove old commits from its cache. If `may_confirm` allows this, this
+        method sends the confirmation.
 
         Returns None without a running pod, and without an answer of the pod.
 
@@ -269,8 +291,9 @@ class LeaderClient:
             may_confirm: reports whether a pod's list of commits in use is complete now.
         """
         for pod in pods:
-            fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
-            if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
+            is_fetch_pod = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
+            is_running = pod.view.started and not pod.view.ended
+            if is_fetch_pod and is_running and pod.ip and pod.health_port:
                 try:
                     progress, question = await self._client.read_fetch(
                         pod.ip, pod.health_port, timeout_s=TIMEOUT_S
@@ -286,16 +309,22 @@ class LeaderClient:
         return None
 
     def _find_token(self, pod: PodRecord, question: int | None) -> str | None:
-        """Returns the token that confirms a question of a fetch pod.
+        """Returns the token that confirms a fetch pod's question whether it may remove old commits.
 
         Returns None without a question, without the operator's key, and if the pod does not know the token.
+
+        Args:
+            question: number of the question.
         """
         if question is None or self._operator_key is None:
             return None
         return find_token(CleanupKey.of_operator(self._operator_key), pod.owner_uid, pod.view, question)
 
     async def _request_report(self, pod: PodRecord, *, ready: bool) -> _Answer:
-        """Requests a report from a leader."""
+        """Requests a report from a leader, and records an invalid report.
+
+        Keeps the leader's `ReportReader`, which has the leader's challenge for the next request.
+        """
         _, reader = self._readers.get(pod.view.uid, (0.0, None))
         reader = reader or ReportReader(self._epoch_key_of(pod))
         self._readers[pod.view.uid] = (self._clock(), reader)
@@ -323,10 +352,10 @@ class LeaderClient:
         return key.of_epoch(int(epoch)) if key and is_pods_key else None
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
-        """Stores a message about an invalid report, at most once in REPORT_AGAIN_S for each leader."""
+        """Stores a message about an invalid report, unless the leader had one in INVALID_REPORT_PAUSE_S."""
         if pod.view.uid not in self._reported_invalid:
             self._reported_invalid[pod.view.uid] = self._clock()
-            text = f"pod {pod.view.name}: ignoring its invalid report: {error}"
+            text = f"pod {pod.view.name}: the operator ignores this pod's report, which is invalid: {error}"
             self._invalid_reports.append((pod.key, text))
 
     def take_invalid_reports(self, key: ResourceKey) -> list[str]:
@@ -348,6 +377,6 @@ def _group_and_epoch(pod: PodRecord) -> tuple[str, str]:
 
 def _led_group(pod: PodRecord) -> int | None:
     """Returns the group index of a leader's pod; None for other pods and for pods without an address."""
-    leads = pod.view.labels.get(names.LABEL_LEADER) == "true"
+    is_leader = pod.view.labels.get(names.LABEL_LEADER) == "true"
     index = _group_label(pod)
-    return int(index) if leads and pod.ip and pod.health_port and index.isdigit() else None
+    return int(index) if is_leader and pod.ip and pod.health_port and index.isdigit() else None

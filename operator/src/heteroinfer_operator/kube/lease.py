@@ -77,7 +77,7 @@ class LeaderLease:
 
     async def acquire(self) -> None:
         """Waits until this process holds the Lease, without a time limit. Logs each new holder."""
-        last_version, unchanged_since, holder = "", self._clock(), ""
+        last_version, unchanged_since, logged_holder = "", self._clock(), ""
         while True:
             try:
                 stored = await self._read()
@@ -87,9 +87,10 @@ class LeaderLease:
                 is_free = self._is_free(stored, self._clock() - unchanged_since)
                 if is_free and await self._write_holder(stored):
                     return
-                if stored and stored["spec"].get("holderIdentity", "") != holder:
-                    holder = stored["spec"].get("holderIdentity", "")
-                    logger.info("lease %s: waiting, %s holds it", self._terms.name, holder or "no process")
+                holder = stored["spec"].get("holderIdentity", "") if stored else logged_holder
+                if holder != logged_holder:
+                    logged_holder = holder
+                    logger.info("lease %s: waiting (holder: %s)", self._terms.name, holder or "none")
             except ApiError as error:
                 logger.warning("lease %s: %s. Trying again", self._terms.name, error.message)
             await asyncio.sleep(self._terms.renew_s)
@@ -106,7 +107,7 @@ class LeaderLease:
             left_s = self._seconds_left()
             if left_s <= 0:  # this process was paused, and may not even send a renewal
                 raise self._build_late_error(problem)
-            pause_s = min(self._terms.renew_s, RETRY_S)
+            pause_s = min(self._terms.renew_s, RETRY_S)  # if this renewal fails
             try:
                 # One renewal may hang forever although the API server would answer the next renewal.
                 async with asyncio.timeout(min(left_s, self._terms.renew_s)):
@@ -122,7 +123,7 @@ class LeaderLease:
                 logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, problem)
 
     def require_held(self) -> None:
-        """Raises an error unless this process certainly holds the Lease.
+        """Raises an error unless this process certainly holds the Lease. Each write calls this method first.
 
         Raises:
             LeaseNotHeldError: this process does not hold the Lease, or did not renew it in time.
@@ -138,17 +139,17 @@ class LeaderLease:
         return self._renewed_at + self._terms.deadline_s - self._clock()
 
     async def _renew(self) -> None:
-        """Renews the Lease once; raises LeaseLostError if another process holds it."""
+        """Renews the Lease once; raises LeaseLostError if this process no longer holds it."""
         if await self._write_holder(self._held_lease):
             return
-        # Either another process took the Lease, or the API server stored an earlier renewal of this process
-        # and its answer was lost.
+        # The stored Lease has changed. Either another process took the Lease, or the API server stored an
+        # earlier renewal of this process, and the answer was lost. Then the next renewal succeeds.
         self._held_lease = await self._read()
         holder = self._held_lease["spec"].get("holderIdentity", "") if self._held_lease else ""
         if holder != self._terms.identity:
             continues = f"; {holder} continues the work" if holder else ""
             raise self._build_lost_error(
-                f"{holder or 'no process'} holds it now, so this process exits{continues}"
+                f"{holder or 'no process'} holds this Lease now, so this process exits{continues}"
             )
 
     def _build_late_error(self, problem: str) -> LeaseLostError:
@@ -164,7 +165,7 @@ class LeaderLease:
         )
 
     def _build_lost_error(self, why: str) -> LeaseLostError:
-        """Forgets the Lease and returns the error for its loss."""
+        """Forgets the Lease, so that this process writes nothing more, and returns the error for its loss."""
         self._held_lease = None
         return LeaseLostError(f"lease {self._terms.name}: {why}")
 
@@ -176,11 +177,16 @@ class LeaderLease:
         held_lease, self._held_lease = self._held_lease, None
         if held_lease is None:
             return
+        # The API server refuses a duration of 0.
         spec = {**held_lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
         try:
             await self._server.update(self._path, {**held_lease, "spec": spec})
         except ApiError as error:
-            logger.warning("lease %s not released: %s", self._terms.name, error.message)
+            logger.warning(
+                "lease %s not released: %s. The next operator waits until the Lease expires",
+                self._terms.name,
+                error.message,
+            )
 
     @property
     def _path(self) -> str:
@@ -198,21 +204,22 @@ class LeaderLease:
     def _is_free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
         """Reports whether this process may take the Lease.
 
-        It may if the Lease has no holder, or was not renewed for the duration of its holder and for the
-        duration of this process, which may have other settings.
+        The Lease is free if it has no holder, or if it was not renewed for its duration. Holder and this
+        process may have different settings for the duration, so the longer duration counts.
 
         Args:
             unchanged_s: seconds for which this process has seen the Lease unchanged.
         """
         if stored is None or not stored["spec"].get("holderIdentity"):
             return True
-        return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)
+        holder_duration_s = float(stored["spec"].get("leaseDurationSeconds", 0))
+        return unchanged_s > max(holder_duration_s, self._terms.duration_s)
 
     async def _write_holder(self, stored: dict[str, Any] | None) -> bool:
-        """Writes this process as holder if the Lease still has this state.
+        """Writes this process as holder if the stored Lease has not changed since it was read.
 
-        The renewal counts from the time at which the request was sent, because the API server may store it at
-        any time until its answer.
+        The deadline counts from the time at which the request was sent, because the API server may store the
+        renewal at any time between request and answer.
 
         Args:
             stored: the state of the Lease; None if the Lease does not exist.

@@ -37,17 +37,20 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
     texts = []
     for kind in ("requests", "limits"):
         amounts = as_object(resources.get(kind), kind)
-        names_set = sorted(_read_resource_names(annotation, kind) & amounts.keys())
-        if names_set:
-            texts.append(f"{kind} {', '.join(f'{name}={amounts[name]}' for name in names_set)}")
+        resource_names = sorted(_read_resource_names(annotation, kind) & amounts.keys())
+        if resource_names:
+            texts.append(f"{kind} {', '.join(f'{name}={amounts[name]}' for name in resource_names)}")
     return printable(" and ".join(texts))[:_MAX_TEXT]
 
 
 def _read_resource_names(annotation: str, kind: str) -> set[str]:
-    """Returns the resources whose requests or limits (`kind`) a LimitRange set for the worker.
+    """Returns the resources whose requests or limits a LimitRange set for the worker container.
 
     An example of the annotation: `LimitRanger plugin set: cpu, memory request for container worker; cpu limit
     for container worker`.
+
+    Args:
+        kind: `requests` or `limits`.
     """
     suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
     parts = [part.strip() for part in annotation.removeprefix(_PREFIX).split(";")]

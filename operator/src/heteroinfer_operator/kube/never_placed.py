@@ -22,16 +22,16 @@ class NeverPlaced:
     """The uid of the pod's owner, by resource and pod name."""
 
     def record_deleted(self, pod: PodRecord) -> None:
-        """Records a deleted pod if it never had a node. A new pod of the same epoch may then take its name.
+        """Records a deleted pod if it never had a node. Then a new pod of the same epoch may have its name.
 
-        Does not record a pod of a Kueue gang: Kueue keeps its name, so no pod of the same epoch can replace
-        it.
+        Does not record a pod of a Kueue gang: Kueue keeps the name of the deleted pod, so no pod of the same
+        epoch can replace this pod.
         """
         if not pod.view.node and not pod.view.started and read_gang([pod.view]) is not Gang.KUEUE:
             self._pods.setdefault(pod.key, {})[pod.view.name] = pod.owner_uid
 
     def forget_existing(self, key: ResourceKey, name: str) -> None:
-        """Forgets a pod because a pod with its name exists."""
+        """Forgets a deleted pod, because a pod with this name exists now."""
         self._pods.get(key, {}).pop(name, None)
 
     def names(self, owner: Owner, epochs: Mapping[int, int]) -> frozenset[str]:
@@ -43,14 +43,14 @@ class NeverPlaced:
             epochs: stored epoch of each group, by group index.
         """
         owner_uids = self._pods.pop(owner.key, {})
-        current = {
+        current_pods = {
             name: uid
             for name, uid in owner_uids.items()
             if uid == owner.uid and _is_current(owner, name, epochs)
         }
-        if current:
-            self._pods[owner.key] = current
-        return frozenset(current)
+        if current_pods:
+            self._pods[owner.key] = current_pods
+        return frozenset(current_pods)
 
     def forget(self, key: ResourceKey) -> None:
         """Removes the pods of a resource that is gone."""

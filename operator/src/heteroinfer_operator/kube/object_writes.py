@@ -1,4 +1,7 @@
-"""Writes children of a resource and checks that the API server stored them as sent."""
+"""Writes children of a resource, and checks that the API server stored them as sent.
+
+*Children* are the objects that the operator creates for a resource.
+"""
 
 import asyncio
 import logging
@@ -22,7 +25,7 @@ ALREADY_EXISTS: Final = "AlreadyExists"
 _LABEL_DRIFT: Final[Manifest] = {"metadata": {"labels": None}}
 """Assumed drift of a child that no watch shows: the child has lost the operator's label."""
 _CHANGED_POD_GRACE_S: Final = 2
-_DELETE_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+_DELETE_RETRY_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses between attempts to delete a pod that a webhook changed."""
 
 
@@ -66,14 +69,17 @@ class ObjectWrites:
         if kind is SECRET:  # the operator may not list Secrets, so no cache has them
             return
         self._cluster_state.store_written(kind, stored)
-        if memory.repeated_writes.count_write(kind.name, name.name, action.manifest, memory.permits.now):
+        is_deleted_each_time = memory.repeated_writes.count_write(
+            kind.name, name.name, action.manifest, memory.permits.now
+        )
+        if is_deleted_each_time:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
         """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve.
 
-        `never_created` has the pod until an answer shows that the pod exists or was refused. So after a
-        conflict or without an answer, the pod may still appear.
+        `never_created` has the pod until an answer shows that the pod exists or was refused. After a conflict
+        or without an answer, the pod stays there, because it may still appear.
         """
         manifest = action.manifest
         name = NamespacedName.from_object(manifest)
@@ -91,10 +97,10 @@ class ObjectWrites:
             if error.api_reason == ALREADY_EXISTS:
                 try:
                     existing_uid = await self._read_uncached(resource, POD, name, manifest)
-                except ChildError:
+                except ChildError:  # another owner has the name, so this request has created nothing
                     memory.never_created.forget(name.name)
                     raise
-                if existing_uid and was_requested:  # an earlier create made the pod, and its answer was lost
+                if existing_uid and was_requested:  # an earlier request created the pod; its answer was lost
                     memory.never_created.forget(name.name)
                     return
             raise ConflictError(error.message) from error
@@ -105,12 +111,13 @@ class ObjectWrites:
         self._cluster_state.store_written(POD, stored)
 
     async def _delete_changed_pod(self, name: NamespacedName, uid: str) -> None:
-        """Deletes a pod that a webhook changed so that it cannot join its group. Retries some times.
+        """Deletes a pod that a webhook changed so that it cannot join its group.
 
-        Perhaps no watch shows such a pod, because it lacks the label. Then nothing else would ever delete it.
+        Tries again after each pause of _DELETE_RETRY_PAUSES_S, because nothing else may ever delete the pod:
+        no watch shows a pod without the operator's label.
         """
         options = delete_options(uid, _CHANGED_POD_GRACE_S)
-        for pause_s in (*_DELETE_PAUSES_S, None):
+        for pause_s in (*_DELETE_RETRY_PAUSES_S, None):  # None: the last attempt
             try:
                 await self._server.delete(POD.path(name.namespace, name.name), options)
             except ApiError as error:
@@ -119,7 +126,7 @@ class ObjectWrites:
                 if pause_s is None:
                     logger.error(
                         "pod %s: a webhook changed this pod on creation, so the pod cannot join its group. "
-                        "The operator cannot delete the pod: %s. Delete the pod",
+                        "The operator cannot delete the pod: %s. Delete the pod yourself",
                         name,
                         error.message,
                     )
@@ -140,7 +147,7 @@ class ObjectWrites:
             uid = await self._read_uncached(resource, kind, name, manifest)
         else:
             uid = str(child.stored["metadata"]["uid"])
-        drift = find_drift(child.stored, manifest) if child is not None else _LABEL_DRIFT
+        drift_before = find_drift(child.stored, manifest) if child is not None else _LABEL_DRIFT
         body: dict[str, Any] = {**manifest}
         if uid:  # with the uid, the API server refuses the write if another object has taken the name
             body["metadata"] = {**manifest["metadata"], "uid": uid}
@@ -151,19 +158,22 @@ class ObjectWrites:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes
-        # them.
+        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes such
+        # entries.
         if remaining_drift := find_drift(stored, manifest):
             stored = await self._server.merge(path, remaining_drift)
         self._cluster_state.store_written(kind, stored)
         if final_drift := find_drift(stored, manifest):
             raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
-        if not memory.repeated_writes.count_write(kind.name, name.name, manifest, memory.permits.now):
+        is_undone_each_time = memory.repeated_writes.count_write(
+            kind.name, name.name, manifest, memory.permits.now
+        )
+        if not is_undone_each_time:
             return
         # This write succeeded, like the writes before it, and others have undone each of those.
-        if not uid:
+        if not uid:  # the object did not exist before this write
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
-        raise child_errors.changed_by_others(f"{kind.name} {name}", drift)
+        raise child_errors.changed_by_others(f"{kind.name} {name}", drift_before)
 
     async def _read_uncached(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
@@ -171,8 +181,8 @@ class ObjectWrites:
         """Reads an object that the cache does not show, and adds it to the cache.
 
         If the object belongs to the resource and has lost the label by which the operator watches it, this
-        method restores the label. The operator has no right to change pods, so it polls such a pod from now
-        on.
+        method restores the label. The operator has no right to change a pod, so it polls a pod without the
+        label from now on (`UnlabelledPods`).
 
         Returns:
             The object's uid, or "" if it does not exist.
@@ -201,7 +211,12 @@ class ObjectWrites:
         raise child_errors.name_taken(f"{kind.name} {name}")
 
     async def delete(self, resource: ResourceView, memory: ResourceMemory, action: DeleteObject) -> None:
-        """Deletes the object with this uid."""
+        """Deletes the object that has the uid of the action; does nothing without a uid.
+
+        Raises:
+            ChildError: the object is obsolete, and others have created it again after each of the last
+                deletions.
+        """
         if not action.uid:  # the API server has not answered a request for this pod, so its uid is unknown
             return
         kind = writable_kind(action.kind, action.api_version)
@@ -216,18 +231,22 @@ class ObjectWrites:
             self._cluster_state.remove_gone(kind, name, action.uid)
             return
         self._update_cache_after_delete(kind, name, action.uid, stored)
-        if kind is not POD and memory.repeated_writes.count_write(
-            kind.name, action.name, None, memory.permits.now
-        ):
+        if kind is POD:
+            return
+        is_created_each_time = memory.repeated_writes.count_write(
+            kind.name, action.name, manifest=None, now=memory.permits.now
+        )
+        if is_created_each_time:
             raise child_errors.created_each_time(f"{kind.name} {action.name}")
 
     def _update_cache_after_delete(
         self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest
     ) -> None:
-        """Updates the caches: a pod stays while it terminates; other objects and deleted pods are removed."""
+        """Updates the caches after a delete: marks a pod as terminating, and removes any other object."""
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
-        if kind is POD and "resourceVersion" in stored["metadata"]:
-            # The answer may lack the time of deletion. An empty one marks the pod as terminating.
+        is_terminating_pod = kind is POD and "resourceVersion" in stored["metadata"]
+        if is_terminating_pod:
+            # The answer may lack deletionTimestamp. An empty deletionTimestamp marks the pod as terminating.
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
             self._cluster_state.store_written(kind, {**stored, "metadata": metadata})
         else:
@@ -255,10 +274,10 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
 
 
 def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
-    """Reports whether a resource of this name owns the object, with any uid.
+    """Reports whether the object belongs to a resource of this name, whatever its uid.
 
-    If the uid is not the present resource's, the owner is an earlier resource. Garbage collection will then
-    delete the object.
+    `_read_uncached` calls this function only if the owner's uid is not the uid of the present resource. So
+    the owner is an earlier resource of this name, and garbage collection will delete the object.
     """
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(

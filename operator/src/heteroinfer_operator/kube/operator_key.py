@@ -1,4 +1,4 @@
-"""The operator's own key, from which it derives the keys of groups. A Secret in its namespace has the key."""
+"""The operator's own key, in a Secret of its namespace. The operator derives the keys of groups from it."""
 
 import asyncio
 import base64
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 DATA_KEY: Final = "key"
 RETRY_S: Final = 1.0
+"""Pause after another replica has written a Secret at the same time."""
 
 
 async def ensure_operator_key(server: ApiServer, namespace: str, name: str, former: str = "") -> bytes:
@@ -27,10 +28,10 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
     empty it.
 
     Args:
-        former: name of the Secret that charts before 0.2.0 created, or "". Its key takes precedence. As long
-            as that Secret exists, this function writes the same key to both Secrets, so that an older chart
-            finds the key after a rollback. A Secret of this name that an operator created belongs to another
-            release, so this function ignores it.
+        former: name of the Secret that charts before 0.2.0 created, or "". The key of that Secret takes
+            precedence. As long as that Secret exists, this function writes the same key to both Secrets, so
+            that an older chart finds the key after a rollback. If an operator, not a chart, created the
+            Secret of this name, it belongs to another release, so this function ignores it.
 
     Raises:
         HeteroInferError: a Secret contains an invalid key.
@@ -63,7 +64,7 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
         await server.create(SECRET.path(namespace), {**_build_secret(namespace, name), **data})
     elif own_key != key:
         await server.update(SECRET.path(namespace, name), {**own_secret, **data})
-    if older_secret is not None and older_key != key:
+    if older_secret is not None and older_key != key:  # the older Secret exists without a key
         await server.update(SECRET.path(namespace, former), {**older_secret, **data})
     if own_key is not None and own_key != key:
         logger.warning(
@@ -93,7 +94,7 @@ def _build_secret(namespace: str, name: str) -> dict[str, Any]:
 
 
 def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
-    """Reports whether an operator created the Secret. In earlier versions, the chart created the Secret."""
+    """Reports whether an operator created the Secret. In earlier versions, the chart created it."""
     labels = stored["metadata"].get("labels") or {}
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 

@@ -1,4 +1,7 @@
-"""Deletes pods by force if their HeteroInference is gone and their node is lost."""
+"""Deletes pods by force if their HeteroInference is deleted and their node is lost.
+
+The kubelet of a lost node does not confirm the end of a pod, so without force the pod would stay.
+"""
 
 import asyncio
 import logging
@@ -41,7 +44,7 @@ class LeftPods:
     def delete_lost_pods(self, key: ResourceKey, uid: str) -> None:
         """Force-deletes, in the background, the pods that a deleted resource left on lost nodes.
 
-        A timer starts the next check while pods of the deleted resource are terminating.
+        While pods of the deleted resource are terminating, a timer starts the next check after CHECK_AGAIN_S.
 
         Args:
             key: name of the deleted resource.
@@ -60,7 +63,7 @@ class LeftPods:
 
     def _start_deletion(self, key: ResourceKey, delete: DeleteObject) -> None:
         """Starts the forced deletion of a pod as a background task."""
-        task = start_task(self._force_delete(key, delete), name=f"pod {delete.name}", failed=_report)
+        task = start_task(self._force_delete(key, delete), name=f"pod {delete.name}", failed=_report_error)
         self._deletions[delete.uid] = task
         task.add_done_callback(lambda _: self._deletions.pop(delete.uid, None))
 
@@ -81,5 +84,9 @@ class LeftPods:
                 )
 
 
-def _report(error: BaseException) -> None:
-    logger.error("cannot delete a pod of a lost node: a defect of the operator. Report it", exc_info=error)
+def _report_error(error: BaseException) -> None:
+    """Logs an error that is a defect of the operator. The next check tries the deletion again."""
+    logger.error(
+        "cannot delete a pod of a lost node: a defect of the operator. Report it, with this log",
+        exc_info=error,
+    )

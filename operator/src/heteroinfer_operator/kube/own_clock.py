@@ -55,16 +55,16 @@ class AwakeClock:
     async def run(self) -> None:
         """Advances the clock each second until cancelled."""
         while True:
-            self.awake_s()  # adds at most 5 s for each call, so without calls the clock would miss time
+            self.awake_s()  # a call adds at most 5 s, so without frequent calls the clock would miss time
             await asyncio.sleep(self.TICK_S)
 
 
 class OwnClock:
     """Notes when this process first saw each timestamp of another clock.
 
-    A timestamp only shows that a state is new. After a restart, this process sees every timestamp for the
-    first time, so a wait may become longer, but never shorter. Waits count the time that has passed, so they
-    do not change if the clock is set forward or back.
+    The value of a timestamp is not used: a new timestamp only shows that a new state has begun. After a
+    restart, this process sees every timestamp for the first time, so a wait may become longer, but never
+    shorter. A change of the wall clock does not change a wait, because the monotonic clock measures it.
 
     Args:
         clock: this process's wall clock.
@@ -79,7 +79,7 @@ class OwnClock:
         self._seen: dict[str, _Seen] = {}
 
     def record(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
-        """Notes the present time if an object's timestamp is new.
+        """Notes the present time if an object's timestamp is new. Forgets the object without a timestamp.
 
         Args:
             key: names the object that the timestamp belongs to.
@@ -98,11 +98,12 @@ class OwnClock:
         seen = self._seen.get(key)
         if seen is None:
             return None
-        # The wall clock may have been set since `record`. Then the monotonic clock gives the event's time by
-        # the new setting. Otherwise return the earlier result, because the two clocks differ by microseconds.
-        moment = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
-        if abs(moment - seen.moment) > _MAX_DRIFT:
-            self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
+        # If the wall clock was set since `record`, the monotonic clock gives the event's time by the new
+        # setting. Otherwise the two clocks differ by microseconds, so return the same time in each call.
+        moment_now = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
+        was_clock_set = abs(moment_now - seen.moment) > _MAX_DRIFT
+        if was_clock_set:
+            self._seen[key] = seen = _Seen(seen.stamp, moment_now, seen.at_s)
         return seen.moment
 
 

@@ -36,11 +36,12 @@ without a container may wait for a volume.
 AGAIN_S: Final = 20.0
 """Longest interval of requests about a claim or a pod while a pod waits.
 
-The first interval is SILENT_S, and each is twice as long as the one before. So users read the reason soon,
-and many pods that wait for long cause few requests.
+The first interval is SILENT_S, and each interval is twice as long as the interval before. So users read the
+reason soon, and many pods that wait for long cause few requests.
 """
 _MAX_EVENTS: Final = 50
 _MAX_NOTE: Final = 400
+"""Maximum number of characters that are quoted from an event."""
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
@@ -67,8 +68,8 @@ class _EventRequest:
 
     Attributes:
         at_s: time of the request.
-        reason: why the claim is not bound or the pod's volumes are not mounted, or "". The last answer's
-            until this request is answered.
+        reason: why the claim is not bound or the pod's volumes are not mounted, or "". Until this request is
+            answered, the reason is that of the answer before.
         again_s: seconds from this request to the next one.
     """
 
@@ -78,18 +79,22 @@ class _EventRequest:
     again_s: float = SILENT_S
 
     def next_s(self, now_s: float) -> float:
-        """Returns the seconds until the next request. It follows only after the answer to this request."""
+        """Returns the seconds until the next request; at least SILENT_S if this request has no answer.
+
+        The next request is sent only after the answer to this request.
+        """
         left_s = self.at_s + self.again_s - now_s
         return left_s if self.task.done() else max(left_s, SILENT_S)
 
 
 @dataclass(slots=True)
 class _WaitingPods:
-    """Knowledge about the waiting pods of one resource.
+    """The operator's knowledge about the waiting pods of one resource.
 
     Attributes:
         uid: uid of the resource, because a new resource may get the same name.
-        since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without one).
+        since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without a
+            node). A pod that gets a node waits anew, for other reasons.
         requests: last request about each claim and pod.
         next_s: seconds until the next check if no watch shows a change, or None.
     """
@@ -128,9 +133,10 @@ class PendingPods:
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
         """Returns the pods as decisions read them, with the known reasons why they wait.
 
-        Requests the reasons that are unknown or old. Their answers wake the resource.
+        Requests the reasons that are unknown or old. The answers wake the resource if a reason changes.
         """
         now_s = self._clock()
+        # A pod without a node may wait for a claim, a pod without a running container for a volume.
         without_node = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
         without_container = [pod for pod in pods if _is_being_prepared(pod.view)]
         if not without_node and not without_container:
@@ -145,13 +151,13 @@ class PendingPods:
         for_volumes = _first_of_each_role(
             [pod.view for pod in without_container if waiting_s[pod.view.uid] >= SILENT_S]
         )
-        has_unexplained = without_container or any(not pod.view.unschedulable for pod in without_node)
         claims = {(CLAIM.name, name) for pod in for_claims for name in pod.claims}
-        late_pods = {(POD.name, pod.name) for pod in for_volumes}
-        self._request_reasons(resource, waiting, claims | late_pods, now_s)
+        pods_for_volumes = {(POD.name, pod.name) for pod in for_volumes}
+        self._request_reasons(resource, waiting, claims | pods_for_volumes, now_s)
+        has_unexplained = without_container or any(not pod.view.unschedulable for pod in without_node)
         next_s = [request.next_s(now_s) for request in waiting.requests.values()]
-        if has_unexplained:
-            next_s += [SILENT_S - seen_s for seen_s in waiting_s.values() if seen_s < SILENT_S]
+        if has_unexplained:  # check again once these pods have waited for SILENT_S
+            next_s += [SILENT_S - pod_s for pod_s in waiting_s.values() if pod_s < SILENT_S]
         waiting.next_s = min(next_s, default=None)
         reasons = {
             kind_and_name: request.reason
@@ -180,15 +186,22 @@ class PendingPods:
     def _request_reasons(
         self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_PodOrClaim], now_s: float
     ) -> None:
-        """Requests the reasons of claims and pods without a recent answer; cancels all other requests."""
+        """Requests the reasons why `subjects` wait, unless a request is running or was answered recently.
+
+        Cancels the requests about all other claims and pods.
+
+        Args:
+            subjects: claims and pods.
+        """
         for kind_and_name in waiting.requests.keys() - subjects:
             waiting.requests.pop(kind_and_name).task.cancel()
         for kind_and_name in sorted(subjects):
-            request = waiting.requests.get(kind_and_name)
-            if request is not None and (not request.task.done() or request.next_s(now_s) > 0):
+            last = waiting.requests.get(kind_and_name)
+            is_due = last is None or (last.task.done() and last.next_s(now_s) <= 0)
+            if not is_due:
                 continue
-            reason = request.reason if request is not None else ""
-            again_s = SILENT_S if request is None else min(2 * request.again_s, AGAIN_S)
+            reason = last.reason if last is not None else ""
+            again_s = SILENT_S if last is None else min(2 * last.again_s, AGAIN_S)
             work = self._find_reason(resource.key, waiting, kind_and_name)
             task = start_task(work, name=" ".join(kind_and_name), failed=_report_error)
             waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason, again_s)
@@ -231,8 +244,8 @@ class PendingPods:
 
 def _is_being_prepared(pod: PodView) -> bool:
     """Reports whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
-    waits = pod.waiting is None or pod.waiting.reason in _CREATING
-    return bool(pod.node) and not pod.started and not pod.ended and waits
+    has_no_other_reason = pod.waiting is None or pod.waiting.reason in _CREATING
+    return bool(pod.node) and not pod.started and not pod.ended and has_no_other_reason
 
 
 def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
@@ -256,7 +269,7 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
     newest_first = sorted(events, key=_order_of_mounts, reverse=True)
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
-    failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
+    failures = [event for event in newest_first if event.get("reason") in _NOT_MOUNTED]
     # The kubelet's event about all volumes has no cause, and may be newer than the event with the cause.
     causes = [failure for failure in failures if _SUMMARY not in as_text(failure.get("note"), "note")]
     newest = (causes or failures)[0]
@@ -267,29 +280,33 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
         return f"the object that {source} mounts has no key {key}. Add the key, or correct {source}"
     if (missing_object := _MISSING_OBJECT.search(note)) is not None:
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
-        return f"{name} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
+        fix = "Create this object, or correct its name in the spec"
+        return f"{name} does not exist in namespace {namespace}. {fix}"
     return _quote_event(newest)
 
 
 def _order_of_mounts(event: Mapping[str, Any]) -> tuple[str, bool, str]:
     """Returns the sort key of an event: its second, then whether it is about a failed mount, then its time.
 
-    The kubelet's events have no fraction of a second. One of the same second as an event of the scheduler is
-    later, because only a pod with a node mounts volumes.
+    The kubelet's events have no fraction of a second. If an event of the kubelet and an event of the
+    scheduler have the same second, the kubelet's is later, because only a pod with a node mounts volumes.
     """
     time_text = _event_time(event)
-    return time_text[: len("2026-01-01T00:00:00")], event.get("reason") in _NOT_MOUNTED, time_text
+    second = time_text[: len("2026-01-01T00:00:00")]
+    return second, event.get("reason") in _NOT_MOUNTED, time_text
 
 
-def _may_wait_for_claim(pod: PodRecord, seen_s: float) -> bool:
+def _may_wait_for_claim(pod: PodRecord, waiting_s: float) -> bool:
     """Reports whether a pod without a node may wait for a claim.
 
+    The scheduler's message names a claim if the pod waits for one. Without a message, a wait of SILENT_S
+    suggests a claim.
+
     Args:
-        seen_s: seconds since this process first saw the pod without a node. Without a message of the
-            scheduler, a long wait suggests a claim.
+        waiting_s: seconds since this process first saw the pod without a node.
     """
-    unschedulable = pod.view.unschedulable
-    return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
+    scheduler_message = pod.view.unschedulable
+    return bool(_NAMES_CLAIM.search(scheduler_message)) if scheduler_message else waiting_s >= SILENT_S
 
 
 def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> PodView:
@@ -302,8 +319,8 @@ def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> Po
 
 def _quote_newest(events: Sequence[Mapping[str, Any]]) -> str:
     """Quotes the newest warning, otherwise the newest event; returns "" without events."""
-    sorted_events = sorted(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)))
-    return _quote_event(sorted_events[-1]) if sorted_events else ""
+    newest_last = sorted(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)))
+    return _quote_event(newest_last[-1]) if newest_last else ""
 
 
 def _quote_event(event: Mapping[str, Any]) -> str:
@@ -334,7 +351,11 @@ def _event_time(event: Mapping[str, Any]) -> str:
 
 
 def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) -> str:
-    """Describes an unbound claim: its storage, the event about it, and a fix."""
+    """Describes an unbound claim: its storage, the newest event about the claim, and a fix.
+
+    Args:
+        reported: the event, or "".
+    """
     spec = as_object(claim.get("spec"), "spec")
     storage_class = as_text(spec.get("storageClassName"), "storageClassName")
     requests = as_object(as_object(spec.get("resources"), "resources").get("requests"), "requests")
@@ -344,10 +365,10 @@ def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) 
         as_text(requests.get("storage"), "storage"),
     ]
     problem = f"claim {name} ({', '.join(filter(None, parts))}) is not bound"
-    is_ours = label_key(claim) is not None
+    is_made_by_operator = label_key(claim) is not None
     fix = (
         "Set spec.model.cache.storageClassName and accessMode to values that the cluster supports"
-        if is_ours
+        if is_made_by_operator
         else f"Fix the claim (kubectl describe pvc {name})"
     )
     return f"{problem}: {reported or 'no event reports the reason'}. {fix}"
@@ -356,4 +377,7 @@ def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) 
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator. After any other error, the next check tries again."""
     if not isinstance(error, HeteroInferError):
-        logger.error("cannot read a claim or events: a defect of the operator. Report it", exc_info=error)
+        logger.error(
+            "cannot read a claim or events: a defect of the operator. Report it, with this log",
+            exc_info=error,
+        )

@@ -1,7 +1,7 @@
 """Finds changes by a webhook that keep a new pod from serving in its group. Pure.
 
-Harmless changes: added sidecars, mounts, defaults, labels and variables, an image from a mirror or with a
-digest, and a wrapper program in front of the command.
+Other changes are harmless: added sidecars, mounts, defaults, labels and variables, an image from a mirror or
+with a digest, and a wrapper program in front of the command.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,8 @@ def _find_pod_changes(sent: Manifest, stored: Manifest) -> Iterator[str]:
     metadata = stored["metadata"]
     labels = metadata.get("labels") or {}
     for label, value in (sent["metadata"].get("labels") or {}).items():
-        if label.startswith(f"{names.API_GROUP}/") and labels.get(label) != value:
+        is_our_label = label.startswith(f"{names.API_GROUP}/")
+        if is_our_label and labels.get(label) != value:
             yield f"metadata.labels[{label}]"
     if _controller_uid(stored) != _controller_uid(sent):
         yield "metadata.ownerReferences"
@@ -47,10 +48,10 @@ def _find_container_changes(sent: Mapping[str, Any], stored: Mapping[str, Any]) 
         yield "image"
     if not _has_suffix(_command_and_args(stored), _command_and_args(sent)):
         yield "command"
-    variables = {variable["name"]: variable for variable in stored.get("env") or ()}
+    stored_variables = {variable["name"]: variable for variable in stored.get("env") or ()}
     for variable in sent.get("env") or ():
         name = variable["name"]
-        if name.startswith(_OUR_PREFIX) and not contains_value(variables.get(name), variable):
+        if name.startswith(_OUR_PREFIX) and not contains_value(stored_variables.get(name), variable):
             yield f"env[{name}]"
 
 
@@ -70,7 +71,7 @@ def _command_and_args(container: Mapping[str, Any]) -> list[str]:
 
 
 def _has_suffix(whole: Sequence[str], suffix: Sequence[str]) -> bool:
-    """Reports whether a list ends with another list. A webhook may add a wrapper in front."""
+    """Reports whether a list ends with another list, as if a webhook had put a wrapper in front."""
     if len(suffix) > len(whole):
         return False
     return list(whole[len(whole) - len(suffix) :]) == list(suffix)

@@ -38,9 +38,9 @@ class ResourceCache:
         operator_class: str = "",
     ) -> None:
         def wake_resource(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
-            """Wakes the resource once, whether it appeared, changed or disappeared."""
+            """Wakes the resource that was added, changed or deleted."""
             keys = {record.key for record in (before, after) if record is not None}
-            for key in keys:
+            for key in keys:  # one key, because both records are of one object
                 touched(key)
 
         self._server = server
@@ -59,7 +59,9 @@ class ResourceCache:
             for scope in scopes
         }
         self._announced: dict[ResourceKey, int] = {}
+        """Newest version of each resource that kopf or the resync announced, until `read` has it."""
         self._outdated: dict[ResourceKey, int] = {}
+        """Cached version of each resource that a write found outdated, until `read` has a newer version."""
 
     @property
     def caches(self) -> list[WatchCache[ResourceRecord]]:
@@ -89,7 +91,7 @@ class ResourceCache:
         return cache.uid_of(_namespaced_name(key)) if cache is not None else ""
 
     def record_if_missing(self, key: ResourceKey, version: int) -> bool:
-        """Records that a resource has a version, so that the next `read` asks the API server for it.
+        """Records that a version of a resource exists, so that the next `read` asks the API server.
 
         Returns False and records nothing if the cache has seen this version.
         """
@@ -116,14 +118,14 @@ class ResourceCache:
         cache, name = self._find_cache(key), _namespaced_name(key)
         if cache is None:
             return None
-        announced, outdated = self._announced.get(key, 0), self._outdated.get(key, 0)
-        is_outdated = 0 < cache.version_of(name) <= outdated
-        if is_outdated or not cache.has_seen(name, announced):
+        announced_version, outdated_version = self._announced.get(key, 0), self._outdated.get(key, 0)
+        is_outdated = 0 < cache.version_of(name) <= outdated_version
+        if is_outdated or not cache.has_seen(name, announced_version):
             await self._read_anew(cache, key)
-        # Keep a record that arrived during the read, because it may be about a later version.
-        if self._announced.get(key, 0) == announced:
+        # Keep a version that was recorded during the read, because the read may have returned an older one.
+        if self._announced.get(key, 0) == announced_version:
             self._announced.pop(key, None)
-        if self._outdated.get(key, 0) == outdated:
+        if self._outdated.get(key, 0) == outdated_version:
             self._outdated.pop(key, None)
         return self.cached(key)
 
@@ -136,9 +138,9 @@ class ResourceCache:
     async def list_namespace(self, namespace: str) -> None:
         """Reads all resources of a namespace from the API server into the cache.
 
-        So the cache has all earlier writes even if its watch is silent: the request names no resourceVersion,
-        so the API server answers with the newest state. Deleted resources stay in the cache until the watch
-        reports the deletion.
+        Afterwards the cache has all earlier writes, even if its watch is silent: the request names no
+        resourceVersion, so the API server answers with the newest state. Deleted resources stay in the cache
+        until the watch reports the deletion.
 
         Raises:
             ApiError: the API server refused or did not answer.

@@ -1,9 +1,12 @@
 """All RBAC rights that the operator uses, as data. A test compares them with the chart's roles.
 
-Why the operator needs each verb: the caches list and watch. get reads an object that the caches do not show
-yet. create and delete are for pods. patch is for server-side apply, which also needs create if the object
-does not exist. update replaces the status. patch of a HeteroInference removes the finalizer of earlier
-versions.
+The operator needs the verbs for these requests:
+- `list` and `watch`: the caches.
+- `get`: reads of an object that the caches do not show yet.
+- `create` and `delete`: pods.
+- `patch`: server-side apply, which also needs `create` if the object does not exist; for a HeteroInference,
+  the removal of the finalizer of earlier versions.
+- `update`: the status.
 """
 
 from dataclasses import dataclass
@@ -95,7 +98,7 @@ def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAccount:
-    """A service account whose rights a user asks about."""
+    """A service account whose rights a user checks."""
 
     namespace: str
     name: str
@@ -117,7 +120,7 @@ async def find_missing_rights(
     namespace: str | None,
     account: ServiceAccount | None = None,
 ) -> list[str]:
-    """Returns the rights that a user or a service account lacks, as texts.
+    """Returns the rights that a user or a service account lacks, as texts such as "create pods in ...".
 
     Every user may ask about their own rights (SelfSubjectAccessReview). To ask about a service account, the
     user needs the right to create SubjectAccessReviews.

@@ -42,10 +42,12 @@ contains the reason.
 REQUESTS_AT_ONCE: Final = 64
 """A lane sends at most this many requests at the same time. Watches have no lane, because each watch keeps
 its own connection: 200 namespaces have 1,600 watches."""
-QUESTION_TIMEOUT_S: Final = 15.0
+QUICK_TIMEOUT_S: Final = 15.0
 """Timeout of `get_quickly`, which reads one object."""
 PAGE_OBJECTS: Final = 500
+"""A page contains at most this many objects."""
 PAGE_FIRST_OBJECTS: Final = 2
+"""Objects of the first page, whose sizes are unknown."""
 PAGE_GROWTH: Final = 4
 """A page contains at most this many times the objects of the page before, because the next objects may be
 larger."""
@@ -70,6 +72,7 @@ NAMESPACE_ENDS: Final = "NamespaceTerminating"
 """Cause of a refusal: the API server creates nothing in a namespace that is being deleted."""
 
 _OBJECT_STATUSES: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
+"""Statuses with which the API server always blames the object."""
 _QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
 """Message of a full quota: `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`.
 
@@ -82,6 +85,7 @@ _WEBHOOK_DENIES: Final = "denied the request"
 If a webhook fails, the message has `failed calling` instead.
 """
 _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
+"""Statuses from 400 that are not refusals: a conflict, and those of an API server that cannot answer now."""
 
 _MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""
@@ -155,8 +159,8 @@ class ApiError(HeteroInferError):
     def is_refusal(self) -> bool:
         """Whether this request was refused by validation, a quota, a policy or a failing webhook.
 
-        A conflict (409) is not a refusal: the object is in another state than the request assumed. All other
-        errors mean that the API server cannot answer any request now.
+        A conflict (409) is not a refusal: the object is in another state than the request assumed. The other
+        statuses that are not refusals mean that the API server cannot answer any request now.
         """
         if _WEBHOOK_DENIES in self.answer_message:  # a webhook chooses its status, even 429 or 503
             return self.status >= 400
@@ -166,9 +170,10 @@ class ApiError(HeteroInferError):
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns the existing files of `kubeconfig`, by default of KUBECONFIG, or else ~/.kube/config.
+    """Returns the files that `kubeconfig` names and that exist. For others, the client only logs a warning.
 
-    For a missing file the client would only log a warning.
+    Args:
+        kubeconfig: paths with separators as in KUBECONFIG. Default: KUBECONFIG, or else ~/.kube/config.
     """
     named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     files = [
@@ -185,9 +190,10 @@ async def load_configuration(
     In a pod, too, a kubeconfig or a context in the arguments takes precedence.
 
     Raises:
-        HeteroInferError: neither exists, or the kubeconfig cannot be read.
+        HeteroInferError: there is neither a service account nor a kubeconfig, or the kubeconfig cannot be
+            read.
     """
-    # No limit of connections. Otherwise the watches could use up all connections, and requests would wait
+    # 0: no limit of connections. Otherwise the watches could use up all connections, and requests would wait
     # forever.
     configuration = client.Configuration(connection_pool_maxsize=0)
     # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
@@ -210,8 +216,8 @@ async def load_configuration(
                 "pod. Set KUBECONFIG to the kubeconfig of your cluster",
                 reason="NoCluster",
             ) from error
-    # Use the environment only for a proxy. If aiohttp uses it, a thread looks for a ~/.netrc before each
-    # request (`aiohttp/client.py::ClientSession._request@3.14`).
+    # Trust the environment only if it names a proxy. With `trust_env`, aiohttp also looks for a ~/.netrc in a
+    # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
     configuration.client_session_kwargs = {"trust_env": uses_proxy}
     return configuration
 
@@ -266,15 +272,15 @@ class ApiServer:
         return await self._request_object(_Request(method="GET", path=path, query=query or {}))
 
     async def get_quickly(self, path: str) -> dict[str, Any]:
-        """Returns an object. Raises ApiError, also if there is no answer within QUESTION_TIMEOUT_S."""
-        return await self._request_object(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
+        """Returns an object. Raises ApiError, also if there is no answer within QUICK_TIMEOUT_S."""
+        return await self._request_object(_Request(method="GET", path=path, timeout_s=QUICK_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:
         """Returns an answer that is not an object, such as a log or a pod's answer; raises ApiError."""
         return await self._request_text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
 
     async def post_text(self, path: str, *, timeout_s: float) -> str:
-        """Posts an empty request to a pod through the proxy. Returns the answer; raises ApiError."""
+        """Posts an empty request to a pod through the API server. Returns the answer; raises ApiError."""
         return await self._request_text(
             _Request(method="POST", path=path, accept=ANY, lane=RequestLane.WRITE, timeout_s=timeout_s)
         )
@@ -303,7 +309,8 @@ class ApiServer:
             token = page["metadata"].get("continue", "")
             if not token:
                 return
-            limit = max(1, min(PAGE_OBJECTS, limit * PAGE_GROWTH, limit * PAGE_BYTES // len(text)))
+            limit_by_size = limit * PAGE_BYTES // len(text)  # if the next objects have the same size
+            limit = max(1, min(PAGE_OBJECTS, limit * PAGE_GROWTH, limit_by_size))
 
     async def create(
         self, path: str, body: Body, query: Query | None = None, *, lane: RequestLane = RequestLane.WRITE
@@ -337,8 +344,8 @@ class ApiServer:
     async def apply(self, path: str, body: Body, *, manager: str) -> dict[str, Any]:
         """Applies a manifest by server-side apply, and takes over fields of other managers (forced)."""
         query = {"fieldManager": manager, "force": "true"}
-        apply = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
-        return await self._write(replace(apply, content_type=APPLY_PATCH))
+        request = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
+        return await self._write(replace(request, content_type=APPLY_PATCH))
 
     async def delete(self, path: str, options: Body) -> dict[str, Any]:
         """Deletes an object; returns its last state or a Status. Raises ApiError."""
@@ -348,7 +355,8 @@ class ApiServer:
         """Yields watch events until the server ends the stream.
 
         Raises:
-            ApiError: the server refused or sent an ERROR event (status 410: relist), or the connection broke.
+            ApiError: the server refused the watch, the server sent an ERROR event, or the connection broke.
+                With status 410, the caller must list again.
         """
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self.watch_silence_s
@@ -373,7 +381,7 @@ class ApiServer:
             response.close()
 
     async def _write(self, request: "_Request") -> dict[str, Any]:
-        """Sends a write, and reports it to `on_write` or `on_unanswered`."""
+        """Sends a write. Reports an accepted write to `on_write`, an unanswered write to `on_unanswered`."""
         self._before_write()
         verb = _VERBS[request.method]
         parts = request.path.split("/")  # with a namespace: .../namespaces/NAMESPACE/PLURAL/...
@@ -392,7 +400,10 @@ class ApiServer:
         return parse_answer(str(request), await self._request_text(request))
 
     async def _request_text(self, request: "_Request") -> str:
-        """Sends a request within its lane and timeout; returns the answer's text or raises ApiError."""
+        """Sends a request once its lane has room. Returns the answer's text, or raises ApiError.
+
+        The timeout includes the wait for the lane.
+        """
         timeout_s = request.timeout_s or _TIMEOUTS_S.get(request.lane, REQUEST_TIMEOUT_S)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -409,7 +420,7 @@ class ApiServer:
         return text
 
     async def _send(self, request: "_Request", timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
-        """Opens the connection of a request with the credentials of the configuration.
+        """Sends a request with the credentials of the configuration, and returns the open response.
 
         Raises:
             ApiError: there is no answer.
@@ -454,19 +465,19 @@ class _Request:
 
 
 async def _split_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yields lines of any length. aiohttp's own line reader fails beyond 4 MiB.
+    """Yields lines of any length.
 
-    With JSON escapes an object of 1 MiB can be an event of 6 MiB. Each new watch would fail at the same
-    event.
+    aiohttp's own line reader fails at lines beyond 4 MiB. With JSON escapes, an object of 1 MiB can be an
+    event of 6 MiB. Each new watch would then fail at the same event.
     """
-    pieces: list[bytes] = []
+    unfinished_line: list[bytes] = []
     async for piece in content.iter_any():
-        *lines_in_piece, unfinished = piece.split(b"\n")
-        for end in lines_in_piece:
-            yield b"".join((*pieces, end))
-            pieces.clear()
-        if unfinished:
-            pieces.append(unfinished)
+        *line_ends, rest = piece.split(b"\n")
+        for line_end in line_ends:
+            yield b"".join((*unfinished_line, line_end))
+            unfinished_line.clear()
+        if rest:
+            unfinished_line.append(rest)
 
 
 def parse_answer(request: str, text: str | bytes, *, required_keys: Collection[str] = ()) -> dict[str, Any]:
@@ -498,9 +509,9 @@ def _build_refusal(request: str, status: int, text: str) -> ApiError:
     try:
         answer = json.loads(text)
         message, api_reason = str(answer.get("message", "")), str(answer.get("reason", ""))
-        details = (answer.get("details") or {}).get("causes") or ()
-        causes = frozenset(str(cause.get("reason", "")) for cause in details)
-    except (ValueError, AttributeError, TypeError):
+        cause_objects = (answer.get("details") or {}).get("causes") or ()
+        causes = frozenset(str(cause.get("reason", "")) for cause in cause_objects)
+    except (ValueError, AttributeError, TypeError):  # not a Status, for example the answer of a proxy
         message, api_reason, causes = text[:300], "", frozenset()
     return ApiError(
         f"{request}: {status} {message}",

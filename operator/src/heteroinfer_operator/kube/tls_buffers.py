@@ -1,4 +1,4 @@
-"""Reduces the memory of TLS connections. Each watch in each namespace keeps one."""
+"""Reduces the memory of TLS connections. Each watch in each namespace keeps a connection."""
 
 from asyncio import sslproto
 from typing import Final

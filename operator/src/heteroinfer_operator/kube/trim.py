@@ -1,7 +1,7 @@
 """Converts stored Kubernetes objects to the values that decisions read. Pure.
 
-Each function accepts any JSON and raises only UnreadableError, because other clients store objects too.
-4,000 pods take 1.3 MiB as trimmed values and 355 MiB as dicts (2026-11-21).
+Each function accepts any JSON and raises only UnreadableError, because other clients store objects, too.
+4,000 pods take 1.3 MiB as trimmed values, but 355 MiB as dicts (2026-11-21).
 """
 
 import json
@@ -112,12 +112,12 @@ class PodReservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodRequests:
-    """Resources that a pod uses on its node, or that are reserved for it.
+    """Resources that a pod uses on its node, or that are reserved for a pod without a node.
 
     Attributes:
-        node: "" for a pod of a HeteroInference that has no node yet.
+        node: name of the pod's node, or "".
         requests: by resource name. Bytes for memory, cores for cpu, counts for devices, 1 for `pods`.
-        reservation: reservation for such a pod; None for a pod with a node.
+        reservation: set for a pod of a HeteroInference that has no node yet; otherwise None.
     """
 
     node: str
@@ -150,6 +150,7 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
     if view.spec.get("operatorClass", "") != operator_class:
         return ResourceRecord(key=view.key, text="")
     metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_KEPT}
+    # Of managedFields, keep only the managers that `resource_view` reads.
     metadata["managedFields"] = [
         {"manager": manager, "subresource": "status"} for manager in sorted(view.status_managers)
     ]
@@ -157,8 +158,8 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
         {"manager": manager, "fieldsV1": {"f:metadata": {"f:finalizers": {_FINALIZER_FIELD: {}}}}}
         for manager in sorted(view.finalizer_managers)
     ]
-    read = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
-    return ResourceRecord(key=view.key, text=json.dumps(read, separators=(",", ":")))
+    kept = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
+    return ResourceRecord(key=view.key, text=json.dumps(kept, separators=(",", ":")))
 
 
 def resource_view(stored: Manifest) -> ResourceView:
@@ -192,10 +193,10 @@ def _status_managers(metadata: Manifest) -> frozenset[str]:
 def _finalizer_managers(metadata: Manifest) -> frozenset[str]:
     """Returns the field managers that set the finalizer of earlier versions."""
     managers = set()
-    for each in as_objects(metadata.get("managedFields"), "managedFields"):
-        fields = as_object(as_object(each.get("fieldsV1"), "fieldsV1").get("f:metadata"), "f:metadata")
+    for entry in as_objects(metadata.get("managedFields"), "managedFields"):
+        fields = as_object(as_object(entry.get("fieldsV1"), "fieldsV1").get("f:metadata"), "f:metadata")
         if _FINALIZER_FIELD in as_object(fields.get("f:finalizers"), "f:finalizers"):
-            managers.add(str(each.get("manager", "")))
+            managers.add(str(entry.get("manager", "")))
     return frozenset(managers)
 
 
@@ -226,11 +227,19 @@ def _labels(metadata: Manifest) -> Mapping[str, str]:
 
 
 def child_record(stored: Manifest) -> ChildRecord | None:
-    """Builds the cache record of a child, or None without our label or owner reference."""
+    """Builds the cache record of a child; None without the operator's label or owner reference."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
     metadata = {name: value for name, value in stored["metadata"].items() if name != "managedFields"}
+    _check_child_types(metadata, stored)
+    kept = {name: value for name, value in stored.items() if name != "status"}
+    text = json.dumps({**kept, "metadata": metadata}, separators=(",", ":"))
+    return ChildRecord(text=text, key=key, owner_uid=uid)
+
+
+def _check_child_types(metadata: Manifest, stored: Manifest) -> None:
+    """Raises UnreadableError if a field of a child that decisions read has the wrong type."""
     for name in ("name", "uid"):
         as_name(metadata.get(name), name)
     as_text_map(metadata.get("annotations"), "annotations")
@@ -238,9 +247,6 @@ def child_record(stored: Manifest) -> ChildRecord | None:
     as_text_map(stored.get("data"), "data")
     for port in as_objects(as_object(stored.get("spec"), "spec").get("ports"), "ports"):
         as_integer(port.get("port"), "ports.port")
-    read = {name: value for name, value in stored.items() if name != "status"}
-    text = json.dumps({**read, "metadata": metadata}, separators=(",", ":"))
-    return ChildRecord(text=text, key=key, owner_uid=uid)
 
 
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
@@ -274,10 +280,11 @@ def _claim_names(stored: Manifest) -> tuple[str, ...]:
 
 
 def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Builds the record of a pod with readable metadata only. The record is of a pod that is not ready.
+    """Builds the record of a pod of which only the metadata is readable.
 
-    Without a record, the operator would end the epoch as if the pod had been deleted. With the record of the
-    last readable state, it could report a dead rank as Ready.
+    The record shows a pod that is not ready. Without a record, the operator would end the epoch as if the pod
+    had been deleted. With the record of the last readable state, the operator could report a dead rank as
+    Ready.
 
     Returns:
         None for a pod without the label of a resource or without an owner.
@@ -287,9 +294,9 @@ def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -
         return None
     view = replace(
         _metadata_view(stored),
-        started=True,  # unknown. If it counted as not started, a new pod could get its name
+        started=True,  # unknown. If the pod counted as not started, the operator could replace it
         phase=_UNKNOWN,
-        message="the operator cannot read this pod. See the operator's log",
+        message="the operator cannot read this pod. Read the operator's log, which has the unreadable field",
     )
     return PodRecord(view=view, key=key, owner_uid=uid, ip="", health_port=0)
 
@@ -328,9 +335,9 @@ def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodR
         "uid": owner_uid,
         "controller": True,
     }
-    metadata = {**_metadata(stored), "ownerReferences": [reference]}
-    record = pod_record({**stored, "metadata": metadata}, key=key)
-    assert record is not None  # the pod now has a key and an owner
+    metadata_with_owner = {**_metadata(stored), "ownerReferences": [reference]}
+    record = pod_record({**stored, "metadata": metadata_with_owner}, key=key)
+    assert record is not None  # `pod_record` returns None only without a key or an owner
     return replace(record, view=replace(record.view, lost_owner=True))
 
 
@@ -346,9 +353,9 @@ def find_key_secret(stored: Manifest) -> str:
 
 
 def find_cleanup_rule(stored: Manifest) -> CacheCleanup | None:
-    """Returns the rule by which a fetch pod removes old commits, or None for a pod that removes no commit.
+    """Returns the rule by which a fetch pod removes old commits; None for a pod that removes no commits.
 
-    The environment of a pod never changes, so the pod follows exactly this rule.
+    The pod's environment has the rule. The environment never changes, so the pod follows exactly this rule.
     """
     for container in _containers(stored):
         for variable in as_objects(container.get("env"), "env"):
@@ -421,9 +428,10 @@ def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
     """
     if scheduled.get("status") != "False":
         return ""
+    if scheduled.get("reason") == "Unschedulable":
+        return as_text(scheduled.get("message"), "message")
     if scheduled.get("reason") != "SchedulingGated":
-        unschedulable = scheduled.get("reason") == "Unschedulable"
-        return as_text(scheduled.get("message"), "message") if unschedulable else ""
+        return ""
     gates = ", ".join(_gate_names(_spec(stored)))
     workload = _labels(_metadata(stored)).get(KUEUE_POD_GROUP)
     return f"blocked by scheduling gate {gates}" + (
@@ -449,14 +457,12 @@ def _has_run(container: Manifest) -> bool:
 
 
 def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
-    """Returns why the first waiting container waits; None if no container waits for a known reason."""
+    """Returns why the first waiting container waits; None if no container waits or its reason is empty."""
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
-            reason, message = (
-                as_text(waiting.get("reason"), "reason"),
-                as_text(waiting.get("message"), "message"),
-            )
+            reason = as_text(waiting.get("reason"), "reason")
+            message = as_text(waiting.get("message"), "message")
             return Waiting(reason, message) if reason or message else None
     return None
 
@@ -464,8 +470,8 @@ def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
 def _restarting_sidecars(stored: Manifest) -> frozenset[str]:
     """Returns the names of sidecars that the kubelet always restarts, such as those of service meshes."""
     containers = as_objects(_spec(stored).get("initContainers"), "initContainers")
-    always = [container for container in containers if container.get("restartPolicy") == "Always"]
-    return frozenset(as_text(each.get("name"), "initContainers.name") for each in always)
+    sidecars = [container for container in containers if container.get("restartPolicy") == "Always"]
+    return frozenset(as_text(sidecar.get("name"), "initContainers.name") for sidecar in sidecars)
 
 
 def _find_termination(
@@ -502,29 +508,29 @@ def _find_termination(
 
 
 def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
-    """Returns the containers that still run after the worker container has ended.
-
-    They keep the pod from ending.
+    """Returns the containers that keep the pod from ending after the worker container has ended.
 
     Args:
-        containers: states of all containers except init containers. The kubelet itself ends the sidecars
+        containers: statuses of all containers except init containers. The kubelet itself ends the sidecars
             among the init containers.
     """
-    by_name = {
+    state_by_name = {
         as_text(container.get("name"), "containerStatuses.name"): _state(container)
         for container in containers
     }
-    if "terminated" not in by_name.get(names.CONTAINER_WORKER, {}):
+    has_worker_ended = "terminated" in state_by_name.get(names.CONTAINER_WORKER, {})
+    if not has_worker_ended:
         return ()
-    return tuple(sorted(name for name, state in by_name.items() if "running" in state))
+    return tuple(sorted(name for name, state in state_by_name.items() if "running" in state))
 
 
 def node_view(stored: Manifest) -> NodeView:
     """Returns the fields of a node that the reconcile decisions read, without its pods' requests."""
     status, spec, metadata = _status(stored), _spec(stored), _metadata(stored)
     ready = _conditions_by_type(status).get("Ready", {})
-    # The node controller sets Unknown when the kubelet is silent. The kubelet itself sets False.
-    silent = ready.get("status") == "Unknown"
+    # The node controller sets Unknown if the kubelet is silent. The kubelet itself sets False.
+    is_silent = ready.get("status") == "Unknown"
+    silent_since = as_moment(ready.get("lastTransitionTime"), "lastTransitionTime") if is_silent else None
     cordoned = bool(spec.get("unschedulable"))
     versions = as_object(status.get("nodeInfo"), "nodeInfo")
     return NodeView(
@@ -534,9 +540,7 @@ def node_view(stored: Manifest) -> NodeView:
         problem="cordoned" if cordoned else "not Ready",
         labels=_labels(metadata),
         taints=tuple(taint for taint in _taints(spec) if taint.key not in _CONDITION_TAINTS),
-        unreachable_since=as_moment(ready.get("lastTransitionTime"), "lastTransitionTime")
-        if silent
-        else None,
+        unreachable_since=silent_since,
         no_image_volumes=describe_old_program(
             as_text(versions.get("containerRuntimeVersion"), "containerRuntimeVersion"),
             as_text(versions.get("kubeletVersion"), "kubeletVersion"),
@@ -545,6 +549,7 @@ def node_view(stored: Manifest) -> NodeView:
 
 
 def _taints(spec: Manifest) -> Iterable[Taint]:
+    """Yields the taints in a node's spec."""
     for taint in as_objects(spec.get("taints"), "taints"):
         yield Taint(
             key=as_name(taint.get("key"), "taints.key"),
@@ -563,11 +568,11 @@ def build_demand(stored: Manifest) -> PodDemand:
 
 
 def pod_requests(stored: Manifest) -> PodRequests | None:
-    """Returns the resources that a pod uses or that are reserved for it; None if there are none.
+    """Returns the resources that a pod uses, or the reservation for a pod; None without either.
 
-    A pod that has ended uses nothing. A pod without a node has a reservation only if the operator created it
-    and the scheduler may place it now: the operator creates the pods of a group only if all pods fit, and
-    reserves their capacity until they have nodes.
+    A pod that has ended uses nothing. A pod without a node has a reservation only if the operator created the
+    pod, and if the scheduler may place it now: the operator creates the pods of a group only if all pods fit,
+    and reserves their capacity until they have nodes.
     """
     if as_text(_status(stored).get("phase"), "phase") in OVER_PHASES:
         return None

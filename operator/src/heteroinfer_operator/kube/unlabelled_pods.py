@@ -1,6 +1,6 @@
-"""Polls running pods that lost the label or owner by which the operator watches them.
+"""Polls running pods that lost the label or the owner by which the operator watches them.
 
-A watch reports such pods as deleted.
+The watch reports such a pod as deleted, although it runs.
 """
 
 import asyncio
@@ -116,16 +116,16 @@ class UnlabelledPods:
         own_pods = self._pods_of(resource)
         ranks = _ranks_by_pod(Owner(key=resource.key, uid=resource.uid), status)
         watched = {pod.view.name for pod in watched_pods}
-        requested = own_pods.select_pods_to_read(ranks.keys(), watched)
+        names_to_read = own_pods.select_pods_to_read(ranks.keys(), watched)
         own_pods.note_uids(watched_pods, kept_names=ranks.keys() | own_pods.unwatched)
-        own_pods.cancel_requests(kept_names=requested)
-        await self._request_pods(resource, own_pods, requested)
-        answers = (_take_answer(resource, own_pods, name, ranks.get(name)) for name in requested)
-        pods = [answer for answer in answers if answer is not None]
-        own_pods.unwatched = frozenset(pod.view.name for pod in pods)
-        missing = set(requested) - own_pods.unwatched
+        own_pods.cancel_requests(kept_names=names_to_read)
+        await self._request_pods(resource, own_pods, names_to_read)
+        answers = (_take_answer(resource, own_pods, name, ranks.get(name)) for name in names_to_read)
+        existing_pods = [answer for answer in answers if answer is not None]
+        own_pods.unwatched = frozenset(pod.view.name for pod in existing_pods)
+        missing = set(names_to_read) - own_pods.unwatched
         own_pods.not_found = (own_pods.not_found | missing) & ranks.keys()
-        return pods
+        return existing_pods
 
     def _pods_of(self, resource: ResourceView) -> _ResourcePods:
         """Returns the state of a resource's pods; a new state if a new resource has the name."""
@@ -138,9 +138,12 @@ class UnlabelledPods:
     async def _request_pods(
         self, resource: ResourceView, own_pods: _ResourcePods, names: Sequence[str]
     ) -> None:
-        """Requests pods and waits for `patience_s`. A later answer wakes the resource."""
+        """Requests pods that have no running request, and waits for `patience_s`.
 
-        def wake(request: PodRequest) -> None:
+        A later answer wakes the resource.
+        """
+
+        def wake_after_answer(request: PodRequest) -> None:
             """Wakes the resource after a late answer."""
             if not request.cancelled():
                 self._wake(resource.key)
@@ -155,7 +158,7 @@ class UnlabelledPods:
             return
         _, unanswered = await asyncio.wait(new_requests, timeout=self._patience_s)
         for request in unanswered:
-            request.add_done_callback(wake)
+            request.add_done_callback(wake_after_answer)
 
     async def _read_pod(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
         """Returns one pod, or None if it does not exist or does not belong to the resource.
@@ -172,13 +175,14 @@ class UnlabelledPods:
             if error.status == NOT_FOUND:
                 return None
             raise
-        owner = trim.owner_uid(stored)
-        if owner == resource.uid:
+        owner_uid = trim.owner_uid(stored)
+        if owner_uid == resource.uid:
             return trim.pod_record(stored, key=resource.key)
-        # If a watch has shown our pod with this uid, the uid identifies the pod without label and owner.
+        # If a watch has shown a pod of the resource with this uid, the uid identifies the pod without label
+        # and owner.
         is_same_pod = stored["metadata"]["uid"] == uid
-        # Otherwise, for example after a restart of the operator, the label must identify the pod.
-        is_new_orphan = not uid and not owner and _is_orphan(stored, resource.key)
+        # Without a known uid, for example after a restart of the operator, the label must identify the pod.
+        is_new_orphan = not uid and not owner_uid and _is_orphan(stored, resource.key)
         if not is_same_pod and not is_new_orphan:
             return None
         return trim.orphan_record(stored, key=resource.key, owner_uid=resource.uid)
@@ -201,20 +205,28 @@ class UnlabelledPods:
 def _take_answer(
     resource: ResourceView, own_pods: _ResourcePods, name: str, rank: RankEntry | None
 ) -> PodRecord | None:
-    """Returns the requested pod, as `unknown` without an answer; None if the pod does not exist."""
+    """Returns the pod of an answered request, and removes the request.
+
+    If there is no answer, returns a pod whose field `unknown` has the reason. Returns None if the pod does
+    not exist.
+
+    Args:
+        rank: the last rank of the pod in the status, or None.
+    """
     request = own_pods.requests[name]
     if not request.done():
         return _build_unknown_pod(resource, name, rank, "the API server has not answered yet")
     del own_pods.requests[name]
     if request.cancelled():
-        return _build_unknown_pod(resource, name, rank, "the operator cancelled its request")
+        return _build_unknown_pod(resource, name, rank, "the operator cancelled the request for this pod")
     error = request.exception()
     return request.result() if error is None else _build_unknown_pod(resource, name, rank, str(error)[:300])
 
 
 def _ranks_by_pod(owner: Owner, status: HeteroInferenceStatus) -> dict[str, RankEntry]:
     """Returns the last rank in the status of each pod of a resource, by the pod's name."""
-    # Others may have written any text into the status, for example a path of the API server.
+    # Others may have written any text into the status, for example a path of the API server. So only names of
+    # worker pods of this resource count.
     return {
         rank.pod: rank
         for group in status.groups
@@ -224,7 +236,7 @@ def _ranks_by_pod(owner: Owner, status: HeteroInferenceStatus) -> dict[str, Rank
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
-    """Reports whether a pod has our label and no controlling owner."""
+    """Reports whether a pod has the label of a resource and no controlling owner."""
     metadata = stored["metadata"]
     assert isinstance(metadata, dict)
     owners = metadata.get("ownerReferences") or ()
@@ -255,6 +267,6 @@ def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None
 def _report_error(error: BaseException) -> None:
     """Logs an error of a request. `find` handles errors of the API server."""
     if isinstance(error, UnreadableError):
-        logger.warning("a pod is ignored, because it cannot be read: %s", error)
+        logger.warning("a pod is ignored, because the operator cannot read it: %s. Correct the pod", error)
     elif not isinstance(error, ApiError):
-        logger.error("cannot read a pod: a defect of the operator. Report it", exc_info=error)
+        logger.error("cannot read a pod: a defect of the operator. Report it, with this log", exc_info=error)

@@ -1,4 +1,4 @@
-"""Remembers the pods that the operator decided to create but that never existed. Pure."""
+"""Remembers the pods that the operator decided to create and that have not existed yet. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -54,11 +54,11 @@ class NeverCreatedPods:
         If an earlier decision already added the same pod, returns the manifest of that decision.
         """
         name = manifest["metadata"]["name"]
-        before = self._pods.get(name)
-        if before is None or _identifying_labels(before.manifest) != _identifying_labels(manifest):
-            self._pods[name] = _NeverCreatedPod(json.dumps(manifest, separators=(",", ":")))
-            return manifest
-        return before.manifest
+        added = self._pods.get(name)
+        if added is not None and _identifying_labels(added.manifest) == _identifying_labels(manifest):
+            return added.manifest
+        self._pods[name] = _NeverCreatedPod(json.dumps(manifest, separators=(",", ":")))
+        return manifest
 
     def record_request(self, name: str) -> None:
         """Records that a create request for the pod is sent."""
@@ -94,6 +94,6 @@ def _is_of_earlier_epoch(manifest: Manifest, epochs: Mapping[int, int]) -> bool:
 
 
 def _identifying_labels(manifest: Manifest) -> tuple[str | None, ...]:
-    """Returns the labels that differ between two manifests of one name if the pods are different."""
+    """Returns the labels that tell two different pods of one name apart."""
     labels = manifest["metadata"].get("labels") or {}
     return tuple(labels.get(label) for label in _IDENTIFYING_LABELS)

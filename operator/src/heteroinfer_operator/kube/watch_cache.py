@@ -95,6 +95,7 @@ class Collection:
     """The collection that a cache copies.
 
     Attributes:
+        label: name of the collection in messages.
         namespace: None for all namespaces and for cluster-scoped kinds.
         watch_s: the cache asks the server to end a watch after this time or up to twice as long. The time is
             random, so that watches do not all end together.
@@ -152,14 +153,18 @@ class WatchCache(Generic[T]):
         self._failing = failing
         self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
+        """The uid of each unreadable object that was logged, by name."""
         self._had_defect = False
         """True from an unexpected exception in this cache until its next full list."""
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
+        """The resourceVersion from which the next watch continues; "" to list first."""
         self._must_relist = False
         self._watch_timeout: asyncio.Timeout | None = None
+        """Set while a watch is running; `relist` ends the watch by it."""
         self._problem: ApiError | None = None
+        """Error of the last list or watch; None after an answer."""
         self._watching_since = 0.0
         self._last_answer_at = time.monotonic()
 
@@ -200,10 +205,7 @@ class WatchCache(Generic[T]):
         return entry.version if entry else 0
 
     def has_seen(self, name: NamespacedName, version: int) -> bool:
-        """Reports whether the cache includes all changes of an object up to a version.
-
-        A deletion is such a change, too.
-        """
+        """Reports whether the cache includes all changes of an object, and its deletion, up to a version."""
         return max(version_number(self._version), self.version_of(name)) >= version
 
     def uid_of(self, name: NamespacedName) -> str:
@@ -246,7 +248,8 @@ class WatchCache(Generic[T]):
             try:
                 if self._problem is not None and self._version:
                     await self._relist_if_restored()
-                # After relist(), an event or list that was being processed may have set the version again.
+                # `relist()` clears the version, but an event or a list that was being processed at that time
+                # may have set it again. So `_must_relist` counts, too.
                 while self._must_relist or not self._version:
                     await self._relist()
                 await self._watch()
@@ -254,7 +257,7 @@ class WatchCache(Generic[T]):
                 # After a silent watch, a new watch from the same version could be silent, too. So list again.
                 was_silent = self._seconds_without_answer() > self._server.watch_silence_s / 2
                 if error.status == GONE or was_silent:
-                    self._version = ""
+                    self._version = ""  # the next round lists again
                 self._report_error(error)
             except UnreadableError as error:
                 self._version = ""
@@ -262,31 +265,32 @@ class WatchCache(Generic[T]):
             except Exception:  # a defect must not end the cache, because the end of a cache ends the process
                 self._version, self._had_defect = "", True
                 logger.exception(
-                    "%s: a defect of the operator. Report it. Listing again", self.collection.label
+                    "%s: a defect of the operator. Report it, with this log. Listing again",
+                    self.collection.label,
                 )
-            if time.monotonic() - started > MAX_BACKOFF_S:
+            if time.monotonic() - started > MAX_BACKOFF_S:  # the watch worked for a while
                 backoff_s = BACKOFF_FIRST_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def relist(self) -> None:
-        """Ends the watch and lists again, because the API server's store may have been replaced."""
+        """Ends the watch and lists again, because etcd may have been restored from a backup."""
         self._version, self._must_relist = "", True
-        # After a restore, the store may lack this process's writes. So the new list must replace them.
+        # The restored store may lack this process's writes. So the new list must replace them.
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
         if self._watch_timeout is not None:
             self._watch_timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _relist_if_restored(self) -> None:
-        """Lists again if the store is older than this cache. It is older if etcd was restored from a backup.
+        """Lists again if the API server's store is older than this cache, because etcd was restored.
 
-        A watch from a future version would send nothing until the store reaches that version.
+        A watch from the cache's later version would send nothing until the store reaches that version.
         """
         listed = await self._server.get(self.collection.path, {**self.collection.query, "limit": 1})
         metadata = as_object(listed["metadata"], "metadata")
-        now = version_number(as_name(metadata.get("resourceVersion"), "resourceVersion"))
-        if 0 < now < self.version:
+        stored_version = version_number(as_name(metadata.get("resourceVersion"), "resourceVersion"))
+        if 0 < stored_version < self.version:
             logger.warning(
                 "%s: the API server returned an older state than before, for example after a restore of "
                 "etcd. Listing again",
@@ -295,7 +299,10 @@ class WatchCache(Generic[T]):
             self.relist()
 
     def _read_value(self, stored: _StoredObject) -> T | None:
-        """Returns the value of an object; None if it does not belong in this cache or is unreadable."""
+        """Returns the value of an object; None if the object does not belong in this cache or is unreadable.
+
+        Logs an unreadable object.
+        """
         try:
             return self._trim(stored.body)
         except UnreadableError as error:
@@ -306,16 +313,17 @@ class WatchCache(Generic[T]):
         """Returns the value of an object from its metadata; None if the metadata is unreadable, too."""
         try:
             return self._trim_metadata_only(stored.body)
-        except UnreadableError:  # the caller has reported that the object is unreadable
+        except UnreadableError:  # `_read_value` has logged the object already
             return None
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
-        """Logs that an object cannot be read: once for each object, and for MAX_REPORTED_NAMES objects."""
+        """Logs an unreadable object once. After MAX_REPORTED_NAMES objects, logs no others."""
         if self._reported.get(name) == uid or len(self._reported) > MAX_REPORTED_NAMES:
             return
         self._reported[name] = uid
         label, reason = self.collection.label, printable(error.message)
-        if len(self._reported) > MAX_REPORTED_NAMES:
+        is_first_over_limit = len(self._reported) > MAX_REPORTED_NAMES
+        if is_first_over_limit:
             logger.error(
                 "%s: more than %d objects are unreadable. The operator does not log the others. Correct or "
                 "delete the logged objects",
@@ -354,6 +362,7 @@ class WatchCache(Generic[T]):
         """Lists the collection and replaces the cached objects."""
         self._version, self._must_relist = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
+        # The names of all listed objects, also of unreadable ones: `_reported` keeps only these.
         seen_names, version = {_NAMELESS}, ""
         async for page in self._server.list_pages(self.collection.path, self.collection.query):
             # The items of a list lack kind and apiVersion. Only the list has these fields.
@@ -380,11 +389,12 @@ class WatchCache(Generic[T]):
         """Replaces all entries by a list, except objects that this process wrote after the list.
 
         Args:
+            listed: entries of the list.
             version: resourceVersion of the list.
         """
 
         def is_later_write(entry: _Entry[T]) -> bool:
-            """Reports whether this process wrote an object after the list."""
+            """Reports whether this process wrote the entry, and the list is older than the write."""
             return entry.unconfirmed_since is not None and entry.version > version
 
         now = time.monotonic()
@@ -445,8 +455,9 @@ class WatchCache(Generic[T]):
         cached = self._entries.get(stored.name)
         if kind == _DELETED:
             self._reported.pop(stored.name, None)
-        # Ignore an event that is older than the cached object, such as the answer to an own write.
-        if cached is None or not _is_newer(cached.version, stored.version):
+        # Ignore an event that is older than the cached object: the answer to a write may have arrived first.
+        is_outdated = cached is not None and _is_newer(cached.version, stored.version)
+        if not is_outdated:
             value = self._read_value(stored) if kind != _DELETED else None
             if value is None:
                 self._remove(stored.name)
@@ -457,8 +468,8 @@ class WatchCache(Generic[T]):
         self._version = stored.body["metadata"]["resourceVersion"]
 
     def _report_deleted(self, last: _StoredObject) -> None:
-        """Reports the last value of an object that the watch shows as deleted."""
-        with contextlib.suppress(UnreadableError):  # an object whose last value is unknown is not reported
+        """Calls `deleted` with the last value of an object; does nothing if the object is unreadable."""
+        with contextlib.suppress(UnreadableError):
             value = self._trim(last.body)
             if value is not None:
                 self._deleted(value)
@@ -474,8 +485,8 @@ class WatchCache(Generic[T]):
             return
         is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
         if cached is not None and is_unchanged and not self._had_defect:
-            # The write counts as confirmed as soon as a list or a watch has shown it (unconfirmed_since is
-            # None), even if the answer to the write arrives later.
+            # A list or a watch has shown this version if the time is None in one of the two entries. Then the
+            # write stays confirmed, even if its answer arrives later.
             is_confirmed = entry.unconfirmed_since is None or cached.unconfirmed_since is None
             self._entries[name] = replace(
                 cached, unconfirmed_since=None if is_confirmed else cached.unconfirmed_since

@@ -94,7 +94,7 @@ class Addressing(Protocol):
         ...
 
     def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
-        """Returns the place of the model in pods; raises PlanError if pods cannot reach it."""
+        """Returns the place of the model in pods; raises PlanError if pods cannot reach the model."""
         ...
 
     def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
@@ -166,7 +166,7 @@ class ClusterAddressing:
             revision=spec.model.revision or DEFAULT_REVISION,
             cache=names.MODEL_MOUNT,
             token=spec.model.token_secret_ref,
-            health_host="0.0.0.0",  # noqa: S104 - the operator and the kubelet read its progress
+            health_host="0.0.0.0",  # noqa: S104 - the operator and the kubelet read the pod's progress
             health_port=names.DEFAULT_HEALTH_PORT,
         )
         volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}

@@ -27,11 +27,11 @@ KIND: Final = "PodDisruptionBudget"
 def build_disruption_budget(group: GroupRef, *, pods: int, protects_unready_pods: bool) -> dict[str, Any]:
     """Returns the budget of a group of at least two pods; a group of one pod has no budget.
 
-    The budget has a number, not a percentage: for a percentage the disruption controller would read the
+    The budget has a number, not a percentage: for a percentage, the disruption controller would read the
     number of pods from the resource's /scale, which counts groups.
 
     Args:
-        protects_unready_pods: whether pods that are not Ready yet are protected.
+        protects_unready_pods: False for a group that sleeps, or that waits for a pod that cannot start.
     """
     policy = "IfHealthyBudget" if protects_unready_pods else "AlwaysAllow"
     metadata = identity.group_metadata(group, identity.group_service(group.owner, group.index))
@@ -45,21 +45,21 @@ def build_shared_budget(owner: Owner, *, min_available: int) -> dict[str, Any]:
         min_available: number of pods that must stay available.
     """
     metadata = identity.metadata(owner, identity.shared_budget(owner), {})
-    selected = {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
-    return _build_budget(metadata, selected, min_available=min_available, policy="AlwaysAllow")
+    worker_labels = {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
+    return _build_budget(metadata, worker_labels, min_available=min_available, policy="AlwaysAllow")
 
 
 def _build_budget(
-    metadata: dict[str, Any], selected: dict[str, str], *, min_available: int, policy: str
+    metadata: dict[str, Any], pod_labels: dict[str, str], *, min_available: int, policy: str
 ) -> dict[str, Any]:
-    """Returns the PodDisruptionBudget for the selected pods."""
+    """Returns the PodDisruptionBudget for the pods with these labels."""
     return {
         "apiVersion": "policy/v1",
         "kind": KIND,
         "metadata": metadata,
         "spec": {
             "minAvailable": min_available,
-            "selector": {"matchLabels": selected},
+            "selector": {"matchLabels": pod_labels},
             "unhealthyPodEvictionPolicy": policy,
         },
     }

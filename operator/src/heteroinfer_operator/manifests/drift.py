@@ -1,4 +1,4 @@
-"""Finds differences between a stored child and its manifest, and the patch that removes them. Pure.
+"""Finds differences between a stored object and its manifest, and the patch that removes them. Pure.
 
 A stored object must have all values of the manifest. Its spec must not have more: one more key in a selector
 or in a rule of a policy can let other pods in. Exceptions are the fields that the API server adds.
@@ -28,15 +28,15 @@ _FIELDS_OF_API_SERVER: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "PodDisruptionBudget": frozenset(),
     }
 )
-"""Fields of the spec that the API server adds, by kind. Objects of other kinds belong to other projects, and
-may have any additional field."""
+"""Fields of the spec that the API server adds, by kind. The kinds of gang schedulers are defined by other
+projects, so their objects may have any additional field."""
 
 
 _SET_ON_CREATION_ONLY: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
 )
-"""Fields of the spec that are set only in new objects, by kind. In an existing object they stay, because an
-administrator of the network, or an older version, chose them."""
+"""Fields of the spec that are set only in new objects, by kind. In an existing object, these fields stay,
+because an administrator of the network, or an older version of the operator, chose their values."""
 
 _FORBIDDEN_LABELS: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
 """Labels that disable an object, by kind. The operator removes them."""
@@ -44,22 +44,19 @@ _FORBIDDEN_LABELS: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Serv
 
 def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the JSON merge patch that makes a stored object match its manifest; {} if it matches."""
+    kind = wanted["kind"]
     patch: dict[str, Any] = {}
+    difference: Any
     for key, value in wanted.items():
         if key == "metadata":
-            difference = _find_metadata_drift(
-                stored.get(key) or {}, value, _FORBIDDEN_LABELS.get(wanted["kind"], frozenset())
-            )
-        elif key == "spec" and wanted["kind"] in _FIELDS_OF_API_SERVER:
-            creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"], frozenset())
+            forbidden_labels = _FORBIDDEN_LABELS.get(kind, frozenset())
+            difference = _find_metadata_drift(stored.get(key) or {}, value, forbidden_labels)
+        elif key == "spec" and kind in _FIELDS_OF_API_SERVER:
+            creation_fields = _SET_ON_CREATION_ONLY.get(kind, frozenset())
             compared_fields = {field: each for field, each in value.items() if field not in creation_fields}
-            difference = _find_spec_drift(
-                stored.get(key) or {}, compared_fields, _FIELDS_OF_API_SERVER[wanted["kind"]]
-            )
-        elif contains_value(stored.get(key), value):
-            continue
+            difference = _find_spec_drift(stored.get(key) or {}, compared_fields, _FIELDS_OF_API_SERVER[kind])
         else:
-            difference = value
+            difference = None if contains_value(stored.get(key), value) else value
         if difference:
             patch[key] = difference
     return patch
@@ -133,6 +130,8 @@ def contains_value(stored: Any, wanted: Any) -> bool:
         return (
             isinstance(stored, list | tuple)
             and len(stored) == len(wanted)
-            and all(contains_value(a, b) for a, b in zip(stored, wanted, strict=True))
+            and all(
+                contains_value(item, wanted_item) for item, wanted_item in zip(stored, wanted, strict=True)
+            )
         )
     return bool(stored == wanted)

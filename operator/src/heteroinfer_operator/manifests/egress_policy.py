@@ -1,8 +1,8 @@
 """NetworkPolicies that allow egress of pods that other policies of their namespace isolate. Pure.
 
-An egress policy isolates the pods that it selects: they can reach only the destinations in the policy, while
-a pod without a policy can reach everything. So the operator's policies must not take connections from its
-pods: they select only pods that another policy isolates already.
+An egress policy *isolates* the pods that it selects: these pods can reach only the destinations in the
+policy, while a pod without a policy can reach everything. So the operator's policies select only pods that
+another policy isolates already. Otherwise they would take connections away from the operator's pods.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _DNS_PORTS: Final = (53, 5353)
 They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MAX_SELECTORS: Final = 32
-"""Largest number of policies for one group or one download. Selectors that certainly match its pods come
+"""Maximum number of policies for one group or one download. Selectors that certainly match the pods come
 first."""
 
 
@@ -38,9 +38,10 @@ class Egress(StrEnum):
     AUTO = "Auto"
     """For pods that another NetworkPolicy of their namespace isolates."""
     ALWAYS = "Always"
-    """For all pods. Use it if policies of other kinds (Cilium, Calico) restrict egress: the operator does not
-    read them."""
+    """For all pods. Needed if policies of other kinds (Cilium, Calico) restrict egress, because the operator
+    does not read such policies."""
     NEVER = "Never"
+    """For no pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,34 +100,30 @@ def build_fetch_policies(
     """
     own_labels = _own_fetch_labels(owner)
     name = f"{owner.key.name}-{names.COMPONENT_FETCH}"
-    rules = [_build_dns_rule(), *allowed.rules()]
+    egress_rules = [_build_dns_rule(), *allowed.rules()]
     ingress_spec = {
         "podSelector": {"matchLabels": own_labels},
         "policyTypes": ["Ingress"],
         "ingress": [{"ports": [{"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT}]}],
     }
-    return [
-        {
-            "apiVersion": _API_VERSION,
-            "kind": POLICY_KIND,
-            "metadata": identity.metadata(owner, name, {}),
-            "spec": ingress_spec,
-        },
-        *(
-            _build_egress_policy(
-                identity.metadata(owner, f"{name}-egress-{_hash(selector)}", {}),
-                _narrow_selector(own_labels, selector),
-                rules,
-            )
-            for selector in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
-        ),
+    egress_policies = [
+        _build_egress_policy(
+            identity.metadata(owner, f"{name}-egress-{_hash(selector)}", {}),
+            _narrow_selector(own_labels, selector),
+            egress_rules,
+        )
+        for selector in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
     ]
+    return [_build_policy(identity.metadata(owner, name, {}), ingress_spec), *egress_policies]
 
 
 def describe_closed_ports(
     spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
 ) -> str:
-    """Describes variables whose port the policies of a download do not open, with the fix; "" for none."""
+    """Describes URL variables of the spec whose port the policies of a download do not open, with the fix.
+
+    Returns "" if there are no such variables, and if no policy isolates the pod that downloads the model.
+    """
     is_isolated = bool(_find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)]))
     return allowed.describe_closed(spec) if is_isolated else ""
 
@@ -166,17 +163,22 @@ def _narrow_selector(own_labels: Mapping[str, str], other: Manifest) -> Manifest
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
 
 
-def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
+def _find_matching_selectors(
+    isolation: Isolation, labels_of_pods: Sequence[Mapping[str, str]]
+) -> list[Manifest]:
     """Returns the selectors that may match one of these pods, at most _MAX_SELECTORS.
 
     Selectors that certainly match come first.
+
+    Args:
+        labels_of_pods: known labels of each pod. Webhooks may add others.
     """
 
     def may_match(selector: Manifest) -> bool:
-        return any(_may_select(selector, labels) for labels in pods)
+        return any(_may_select(selector, labels) for labels in labels_of_pods)
 
     def is_uncertain(selector: Manifest) -> bool:
-        return any(_has_unknown_label(selector, labels) for labels in pods)
+        return any(_has_unknown_label(selector, labels) for labels in labels_of_pods)
 
     matching = filter(may_match, isolation.selectors)
     return sorted(matching, key=is_uncertain)[:_MAX_SELECTORS]
@@ -191,11 +193,16 @@ def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     terms_of_selectors = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms_of_selectors:
         return [{}]
-    single_terms = {term for terms in terms_of_selectors if len(terms) == 1 for term in terms}
+    only_terms = {term for terms in terms_of_selectors if len(terms) == 1 for term in terms}
+
+    def is_narrower(terms: set[str]) -> bool:
+        """Reports whether several terms include the only term of another selector."""
+        return len(terms) > 1 and bool(terms & only_terms)
+
     return [
         selector
         for selector, terms in zip(selectors, terms_of_selectors, strict=True)
-        if len(terms) == 1 or not terms & single_terms
+        if not is_narrower(terms)
     ]
 
 
@@ -204,20 +211,23 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
 
     So a label with many values needs only one policy. Other selectors stay as they are.
     """
-    values: dict[str, list[str]] = {}
+    values_by_label: dict[str, list[str]] = {}
     others = []
     for selector in selectors:
         labels = selector.get("matchLabels") or {}
-        if len(labels) == 1 and not selector.get("matchExpressions"):
-            [(key, value)] = labels.items()
-            values.setdefault(key, []).append(value)
+        requires_one_value = len(labels) == 1 and not selector.get("matchExpressions")
+        if requires_one_value:
+            [(label, value)] = labels.items()
+            values_by_label.setdefault(label, []).append(value)
         else:
             others.append(selector)
     merged: list[Manifest] = []
-    for key, values_of_key in values.items():
-        one_of = [{"key": key, "operator": "In", "values": sorted(values_of_key)}]
-        is_single = len(values_of_key) == 1
-        merged.append({"matchLabels": {key: values_of_key[0]}} if is_single else {"matchExpressions": one_of})
+    for label, values in values_by_label.items():
+        if len(values) == 1:
+            merged.append({"matchLabels": {label: values[0]}})
+        else:
+            one_of_values = {"key": label, "operator": "In", "values": sorted(values)}
+            merged.append({"matchExpressions": [one_of_values]})
     return others + merged
 
 
@@ -247,11 +257,14 @@ def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
 
 
 def _is_term_met(operator: str, values: Sequence[str], value: str) -> bool:
-    """Reports whether a label's value satisfies a term; True for an operator that is not known."""
+    """Reports whether a label with this value satisfies a term of a selector.
+
+    Returns True for Exists, and for an operator that this version does not know.
+    """
     results = {
         "In": value in values,
         "NotIn": value not in values,
-        "DoesNotExist": False,
+        "DoesNotExist": False,  # the label exists
     }
     return results.get(operator, True)
 

@@ -65,25 +65,26 @@ class FetchEgress:
             raise _build_error(f"ports, cidrs and except must be lists (got {text[:200]!r})") from error
         egress = cls(**fields)
         for port in egress.ports:
-            if type(port) is not int or not 1 <= port <= 65535:
+            if type(port) is not int or not 1 <= port <= 65535:  # isinstance would accept true
                 raise _build_error(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
         for cidr in (*egress.cidrs, *egress.excepted):
             _parse_network(cidr)
         return egress
 
     def rules(self) -> list[Manifest]:
-        """Returns the egress rules of a policy; no rule if nothing is open.
+        """Returns the egress rules of a policy; no rule if no address or no port is open.
 
-        (A rule without destinations and ports would open everything.)
+        A rule without destinations would open all addresses, and a rule without ports all ports.
         """
         excepted_networks = [_parse_network(cidr) for cidr in self.excepted]
         blocks = []
         for cidr in self.cidrs:
             network = _parse_network(cidr)
-            if any(_is_within(network, each) for each in excepted_networks):
+            is_closed = any(_is_within(network, excepted) for excepted in excepted_networks)
+            if is_closed:
                 continue
-            # The API server refuses an exception outside its range.
-            exceptions = [str(each) for each in excepted_networks if _is_within(each, network)]
+            # The API server refuses an exception outside the range of its block.
+            exceptions = [str(excepted) for excepted in excepted_networks if _is_within(excepted, network)]
             blocks.append(
                 {"ipBlock": {"cidr": str(network), **({"except": exceptions} if exceptions else {})}}
             )
@@ -100,17 +101,17 @@ class FetchEgress:
         for variable in spec.engine.env:
             if variable.name.upper() not in _URL_VARIABLES or variable.value == "":
                 continue
-            if variable.value is None:
+            if variable.value is None:  # the value is in a Secret or a ConfigMap
                 yield (
-                    f"the NetworkPolicy of the fetch opens only ports {open_ports}, and the operator cannot "
-                    f"read the port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, "
-                    "set the URL as a plain value, or add its port to the chart's fetchEgress.ports"
+                    f"the NetworkPolicy of the fetch pod opens only ports {open_ports}, and the operator "
+                    f"cannot read the port of {variable.name} (engine.env, valueFrom). If the pod cannot "
+                    "connect, set the URL as a plain value, or add its port to the chart's fetchEgress.ports"
                 )
                 continue
             port = _port_of(variable.value)
             if port is not None and port not in self.ports:
                 yield (
-                    f"the NetworkPolicy of the fetch opens only ports {open_ports}, but {variable.name} "
+                    f"the NetworkPolicy of the fetch pod opens only ports {open_ports}, but {variable.name} "
                     f"(engine.env) needs port {port}. Use an open port, or add {port} to the chart's "
                     "fetchEgress.ports"
                 )
@@ -139,7 +140,7 @@ def _is_within(part: _Network, whole: _Network) -> bool:
 
 
 def _port_of(url: str) -> int | None:
-    """Returns the port of a URL, or None if the text is not a URL."""
+    """Returns the port of a URL; None if the text is not a URL or its scheme has no known port."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

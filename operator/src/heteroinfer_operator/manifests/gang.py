@@ -55,7 +55,7 @@ def choose_gang(
 ) -> Gang | None:
     """Chooses the gang scheduler for the groups of a resource; None if the cluster has none.
 
-    Kueue comes first, but only for pods with a queue, because it ignores all others. Then come other
+    Kueue comes first, but only for pods with a queue, because Kueue ignores other pods. Then come other
     installed gang schedulers, then kube-scheduler, with the newest version of its API first.
 
     Args:
@@ -72,16 +72,24 @@ def choose_gang(
         order.insert(0, Gang.KUEUE)
     chosen = next((gang for gang in order if gang in present), None)
     if chosen is None and spec.scheduling.gang is When.ALWAYS:
-        hints = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
-        if unknown:
-            hints.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
-        raise PlanError(
-            "scheduling.gang: is Always, but the cluster has no gang scheduler that this resource can use "
-            f"(known: {KNOWN_SCHEDULERS}){''.join(f'; {hint}' for hint in hints)}. Install one, or set "
-            "scheduling.gang: Auto",
-            reason="NoGangScheduler",
-        )
+        raise _build_no_gang_error(present, unknown)
     return chosen
+
+
+def _build_no_gang_error(present: Collection[Gang], unknown: Sequence[str]) -> PlanError:
+    """Returns the error for a spec that requires a gang scheduler if the cluster has none."""
+    hints = ""
+    fix = "Install one of the known gang schedulers, or set scheduling.gang: Auto"
+    if Gang.KUEUE in present:
+        hints += "; Kueue is installed, but scheduling.queueName is not set"
+        fix = "Set scheduling.queueName, install another known gang scheduler, or set scheduling.gang: Auto"
+    if unknown:
+        hints += f"; the cluster serves {', '.join(unknown)}, which this operator does not know"
+    return PlanError(
+        "scheduling.gang: is Always, but the cluster has no gang scheduler that this resource can use "
+        f"(known: {KNOWN_SCHEDULERS}){hints}. {fix}",
+        reason="NoGangScheduler",
+    )
 
 
 def gang_name(group: EpochRef) -> str:
@@ -92,7 +100,7 @@ def gang_name(group: EpochRef) -> str:
 def gang_labels(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, str]:
     """Returns a pod's labels for its gang.
 
-    LABEL_GANG records the scheduler, so that a running group keeps it if the cluster gets another.
+    LABEL_GANG records the scheduler, so that a running group keeps its scheduler if the cluster gets another.
     """
     if gang is None:
         return {}
@@ -112,7 +120,7 @@ def gang_annotations(group: EpochRef, gang: Gang | None, pods: int) -> dict[str,
         case Gang.KUEUE:
             return {
                 "kueue.x-k8s.io/pod-group-total-count": str(pods),
-                # Pods of a group are not replaced one by one. Kueue releases them when all have ended.
+                # Pods of a group are not replaced one by one. Kueue releases the pods when all have ended.
                 "kueue.x-k8s.io/retriable-in-group": "false",
             }
         case Gang.VOLCANO:
@@ -121,9 +129,10 @@ def gang_annotations(group: EpochRef, gang: Gang | None, pods: int) -> dict[str,
 
 
 def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, Any]:
-    """Returns the fields of a pod's spec for its gang."""
-    defaults = {Gang.VOLCANO: _VOLCANO_SCHEDULER, Gang.COSCHEDULING: _COSCHEDULING_SCHEDULER}
-    scheduler = spec.scheduling.scheduler_name or (defaults.get(gang, "") if gang else "")
+    """Returns the fields of a pod's spec for its gang. The user's scheduler overrides the gang's."""
+    gang_schedulers = {Gang.VOLCANO: _VOLCANO_SCHEDULER, Gang.COSCHEDULING: _COSCHEDULING_SCHEDULER}
+    default_scheduler = gang_schedulers.get(gang, "") if gang else ""
+    scheduler = spec.scheduling.scheduler_name or default_scheduler
     fields: dict[str, Any] = {"schedulerName": scheduler} if scheduler else {}
     if gang is Gang.NATIVE:
         fields["workloadRef"] = {"name": gang_name(group), "podGroup": _POD_GROUP}
@@ -135,7 +144,10 @@ def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -
 def build_gang_object(
     spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None, pods: int
 ) -> dict[str, Any] | None:
-    """Returns the object that gives the scheduler the size of the gang; None if the pods' fields do."""
+    """Returns the object with the size of the gang for its scheduler.
+
+    Returns None without a gang scheduler, and for Kueue, which reads the size from an annotation of the pods.
+    """
     body: dict[str, Any] = {"minMember": pods}
     match gang:
         case Gang.VOLCANO:

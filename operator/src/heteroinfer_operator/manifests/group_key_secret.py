@@ -1,7 +1,7 @@
 """The Secret with the key of a group's pods. Pure.
 
-Its name identifies the key, so the operator can use an existing Secret without reading it. In the namespaces
-of resources the operator creates Secrets, but never reads, changes or deletes them.
+The Secret's name identifies the key, so the operator can use an existing Secret without reading it. In the
+namespaces of resources, the operator creates Secrets, but never reads, changes or deletes them.
 """
 
 import base64
@@ -32,7 +32,7 @@ def build_group_key_secret(group: GroupRef, key: GroupKey) -> dict[str, Any]:
 
 
 def build_key_variable(group: GroupRef, key: GroupKey) -> dict[str, Any]:
-    """Returns the environment variable with the group's key."""
+    """Returns the environment variable that the kubelet fills with the group's key from its Secret."""
     reference = {"name": group_key_secret_name(group, key), "key": names.GROUP_KEY_KEY}
     return {"name": names.ENV_GROUP_KEY, "valueFrom": {"secretKeyRef": reference}}
 

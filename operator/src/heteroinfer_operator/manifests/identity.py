@@ -122,20 +122,20 @@ def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
 
 
 def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that follow from a pod's name. The value is None for a label that it must not have.
+    """Returns the labels that follow from a pod's name; None as a value means that the pod lacks the label.
 
     Returns None for a name that the operator does not give, for example of a user's copy of a pod.
     """
     prefix = f"{owner.key.name}-"
     if not name.startswith(prefix):
         return None
-    resource, suffix = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
+    resource_label, suffix = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
     if match := _MODEL_POD.fullmatch(suffix):
-        return {**resource, names.LABEL_COMPONENT: match[1]}
+        return {**resource_label, names.LABEL_COMPONENT: match[1]}
     if parsed := parse_worker_name(owner, name):
         group, epoch, pod = map(str, parsed)
         return {
-            **resource,
+            **resource_label,
             names.LABEL_COMPONENT: names.COMPONENT_WORKER,
             names.LABEL_GROUP: group,
             names.LABEL_EPOCH: epoch,
@@ -147,10 +147,12 @@ def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
 
 def parse_worker_name(owner: Owner, name: str) -> tuple[int, int, int] | None:
     """Returns group, epoch and index of the worker pod with this name; None for any other name."""
-    match = _WORKER.fullmatch(name.removeprefix(f"{owner.key.name}-"))
-    if match is None or not name.startswith(f"{owner.key.name}-") or int(match[1]) >= MAX_GROUPS:
+    prefix = f"{owner.key.name}-"
+    match = _WORKER.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if match is None:
         return None
-    return int(match[1]), int(match[2]), int(match[3])
+    group, epoch, pod = int(match[1]), int(match[2]), int(match[3])
+    return (group, epoch, pod) if group < MAX_GROUPS else None
 
 
 def group_labels(group: GroupRef) -> dict[str, str]:
@@ -186,8 +188,8 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""Length of a revision. Its 40 bits distinguish the specs of honest users, but do not prove which spec it is:
-an attacker can compute another spec with the same hash."""
+"""Length of a revision. Its 40 bits distinguish the specs of honest users, but do not prove the content of a
+spec: an attacker can compute another spec with the same hash."""
 _KEY_CHARS: Final = 10
 """Length of the hashes in the names of model pods and claims."""
 _LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
@@ -201,9 +203,11 @@ _NOT_IN_WORKERS = frozenset({"tokenSecretRef", "resources"})
 def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
-    It excludes the number of groups and the settings of planning, start, restart and rollout, so that scaling
-    makes no revision. It excludes the hub token and the resources of the download, which no worker uses. It
-    excludes defaults, so that an operator with one more field does not replace running groups.
+    The hash excludes:
+    - the number of groups and the settings of planning, start, restart and rollout, so that scaling gives no
+      new revision;
+    - the hub token and the resources of the download, which no worker uses;
+    - default values, so that an operator with one more field does not replace running groups.
     """
     return _hash(pod_fields_of_spec(spec))[:_REVISION_CHARS]
 
@@ -224,10 +228,10 @@ def first_revision(spec: HeteroInferenceSpec) -> str:
 
 
 def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a spec that differ from their first defaults.
+    """Returns the fields of a spec that differ from their first defaults, without the excluded fields.
 
-    First defaults are those of the first version that had the field. Later versions must give the same hash,
-    even if they change a default. The excluded fields are left out, and the fields of the model that only a
+    The first default of a field is its default in the version that added the field. Later versions must give
+    the same hash, even if they change the default. The result also lacks the fields of the model that only a
     download uses.
     """
     fields = {key: value for key, value in spec.fields_unlike_first_default().items() if key not in excluded}

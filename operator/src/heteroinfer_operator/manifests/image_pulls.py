@@ -17,10 +17,12 @@ class ImagePulls:
     secrets: tuple[str, ...] = ()
 
     def add_to(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Returns a pod's spec with this pull policy, and with the secrets that it does not have yet."""
+        """Returns a pod's spec with this pull policy, and with those of the secrets that the spec lacks."""
         new_spec = dict(spec)
         if self.policy:
-            new_spec["containers"] = [{**each, "imagePullPolicy": self.policy} for each in spec["containers"]]
+            new_spec["containers"] = [
+                {**container, "imagePullPolicy": self.policy} for container in spec["containers"]
+            ]
         existing_secrets = spec.get("imagePullSecrets", [])
         missing_secrets = [{"name": name} for name in self.secrets if {"name": name} not in existing_secrets]
         if missing_secrets:

@@ -14,9 +14,9 @@ COMPONENT: Final = "model-cache"
 def build_model_claim(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, Any] | None:
     """Returns the claim for this spec, or None if the spec needs no new claim.
 
-    The operator never changes a claim. Other settings give another claim with another name, because the
-    storage class and access mode of a claim cannot change, and its size can grow only if the storage class
-    allows it.
+    The operator never changes a claim, because Kubernetes does not allow another storage class or access mode
+    for a claim, and a larger size only with some storage classes. So other settings give a new claim with
+    another name.
     """
     cache = spec.model.cache
     if not identity.is_hub_model(spec) or cache is None or cache.size is None:

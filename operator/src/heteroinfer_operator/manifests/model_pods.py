@@ -1,8 +1,9 @@
 """The pod that downloads a model, or only reads its sizes, before a group starts. Pure.
 
-It is a pod without a Job, for three reasons. The operator must read the pod anyway, for its progress and its
-termination message. The operator itself decides how long to wait after a failure. And `heteroinfer up` runs
-the same manifests, and knows no Jobs.
+The pod has no Job, for three reasons:
+- The operator must read the pod anyway, for its progress and its termination message.
+- The operator itself decides how long to wait after a failure.
+- `heteroinfer up` runs the same manifests, and does not support Jobs.
 """
 
 from collections.abc import Mapping
@@ -47,22 +48,21 @@ def build_model_pod(
     inspection, or a Failure.
     """
     template = model_template(spec)
-    image = images.image_for(spec, Device.CPU)
-    component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
+    container = build_container(images.image_for(spec, Device.CPU), source, security)
     amounts = resources.of_model_pod(spec, fetches=source.fetch is not None)
+    volumes = build_volumes(spec, source, amounts)
     if source.fetch is None:
+        component = names.COMPONENT_INSPECT
         container = {
-            **build_container(image, source, security),
+            **container,
             "args": ["inspect", "--model", source.path],
             "env": literal_variables(_HOME),
-            "resources": amounts,
         }
     else:
-        container = build_container(image, source, security)
-        container = {**_build_fetch_container(spec, container, source.fetch, cleanup), "resources": amounts}
-    volumes = build_volumes(spec, source, amounts)
-    if source.fetch is not None:
+        component = names.COMPONENT_FETCH
+        container = _build_fetch_container(spec, container, source.fetch, cleanup)
         volumes = [*map(_without_read_only, volumes), *ca_bundle(spec).volumes]
+    container["resources"] = amounts
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -76,17 +76,16 @@ def build_model_pod(
 
 
 def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
-    """Returns the name of the model's pod. Other inputs of the pod, such as the token, give another name."""
+    """Returns the name of the model's pod, with a hash of its inputs: another token gives another name."""
     if identity.is_hub_model(spec):
         return f"{owner.key.name}-fetch-{identity.fetch_key(spec)}"
     return f"{owner.key.name}-inspect-{identity.inspect_key(spec)}"
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
-    """Returns the template for the model's pod, or None without one.
+    """Returns the template for the model's pod: that of the first CPU role, because the pod needs no GPU.
 
-    It is the template of the first CPU role, because the pod needs no GPU. Without a CPU role, it is that of
-    the first role.
+    Without a CPU role, returns the template of the first role. Returns None if that role has no template.
     """
     cpu_roles = [role for role in spec.roles if role.device is Device.CPU]
     return (cpu_roles or spec.roles)[0].template
@@ -99,11 +98,10 @@ def _build_fetch_container(
     cleanup: CacheCleanup | None,
 ) -> dict[str, Any]:
     """Returns the container of the pod that downloads a model, with write access to the cache."""
-    mounts = [
+    writable_mounts = [
         {key: value for key, value in mount.items() if key != "readOnly"}
         for mount in container["volumeMounts"]
     ]
-    mounts += ca_bundle(spec).mounts
     probe = {"httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH}, "periodSeconds": 10}
     return {
         **container,
@@ -118,16 +116,16 @@ def _build_fetch_container(
         "env": _build_fetch_env(spec, fetch, cleanup),
         "ports": [{"name": names.PORT_HEALTH, "containerPort": fetch.health_port, "protocol": "TCP"}],
         "readinessProbe": probe,
-        "volumeMounts": mounts,
+        "volumeMounts": [*writable_mounts, *ca_bundle(spec).mounts],
     }
 
 
 def _build_fetch_env(
     spec: HeteroInferenceSpec, fetch: ModelFetch, cleanup: CacheCleanup | None
 ) -> list[dict[str, Any]]:
-    """Returns the environment of the download. The operator's variables override the user's.
+    """Returns the environment of the pod that downloads a model.
 
-    The user's variables may name a mirror or a proxy.
+    The user's variables may name a mirror or a proxy. The operator's variables override the user's.
     """
     cleanup_variable = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
     own_variables = literal_variables(
@@ -145,7 +143,7 @@ def _build_fetch_env(
 
 
 def _without_read_only(volume: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model's volume without `readOnly`, so that the pod can write; other volumes unchanged."""
+    """Returns a writable copy of the model's claim; returns any other volume unchanged."""
     claim = volume.get("persistentVolumeClaim")
     if volume["name"] != MODEL_VOLUME or claim is None:
         return dict(volume)

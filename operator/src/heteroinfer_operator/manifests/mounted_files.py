@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
+from heteroinfer_operator.api import HeteroInferenceSpec, KeyReference, PodTemplate
 
 _CA_BUNDLE: Final = "ca-bundle"
 _FILES: Final = "files"
@@ -39,10 +39,12 @@ class MountedFiles:
 
 
 def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
-    """Returns the file of `model.caBundle`, and the variable that names it."""
+    """Returns the file of `model.caBundle`, and the environment variable with its path."""
     bundle = spec.model.ca_bundle
     if bundle is None:
         return MountedFiles()
+    reference: KeyReference | None
+    # A volume names its source in the field `name` of a ConfigMap, or `secretName` of a Secret.
     kind, name_field, reference = "configMap", "name", bundle.config_map_key_ref
     if bundle.secret_key_ref is not None:
         kind, name_field, reference = "secret", "secretName", bundle.secret_key_ref

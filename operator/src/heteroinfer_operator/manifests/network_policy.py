@@ -14,14 +14,14 @@ from heteroinfer_operator.manifests.identity import GroupRef
 
 def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str, Any]:
     """Returns the policy that closes a group's internal ports to other pods."""
-    most_ranks = max(role.pod_ranks for role in spec.roles)  # each rank of a pod has a metrics port
+    ranks_per_pod = max(role.pod_ranks for role in spec.roles)  # each rank of a pod has a metrics port
     open_ports = [
         {"protocol": "TCP", "port": spec.engine.port},
         {"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT},
         {
             "protocol": "TCP",
             "port": names.DEFAULT_METRICS_PORT,
-            "endPort": names.DEFAULT_METRICS_PORT + most_ranks - 1,
+            "endPort": names.DEFAULT_METRICS_PORT + ranks_per_pod - 1,
         },
     ]
     pods = {"matchLabels": identity.group_labels(group)}

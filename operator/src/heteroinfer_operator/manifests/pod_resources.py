@@ -54,7 +54,10 @@ class PodResources:
         return add_defaults(spec.model.resources, self.fetch if fetches else self.inspect)
 
     def complete_roles(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
-        """Returns a spec with default resources in its roles, for pods and plans but not for revisions."""
+        """Returns a spec with default resources in its roles, for pods and plans.
+
+        Revisions are computed from the spec without these defaults, so another default gives no new revision.
+        """
         if self.worker == Resources():
             return spec
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
@@ -68,10 +71,10 @@ class PodResources:
 
 
 def add_defaults(given: Resources | None, defaults: Resources) -> dict[str, Any]:
-    """Returns resources with defaults for missing amounts.
+    """Returns the given resources with defaults for missing amounts.
 
-    A default limit is raised to the given request, and a default request is lowered to the given limit,
-    because the API server refuses a request above its limit.
+    The API server refuses a request above its limit. So a default limit is raised to the given request, and a
+    default request is lowered to the given limit.
     """
     given = given or Resources()
     limits = _with_defaults(given.limits, defaults.limits, given.requests, max)
@@ -84,17 +87,18 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 
     The volume counts as ephemeral storage of the container.
     """
-    allowed = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
-    return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
+    storage_limit = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
+    is_lower = storage_limit is not None and parse_quantity(storage_limit) < parse_quantity(limit)
+    return str(storage_limit) if is_lower else limit
 
 
 def _with_defaults(
     given: Amounts | None, defaults: Amounts | None, bounds: Amounts | None, choose: Any
 ) -> Any:
-    """Returns amounts with defaults for missing ones; a default does not cross its bound.
+    """Returns the given amounts with defaults for missing amounts, each moved to its bound if necessary.
 
     Args:
-        bounds: the bound of each default: the given requests for limits, the given limits for requests.
+        bounds: bounds of the defaults: the given requests for limits, the given limits for requests.
         choose: `max` if the bounds are lower bounds, `min` if they are upper bounds.
     """
 
@@ -129,6 +133,7 @@ def _numbers_as_texts(part: Any) -> Any:
 
 
 def _build_error(message: str) -> HeteroInferError:
+    """Returns the error for an invalid podResources of the chart."""
     return HeteroInferError(
         f"{_ENV} (podResources of the chart): {message}. Correct podResources in the chart's values",
         reason=FailureReason.BAD_SETTINGS.value,

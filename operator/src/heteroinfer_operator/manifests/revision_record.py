@@ -1,7 +1,7 @@
 """The ConfigMap with a revision of a spec, for groups that run with an older spec. Pure.
 
-If the resource has a newer spec, or a spec that is refused, its groups keep running with the older revision,
-and restart from this record.
+If the resource has a newer spec, or a spec that is refused, its groups keep running with the older revision.
+If such a group restarts, the operator reads the older spec from this ConfigMap.
 """
 
 import json
@@ -26,7 +26,7 @@ class RevisionRecord:
     Attributes:
         name: hash of the revision, as in the labels of its pods.
         commit: commit of a hub's model, or None.
-        chosen: mode that the plan chose, or None if the spec has a mode.
+        chosen: mode that the planner chose, or None if the spec sets a mode.
     """
 
     name: str
@@ -68,5 +68,5 @@ def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRec
         name=name.removeprefix(prefix),
         spec=spec,
         commit=commit if is_commit(commit) else None,
-        chosen=chosen if spec.parallelism.mode is None else None,
+        chosen=chosen if spec.parallelism.mode is None else None,  # a mode in the spec takes precedence
     )

@@ -26,31 +26,32 @@ def assigned_fields(
     """Returns `role_fields`, completed by the operator's decisions about the node of this pod.
 
     With scheduling.topologyKey, each pod has an affinity to the other pods of its epoch, so that all run in
-    one domain. If the operator chose the domain, the pod also has a node selector for it. Otherwise the first
-    pod could start in a domain without enough free capacity for the others.
+    one domain. If the operator chose the domain, the pod also has a node selector for this domain. Otherwise
+    the first pod could start in a domain without enough free capacity for the others.
     """
     fields = role_fields(spec, role, pod.device)
     affinity = {kind: dict(terms) for kind, terms in fields.get("affinity", {}).items()}
     if spec.scheduling.topology_key:
         labels = {**identity.group_labels(group), names.LABEL_EPOCH: str(group.epoch)}
         term = {"topologyKey": spec.scheduling.topology_key, "labelSelector": {"matchLabels": labels}}
-        near = affinity.setdefault("podAffinity", {})
-        near[REQUIRED] = [*near.get(REQUIRED, ()), term]
+        pod_affinity = affinity.setdefault("podAffinity", {})
+        pod_affinity[REQUIRED] = [*pod_affinity.get(REQUIRED, ()), term]
     if node_assignment.domain is not None:
         key, value = node_assignment.domain
         fields["nodeSelector"] = {**fields.get("nodeSelector", {}), key: value}
-    if node_assignment.apart:
-        apart = affinity.setdefault("podAntiAffinity", {})
-        apart[_PREFERRED] = [
-            *apart.get(_PREFERRED, ()),
+    if node_assignment.apart:  # prefer nodes without pods of the resource's other groups
+        anti_affinity = affinity.setdefault("podAntiAffinity", {})
+        anti_affinity[_PREFERRED] = [
+            *anti_affinity.get(_PREFERRED, ()),
             *apart_terms(group.owner.key.name, group.index),
         ]
     if pod.index in node_assignment.gpu_memory_mib:
         label = device_memory_label(role.gpu_resource)
-        # The operator of the requirement is Gt, which excludes the number itself.
-        more_than = node_assignment.gpu_memory_mib[pod.index] - 1
-        affinity = require_label(affinity, larger_label(label, more_than))
+        # The requirement compares by Gt (greater than), which excludes the number itself.
+        more_than_mib = node_assignment.gpu_memory_mib[pod.index] - 1
+        affinity = require_label(affinity, larger_label(label, more_than_mib))
     if pod.index in node_assignment.nodes:
-        nodes = affinity.setdefault("nodeAffinity", {})
-        nodes[_PREFERRED] = [*nodes.get(_PREFERRED, ()), preferred_node(node_assignment.nodes[pod.index])]
+        node_affinity = affinity.setdefault("nodeAffinity", {})
+        chosen_node = preferred_node(node_assignment.nodes[pod.index])
+        node_affinity[_PREFERRED] = [*node_affinity.get(_PREFERRED, ()), chosen_node]
     return {**fields, "affinity": affinity} if affinity else fields

@@ -49,13 +49,15 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
 def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
     """Returns the ports at which a stored Service for clients forwards to the leaders.
 
-    There are none if another user has changed the Service so that it forwards nowhere or to other pods.
+    Returns no ports if another user has changed the Service so that it forwards nowhere, to other pods, or
+    only on some nodes.
     """
     spec = stored.get("spec") or {}
     labels = stored["metadata"].get("labels") or {}
-    if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
-        return frozenset()
-    if labels.keys() & LEFT_TO_OTHER_PROXIES or spec.get("internalTrafficPolicy", _ALL_NODES) != _ALL_NODES:
+    selects_leaders = spec.get("selector") == identity.leader_labels(owner) and spec.get("type") != _ALIAS
+    is_ignored_by_proxy = bool(labels.keys() & LEFT_TO_OTHER_PROXIES)
+    reaches_all_nodes = spec.get("internalTrafficPolicy", _ALL_NODES) == _ALL_NODES
+    if not selects_leaders or is_ignored_by_proxy or not reaches_all_nodes:
         return frozenset()
     ports = [port for port in spec.get("ports") or () if isinstance(port.get("port"), int)]
     return frozenset(port["port"] for port in ports if _leads_to_api(port))
@@ -73,7 +75,7 @@ def _leads_to_api(port: Mapping[str, Any]) -> bool:
 def build_group_service(group: GroupRef) -> dict[str, Any]:
     """Returns the headless Service for the DNS names of a group's pods.
 
-    It resolves the names of pods that are not ready (publishNotReadyAddresses), because ranks must find each
+    DNS also has the names of pods that are not ready (publishNotReadyAddresses), because ranks must find each
     other before any pod can be ready.
     """
     return {

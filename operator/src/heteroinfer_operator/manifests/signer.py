@@ -41,7 +41,7 @@ class Signer:
     def sign(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the manifest with its authentication code in an annotation; unchanged without a key.
 
-        By the code the operator later recognizes content that another user wrote.
+        Content that another user writes later does not match the code (`is_signed_by_us`).
         """
         if self.key is None:
             return dict(manifest)

@@ -36,6 +36,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 
 WORKER_COMMAND = "heteroinfer-worker"
 _STOP_SIGNAL_GRACE_S = 30
+"""Time in which a pod's processes must end after a stop signal. A worker pod first drains its requests."""
 _SHM = "shm"
 _SCRATCH = "scratch"
 _SCRATCH_LIMIT = "16Gi"
@@ -158,12 +159,14 @@ class WorkerPods:
             "env": self._build_env(pod.index, role),
             "ports": _build_ports(pod, address),
             "resources": {**role_resources(role, pod.device), **_container_claims(role.template)},
+            # The client Service ceases to use a leader about 2 s after its last answer.
             "readinessProbe": {
                 "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 1,
                 "timeoutSeconds": 1,
                 "failureThreshold": 1,
             },
+            # The kubelet ends a container whose supervisor has not answered for about a minute.
             "livenessProbe": {
                 "httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 10,
@@ -173,21 +176,11 @@ class WorkerPods:
         }
 
     def _build_env(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
-        """Returns the environment of a pod. The operator's variables override the user's."""
-        launch = PodLaunch(
-            group=self.group.display,
-            group_uid=self.group.uid,
-            epoch=self.group.epoch,
-            pod_index=pod_index,
-            addresses=self.addresses,
-            startup_timeout_s=parse_duration_s(self.spec.startup.timeout),
-            drain_timeout_s=parse_duration_s(self.spec.drain_timeout),
-            network_interface=self.spec.network.interface,
-            cpu_binding=role.cpu_binding,
-        )
-        if self.spec.network.heartbeat_timeout is not None:
-            heartbeat_timeout_s = parse_duration_s(self.spec.network.heartbeat_timeout)
-            launch = replace(launch, heartbeat_timeout_s=heartbeat_timeout_s)
+        """Returns the environment of a pod.
+
+        The operator's variables override the user's, and the user's override the defaults (_OFFLINE).
+        """
+        launch = self._build_launch(pod_index, role)
         plan_variable = {
             "name": names.ENV_PLAN,
             "valueFrom": {
@@ -224,18 +217,35 @@ class WorkerPods:
         defaults = [v for v in literal_variables(_OFFLINE) if v["name"] not in user_variables]
         return [*defaults, *user_variables.values(), *own_by_name.values()]
 
+    def _build_launch(self, pod_index: int, role: RoleSpec) -> PodLaunch:
+        """Returns the settings of a pod that are not in the plan."""
+        launch = PodLaunch(
+            group=self.group.display,
+            group_uid=self.group.uid,
+            epoch=self.group.epoch,
+            pod_index=pod_index,
+            addresses=self.addresses,
+            startup_timeout_s=parse_duration_s(self.spec.startup.timeout),
+            drain_timeout_s=parse_duration_s(self.spec.drain_timeout),
+            network_interface=self.spec.network.interface,
+            cpu_binding=role.cpu_binding,
+        )
+        if self.spec.network.heartbeat_timeout is None:
+            return launch
+        return replace(launch, heartbeat_timeout_s=parse_duration_s(self.spec.network.heartbeat_timeout))
+
 
 def _spread_and_claim_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns the fields of a pod's spec for topology spread and resource claims."""
+    """Returns the fields of a pod's spec for topology spread and resource claims, if the user set them."""
     if template is None:
         return {}
-    given = {
+    fields = {
         "topologySpreadConstraints": [
             constraint.dump() for constraint in template.topology_spread_constraints
         ],
         "resourceClaims": [claim.dump() for claim in template.resource_claims],
     }
-    return {field: entries for field, entries in given.items() if entries}
+    return {field: entries for field, entries in fields.items() if entries}
 
 
 def _container_claims(template: PodTemplate | None) -> dict[str, Any]:
@@ -245,16 +255,17 @@ def _container_claims(template: PodTemplate | None) -> dict[str, Any]:
 
 
 def termination_grace_s(spec: HeteroInferenceSpec) -> int:
-    """Returns the time that a worker pod gets to drain and to end its processes, in seconds."""
+    """Returns the seconds in which a worker pod must complete its requests and end its processes."""
     return math.ceil(parse_duration_s(spec.drain_timeout)) + _STOP_SIGNAL_GRACE_S
 
 
 def build_metadata(
     owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
 ) -> dict[str, Any]:
-    """Returns a pod's metadata: labels that exclude meshes, the user's labels, and the operator's labels.
+    """Returns a pod's metadata, with the user's labels and annotations.
 
-    Of equal labels or annotations, the later one in this order counts.
+    The user's values override the operator's defaults that exclude service meshes. The operator's own labels
+    override the user's.
     """
     metadata = identity.metadata(owner, name, labels)
     user_labels = (template.labels if template is not None else None) or {}
@@ -284,7 +295,7 @@ def build_pod_spec(
 
 
 def build_container(image: str, source: ModelSource, security: PodSecurity) -> dict[str, Any]:
-    """Returns the fields that every container has: security context, scratch folder, and read-only model."""
+    """Returns the fields that every container has, such as the mounts of scratch folder and model."""
     mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
     if source.volume is not None:
         mounts.append({"name": MODEL_VOLUME, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types
@@ -312,9 +323,9 @@ def build_volumes(
 
 
 def _build_ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
-    """Returns the ports of a pod: health, API of the leader, and metrics of each rank."""
+    """Returns the ports of a pod: health, metrics of each rank, and in the leader the API for clients."""
     ports = {names.PORT_HEALTH: address.health_port}
-    if pod.index == 0:
+    if pod.index == 0:  # the leader
         ports[names.PORT_API] = address.api_port
     for rank in pod.ranks:
         ports[f"{names.PORT_METRICS}-{rank.local_rank}"] = address.metrics_port + rank.local_rank
