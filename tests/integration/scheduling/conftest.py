@@ -79,6 +79,12 @@ async def set_gpus(server: ApiServer, name: str, gpus: int) -> None:
 
 
 async def apply(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
+    """Creates a HeteroInference, and ends its inspect pod."""
+    await create(server, namespace, name, **spec)
+    await until("the inspect pod", lambda: inspected(server, namespace, name), timeout_s=30)
+
+
+async def create(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
     """Creates a HeteroInference of one CPU and one GPU pod, with some fields of its spec changed."""
     roles = [
         {"name": "cpu", "device": "CPU", "resources": {"requests": {"cpu": "2", "memory": "8Gi"}}},
@@ -91,10 +97,9 @@ async def apply(server: ApiServer, namespace: str, name: str, **spec: Any) -> No
         "spec": {**SPEC, "model": {"uri": "file:///models/tiny"}, "scheduling": {}, "roles": roles, **spec},
     }
     await server.create(HETERO_INFERENCE.path(namespace), body)
-    await until("the inspect pod", lambda: _inspected(server, namespace, name), timeout_s=30)
 
 
-async def _inspected(server: ApiServer, namespace: str, name: str) -> bool:
+async def inspected(server: ApiServer, namespace: str, name: str) -> bool:
     """Answers for the kubelet as soon as the model is to be looked at."""
     for pod in await pods_of(server, namespace, name, names.COMPONENT_INSPECT):
         await end_pod(server, namespace, pod["metadata"]["name"], exit_code=0, message=json.dumps(PROFILE))

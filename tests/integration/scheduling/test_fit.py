@@ -1,12 +1,14 @@
 """Groups onto nodes by the real kube-scheduler: all of a group or nothing, and who is in the way."""
 
+import asyncio
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from heteroinfer_contract import names
-from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, POD
+from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import operator, run_pod, until
@@ -14,8 +16,10 @@ from tests.integration.scheduling.conftest import (
     add_node,
     apply,
     capacity,
+    create,
     delete,
     events,
+    inspected,
     pods_of,
     set_gpus,
 )
@@ -121,6 +125,35 @@ async def test_nodes_of_other_systems_and_architectures_are_neither_counted_nor_
         wanted = {"pool": "mixed", "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
         pods = await pods_of(server, namespace, "mixed")
         assert [pod["spec"]["nodeSelector"] for pod in pods] == [wanted, wanted]
+
+
+async def test_a_group_never_waits_for_the_capacity_of_its_own_pods(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """The node has room for the group once. While the status waits for its budget, no pod is created."""
+    await add_node(server, "once", labels={"pool": "once"})
+    template = {"nodeSelector": {"pool": "once"}}
+    half = {"device": "CPU", "resources": {"requests": {"cpu": "6"}}, "template": template}
+    roles = [{"name": name, **half} for name in ("first", "second")]
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        for number in range(6):
+            name = f"own-{number}"
+
+            def said() -> str:
+                return plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.said
+
+            await create(server, namespace, name, roles=roles)
+            inspecting = partial(pods_of, server, namespace, name, names.COMPONENT_INSPECT)
+            await until("the inspect pod", inspecting, timeout_s=30)
+            for seconds in range(1, 5):  # each change writes a status
+                change = {"spec": {"drainTimeout": f"{seconds}s"}}
+                await server.merge(HETERO_INFERENCE.path(namespace, name), change)
+                await asyncio.sleep(0.05)
+            assert await inspected(server, namespace, name)
+            await until("placed", partial(nodes_of, server, namespace, name), timeout_s=30, said=said)
+            assert await events(server, namespace, "InsufficientCapacity") == []
+            await delete(server, namespace, name)
 
 
 async def all_wait(server: ApiServer, namespace: str, *resources: str) -> bool:

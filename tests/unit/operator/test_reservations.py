@@ -1,6 +1,7 @@
 """Capacity is reserved for the operator's pods for a limited time, and messages name these pods."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.kube.cluster_state import RESERVATION_S
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, PRIORITY_CLASS
+from heteroinfer_operator.kube.kept import PendingRequest, ResourceMemory
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, PRIORITY_CLASS, NamespacedName
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.nodes.demand import preferred_node
 from heteroinfer_operator.nodes.placement import build_free_nodes
 from heteroinfer_operator.reconcile.group_planner import describe_reserving_pods
+from heteroinfer_operator.reconcile.refusals import ActionPermits
 from tests.unit.operator.caches import Caches
 
 OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")
@@ -155,6 +158,23 @@ def test_a_new_pod_of_higher_priority_reserves_its_node_before_the_cache_has_it(
             build_free_nodes(caches.state.nodes() or (), caches.state.reserved_demands())[0].is_overfull
             == counted
         )
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_resource_counts_its_own_pods_only_if_their_creates_were_sent(
+    is_sent: bool, caches: ReservationCaches
+) -> None:
+    """The status is written before the pods. If it must wait, the next decision needs the same capacity."""
+    memory = ResourceMemory("owner", 1, ActionPermits("llama", (), datetime.now(UTC)))
+    pod = manifest_of(NAME, {})
+    name = NamespacedName.from_object(pod)
+    memory.reserved_pods = frozenset({name})
+    if is_sent:
+        memory.pending_requests[POD.name, name.name] = PendingRequest(None)  # type: ignore[arg-type]
+    with caches.state.reserving([pod]):
+        own = [demand.name for demand in caches.state.reserved_demands(memory.unsent_pods())]
+        assert (own == [f"ns/{NAME}"]) == is_sent
+        assert caches.reserved == [f"ns/{NAME}"], "other resources do not plan this capacity"
 
 
 def node_of(name: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.kept import STATUS_RETRY_S, PendingRequest, ResourceMemory
 from heteroinfer_operator.kube.object_writes import ObjectWrites
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, NamespacedName
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
 from heteroinfer_operator.reconcile.refusals import (
     NOT_ANSWERED,
@@ -166,6 +166,7 @@ class ActionRun:
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
         self._memory.reservations.close()
         self._memory.reservations.enter_context(self._context.cluster_state.reserving(pods))
+        self._memory.reserved_pods = frozenset(NamespacedName.from_object(pod) for pod in pods)
 
     async def _try_objects(self, action: TryObjects) -> None:
         """Runs the dry run of a revision's objects for the rest of this reconcile's time."""

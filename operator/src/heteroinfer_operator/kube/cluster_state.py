@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
@@ -489,11 +489,15 @@ class ClusterState:
             )
         return view
 
-    def reserved_demands(self) -> tuple[PodDemand, ...]:
+    def reserved_demands(self, unsent: Container[NamespacedName] = ()) -> tuple[PodDemand, ...]:
         """Returns the demands of the operator's pods that have no node yet.
 
         A stored pod counts only while its resource exists, and for at most RESERVATION_S. Otherwise a pod
         that the scheduler never places would block capacity forever.
+
+        Args:
+            unsent: pods to leave out: those of the resource that decides, if their creates were not sent. A
+                decision that counted them would find its own capacity taken.
         """
         without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
         reservations = [pod.reservation for pod in without_node if pod.reservation is not None]
@@ -502,7 +506,9 @@ class ClusterState:
             for reservation in reservations
             if self._is_reserved(reservation)
         }
-        demands_of_unstored = {demand.name: demand for demand in self._reserved_pods.values()}
+        demands_of_unstored = {
+            demand.name: demand for name, demand in self._reserved_pods.items() if name not in unsent
+        }
         # By name, because the cache may show a pod as stored before the answer to its create request arrives.
         return tuple({**demands_of_unstored, **demands_of_stored}.values())
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from heteroinfer_operator.cluster import Action, Manifest, Refusal, ResourceView
+from heteroinfer_operator.kube.paths import POD, NamespacedName
 from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 from heteroinfer_operator.reconcile.budget import Budget, Spending
 from heteroinfer_operator.reconcile.refusals import ActionPermits, KindAndName, retry_revisions_now
@@ -120,6 +121,7 @@ class ResourceMemory:
         pending_requests: unanswered requests, by object.
         slots: limits the creates and applies that run at the same time.
         reservations: capacity reserved for the pods of the last decision.
+        reserved_pods: names of these pods.
     """
 
     uid: str
@@ -132,6 +134,7 @@ class ResourceMemory:
     status_attempts: StatusAttempts = field(default_factory=StatusAttempts)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_AT_ONCE))
     reservations: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    reserved_pods: frozenset[NamespacedName] = frozenset()
 
     @classmethod
     def for_new_resource(cls, resource: ResourceView, report_wait: Callable[[str], None]) -> "ResourceMemory":
@@ -151,6 +154,16 @@ class ResourceMemory:
         known = tuple(self.permits.known.values())
         is_spec_changed = resource.generation != self.generation
         return retry_revisions_now(known, datetime.now(UTC)) if is_spec_changed else known
+
+    def unsent_pods(self) -> frozenset[NamespacedName]:
+        """Returns the pods of the last decision without a create request that may still succeed.
+
+        The status is written before the pods are created. If the status waits for its budget, for example,
+        no pod is created.
+        """
+        return frozenset(
+            pod for pod in self.reserved_pods if (POD.name, pod.name) not in self.pending_requests
+        )
 
     def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
