@@ -192,7 +192,7 @@ async def test_a_pod_that_does_not_start_releases_its_gpus(tmp_path: Path) -> No
     async with _cluster(tmp_path, SLEEPS, gpus=("0",)) as running:
         python = tmp_path / "python"
         python.chmod(0)
-        with pytest.raises(LocalPodError, match="cannot start it"):
+        with pytest.raises(LocalPodError, match="cannot be started"):
             await running.run(CreateObject(manifest=gpu))
         python.chmod(0o755)
         running.folder = running.folder.with_name("p2")

@@ -148,7 +148,8 @@ def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
             "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",
             reason="Usage",
         )
-    return GivenHardware(gpus=gpus, gpu_memory=gpu_memory if gpus else "", cpus=cpus, cpu_memory=cpu_memory)
+    gpu_memory = gpu_memory if gpus else ""  # --gpus 0 overrides --gpu-memory
+    return GivenHardware(gpus=gpus, gpu_memory=gpu_memory, cpus=cpus, cpu_memory=cpu_memory)
 
 
 def _model_spec(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
+        """Returns the function that decides each reconcile, with the key that the operator has read."""
         return functools.partial(reconcile, options=build_options(settings, operator_key))
 
     operator = Operator(settings, build_decide)

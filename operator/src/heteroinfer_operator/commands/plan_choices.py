@@ -168,17 +168,18 @@ def _describe_moved_layers(planned: Planned) -> Iterator[str]:
     of the step, or if all ranks have the same kind of device.
     """
     plan = planned.plan
-    on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
-    if not on_cpus or len(on_cpus) == len(plan.ranks):
+    cpu_ranks = [rank for rank in plan.ranks if rank.device is Device.CPU]
+    if not cpu_ranks or len(cpu_ranks) == len(plan.ranks):
         return
     step_s = predict(plan, planned.rates).step_s
-    first = on_cpus[0]
-    layer_s = first.predicted_step_s / max(first.num_layers, 1)
-    if first.predicted_step_s >= _MIN_GAIN * step_s:
-        need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
+    first_rank = cpu_ranks[0]
+    layer_s = first_rank.predicted_step_s / max(first_rank.num_layers, 1)
+    if first_rank.predicted_step_s >= _MIN_GAIN * step_s:
+        bytes_on_cpus = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in cpu_ranks)
         yield (
-            f"faster: each layer that you move from role {first.role} to a GPU saves {duration(layer_s)} "
-            f"per step. The weights and the KV cache of all CPU ranks take {format_bytes(need)}"
+            f"faster: each layer that you move from role {first_rank.role} to a GPU saves "
+            f"{duration(layer_s)} per step. The weights and the KV cache of all CPU ranks take "
+            f"{format_bytes(bytes_on_cpus)}"
         )
 
 
@@ -191,27 +192,28 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
     plan, spec = planned.plan, planned.request.spec
     if planned.limiting_rank is None or spec.parallelism.mode is not Mode.PIPELINE:
         return
-    if sequences_at_once(planned) >= plan.engine.max_num_seqs:
+    if sequences_at_once(planned) >= plan.engine.max_num_seqs:  # the scheduler is the limit, not memory
         return
-    stages = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]
+    first_ranks = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]  # one per stage
     free_bytes = [
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
-        for budget, rank in zip(planned.budgets, stages, strict=True)
+        for budget, rank in zip(planned.budgets, first_ranks, strict=True)
     ]
-    limiting = plan.ranks[planned.limiting_rank].stage
-    receiver = max(range(len(stages)), key=lambda stage: free_bytes[stage])
-    if receiver == limiting or stages[limiting].num_layers == 1:
+    giver = plan.ranks[planned.limiting_rank].stage
+    receiver = max(range(len(first_ranks)), key=lambda stage: free_bytes[stage])
+    if receiver == giver or first_ranks[giver].num_layers == 1:
         return
-    layers = [rank.num_layers for rank in stages]
-    layers[limiting] -= 1
+    layers = [rank.num_layers for rank in first_ranks]
+    layers[giver] -= 1
     layers[receiver] += 1
-    other = _plan_for(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
+    roles = [rank.role for rank in first_ranks]
+    other = _plan_for(planned, _with_layers(spec, layers, roles))
     min_sequences = (1 + _MIN_GAIN) * sequences_at_once(planned)
     if other is None or sequences_at_once(other) < min_sequences:
         return
     yield (
-        f"more concurrency: with one layer moved from stage {limiting} (role {stages[limiting].role}) to "
-        f"stage {receiver} (role {stages[receiver].role}), {_compare(other, planned).text}"
+        f"more concurrency: with one layer moved from stage {giver} (role {roles[giver]}) to "
+        f"stage {receiver} (role {roles[receiver]}), {_compare(other, planned).text}"
     )
 
 

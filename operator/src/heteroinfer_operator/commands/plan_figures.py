@@ -114,12 +114,16 @@ def memory_limit(planned: Planned) -> str:
 
 
 def describe_requests(planned: Planned, figures: Figures) -> str:
-    """Describes how many short and full-length requests run at the same time, and what limits them."""
+    """Describes how many short and full-length requests run at the same time, and what limits them.
+
+    Leaves out short requests if they have the full length, or if they are as many as full-length requests:
+    both then reach the scheduler's limit.
+    """
     max_requests, full_requests = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len
     scheduler = f"{count(max_requests, 'request')} in a step"
-    short = _requests_at_once(figures.short_requests, figures.short)
-    full_length = _requests_at_once(full_requests, longest)
+    short = _format_requests_at_once(figures.short_requests, figures.short)
+    full_length = _format_requests_at_once(full_requests, longest)
     if full_requests >= max_requests:
         return f"{full_length}. Limit: {scheduler}"
     if figures.short == longest:
@@ -129,7 +133,7 @@ def describe_requests(planned: Planned, figures: Figures) -> str:
     return f"{short}, or {full_length}. Limit: {memory_limit(planned)}"
 
 
-def _requests_at_once(requests: int, tokens: int) -> str:
+def _format_requests_at_once(requests: int, tokens: int) -> str:
     each = " each" if requests != 1 else ""
     return f"{count(requests, 'request')} of {count(tokens, 'token')}{each} at the same time"
 

@@ -64,7 +64,10 @@ def write_calibration_file(calibration: Calibration, file: Path) -> None:
         temporary_file.write_text(calibration.to_json() + "\n")
         temporary_file.replace(file)
     except OSError as error:
-        raise CalibrationError(f"calibrate: cannot write {file} ({error.strerror})") from error
+        raise CalibrationError(
+            f"calibrate: cannot write {file} ({error.strerror}). Make the folder writable, or choose a file "
+            "with `heteroinfer calibrate -o FILE`"
+        ) from error
 
 
 def read_calibration_file(file: Path) -> Calibration:
@@ -108,7 +111,7 @@ def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibr
         measured = calibration.versions.heteroinfer
         return (
             None,
-            f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW_TO_MEASURE}",
+            f"ignoring {file}: HeteroInfer {measured} measured it, but this is {version}. {HOW_TO_MEASURE}",
         )
     if calibration.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return (

@@ -124,7 +124,10 @@ class RunningPod:
     async def stop(self, grace_s: float) -> None:
         """Ends the pod: SIGTERM to the supervisor, then after `grace_s` SIGKILL to all its processes.
 
-        Waits until the supervisor has ended. Raises LeftoverProcessError like wait().
+        Waits until the supervisor has ended. If it ends in time, `wait` kills the other processes.
+
+        Raises:
+            LeftoverProcessError: a process survived SIGKILL.
         """
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
@@ -165,8 +168,8 @@ class RunningPod:
     def _find_processes(self) -> Iterator[int]:
         """Yields the ids of the pod's living processes.
 
-        A process belongs to the pod by its session, its working directory or its environment, because it can
-        change one of these.
+        A process belongs to the pod if it has the pod's session, working directory or environment. One of
+        the three suffices, because a process can change the others.
         """
         variable = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
         for entry in Path("/proc").iterdir():

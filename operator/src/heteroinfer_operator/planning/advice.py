@@ -78,7 +78,7 @@ def _gpus_fit_all(
     Args:
         usable: bytes of all GPUs together for weights and KV cache.
     """
-    if topology.has_mixed_stage:
+    if topology.has_mixed_stage:  # without CPU ranks, the GPUs would split each layer among themselves
         return _one_gpu_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
     sizes = Sizes.for_settings(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
@@ -90,7 +90,7 @@ def _gpus_fit_all(
 
 
 def _one_gpu_bytes(plan: Plan, profile: ModelProfile) -> int:
-    """Returns the bytes of the model and of KV cache for one full-length request, if one GPU held all."""
+    """Returns the bytes of the model and of the KV cache for one full-length request on a single GPU."""
     one_gpu_sizes = Sizes.for_settings(profile, plan.engine, 1, batches=1)
     weights = one_gpu_sizes.layer_weight_bytes(0, profile.num_layers) + one_gpu_sizes.table_bytes(
         0, 1, Device.GPU

@@ -46,6 +46,7 @@ def describe_alternatives(
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU
+        # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
         if _succeeds(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
             memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
             alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")

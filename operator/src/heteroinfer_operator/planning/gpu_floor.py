@@ -105,14 +105,18 @@ class GpuFloor:
 def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
     """Returns the largest number of intermediate elements that a token needs at one time.
 
-    The number is for one layer on one rank. `tensor` is the number of ranks that share the layer.
+    The number is for one layer on one rank.
+
+    Args:
+        tensor: number of ranks that share the layer.
     """
     hidden = profile.hidden_size
     rank_columns = (kind.columns or _DEFAULT_COLUMNS * hidden) // tensor
     if kind.experts:
+        # One buffer for gate and up, which also takes the result, and one for the activation.
         feed_forward = kind.experts_per_token * (max(2 * rank_columns, hidden) + rank_columns)
-    elif kind.mlp_bytes or not profile.kinds:
-        feed_forward = 3 * rank_columns
+    elif kind.mlp_bytes or not profile.kinds:  # profiles of version 0.1.0 have no kinds
+        feed_forward = 3 * rank_columns  # gate, up and activation
     else:
         feed_forward = 0
     return max(feed_forward, _ATTENTION_STATES * hidden // tensor)

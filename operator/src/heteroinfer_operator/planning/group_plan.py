@@ -181,21 +181,22 @@ def _plan_on_nodes(
             by_role.setdefault(role.name, []).append(node)
         return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
 
-    # Makes the plan before it takes capacity: errors that more capacity would not solve come before a
-    # shortage.
+    # Makes the plan before it takes capacity. So an error that more capacity would not solve is raised before
+    # a shortage.
     planned = plan_on(placement)
     if placement is not None:
-        known = placement
+        first_placement = placement
         # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
         # well.
-        for farther in capacity.assign_farther(pod_demands, key, known):
+        for farther in capacity.assign_farther(pod_demands, key, first_placement):
             try:
                 on_farther = plan_on(farther)
             except PlanError:  # these nodes are too small; the next placement has larger GPUs
                 continue
             plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+            farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first_placement)
             if _serves_the_same(on_farther, planned) and fits_gpus(
-                spec, plan, floor, free_nodes, nodes_by_pod(plan, farther), nodes_by_pod(plan, known)
+                spec, plan, floor, free_nodes, farther_nodes, first_nodes
             ):
                 placement, planned = farther, on_farther
                 break
@@ -217,12 +218,15 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
 
     All ranks must have the same layers and weights, and compute long prompts in the same way. The KV cache
-    may be smaller, but must hold the requests of `planning.load` at the same time, or as many of them as that
-    of the reference.
+    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of them as
+    the KV cache of the reference plan.
     """
 
     def shares(plan: Plan) -> list[RankAssignment]:
-        """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size."""
+        """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size.
+
+        A ring of any size becomes 1 byte, because both plans must have a ring, or neither.
+        """
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
             for rank in plan.ranks
@@ -230,12 +234,12 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
 
     load = planned.request.spec.planning.chosen_load
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
-    wanted = min(load.requests, requests_at_once(reference, tokens))
+    wanted_requests = min(load.requests, requests_at_once(reference, tokens))
     plan, reference_plan = planned.plan, reference.plan
     return (
         shares(plan) == shares(reference_plan)
         and plan.engine.max_num_batched_tokens == reference_plan.engine.max_num_batched_tokens
-        and requests_at_once(planned, tokens) >= wanted
+        and requests_at_once(planned, tokens) >= wanted_requests
     )
 
 
@@ -246,6 +250,8 @@ def assign_existing_plan(
 
     Args:
         gpu_floor: memory that the plan's GPUs need besides weights and KV cache; None if unknown.
+
+    Chooses nodes farther from the resource's other groups if the plan fits the GPUs there, too.
 
     Returns:
         The nodes, and the missing capacity that the pods will wait for once they exist, or "".
@@ -274,6 +280,7 @@ def assign_existing_plan(
         if pod.index not in gpu_sizes:
             return demand
         label = device_memory_label(roles[pod.role].gpu_resource)
+        # Kubernetes can only compare with "larger than", so the limit is 1 MiB less than the minimum.
         return with_required_label(demand, larger_label(label, gpu_sizes[pod.index] - 1))
 
     def nodes_by_pod(placement: Placement) -> dict[int, str]:
@@ -469,7 +476,7 @@ def _plan_without_gpus(
         PlanError: the group has no plan, even with more free capacity.
     """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # Makes the plan with GPUs first: its errors are those that more GPUs would not solve.
+    # Makes the plan with GPUs first. So an error that more GPUs would not solve is raised before a shortage.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))

@@ -153,9 +153,10 @@ def _group_kinds(
 
 
 def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens: int) -> int:
-    """Returns the blocks that one sequence takes in one group, as `max_memory_usage_bytes` of vLLM's specs.
+    """Returns the number of blocks that one sequence takes in one group.
 
-    The additional block of a window is for a window that begins inside a block.
+    The same number follows from `max_memory_usage_bytes` of vLLM's specs of the KV cache. The additional
+    block of a window is for a window that begins inside a block.
 
     Args:
         block_tokens: tokens of a block.
@@ -173,9 +174,10 @@ def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens
 
 
 def _layer_caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
-    """Returns the caches of one layer on one rank: keys and values, an index, a state, or several kinds."""
+    """Returns the caches of one layer on one rank: keys and values, an index and a state, if it has them."""
     caches = []
     if kind.kv_heads and not kind.shares_kv:
+        # Sparse attention stores latents, beside the index below.
         attention = AttentionKind.LATENT if kind.attention is AttentionKind.SPARSE else kind.attention
         page_bytes = token_bytes(kind, engine, tensor) * engine.block_size
         caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page_bytes))

@@ -83,7 +83,10 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
 
 
 def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> None:
-    """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there."""
+    """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there.
+
+    The rank is in the first stage, so its pod counts as the leader's pod.
+    """
     role, pod_bytes = seat.placed.role, pod_memory(seat.placed.role, inventory)
     needed_bytes = role.ranks_per_pod * (table_bytes + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
     if table_bytes and pod_bytes is not None and pod_bytes < needed_bytes:
@@ -248,15 +251,14 @@ class Sizes:
         profile = self.profile
         is_first, is_last = stage == 0, stage == num_stages - 1
         on_all_stages = profile.architecture in TABLES_ON_EVERY_STAGE
-        plain_bytes = 0
+        divided_bytes = profile.layer_table_bytes  # the ranks of a stage divide these tables
         if is_first or on_all_stages or (is_last and profile.tied_head):
-            plain_bytes += profile.embedding_bytes
+            divided_bytes += profile.embedding_bytes
         if is_last or on_all_stages:
-            plain_bytes += profile.head_bytes
-        plain_bytes += profile.layer_table_bytes
+            divided_bytes += profile.head_bytes
         copies = CPU_TABLE_COPIES if device is Device.CPU else 1
         other_bytes = int(profile.other_bytes * self.scale) if is_last else 0
-        return self.rank_share_bytes(plain_bytes) * copies + other_bytes + self.encoder_bytes
+        return self.rank_share_bytes(divided_bytes) * copies + other_bytes + self.encoder_bytes
 
     def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
         """Returns the names of a stage's parts besides layers and encoder, for messages."""
@@ -434,5 +436,8 @@ def stage_budgets(
 
 
 def _num_nccl_gpus(seats: Sequence[Seat]) -> int:
-    """Returns the GPUs of a stage that communicate through NCCL; 1 if a CPU rank makes it use the bridge."""
+    """Returns the number of GPUs of a stage that communicate through NCCL.
+
+    Returns 1 for a stage with a CPU rank: all its ranks communicate through the bridge.
+    """
     return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1

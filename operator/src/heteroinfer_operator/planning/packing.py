@@ -114,10 +114,10 @@ def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fra
 def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) -> Fraction:
     """Returns the bytes that all ranks of a CPU stage need for copies while they pack a layer.
 
-    Experts need a second copy, because vLLM replaces both their tensors before it frees the first. An MLP
-    needs a second copy of gate and up, which are one tensor. Experts of 0.75 GiB took 0.75 GiB more, an MLP
-    of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). Weights of 4 bits need several
-    copies.
+    Experts need a second copy, because vLLM packs both of their tensors before it frees the unpacked ones. An
+    MLP needs a second copy of gate and up only, which are one tensor. Experts of 0.75 GiB took 0.75 GiB more,
+    an MLP of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). Weights of 4 bits need
+    several copies.
 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.

@@ -352,7 +352,7 @@ class _DefaultKernels:
             stored_scheme = (
                 self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
             )
-            bits = stored_scheme.bits or 8
+            bits = stored_scheme.bits or 8  # 8 if the number is unknown
         elif part is KernelPart.LINEAR:
             decoded, products = rates.plain, rates.plain_products
             if self.dtype != "bfloat16":
@@ -365,7 +365,7 @@ class _DefaultKernels:
             scheme=scheme,
             dtype=self.dtype,
             kernel="default",
-            threads=1,
+            threads=1,  # the rates below are those of all threads
             bytes_per_s=one_row,
             more_rows=tuple(min(one_row, each) for each in many_rows),
         )
@@ -482,7 +482,7 @@ def gpu_rates(
     nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
     default_link = LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2
     link = _OLDER_LINKS.get(known.partition("-")[0], default_link)  # all variants of a product have one link
-    if calibration is not None:
+    if calibration is not None:  # even a calibration without GPU rates may have a rate of the link
         link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:
         rate, operations = calibration.gpu.bytes_per_s, calibration.gpu.operations_per_s

@@ -109,7 +109,10 @@ def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory)
 
 
 def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]:
-    """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it."""
+    """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it.
+
+    If the role sets no memory, the field is the one that a message may ask the user to set.
+    """
     pod_bytes = pod_memory(role, inventory)
     limits = role.resources.limits if role.resources else None
     field = "limits" if limits and "memory" in limits else "requests"
@@ -139,9 +142,10 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int =
 
 
 def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[float]:
-    """Divides 1.0 among ranks by speed, each limited to its `max_parts`.
+    """Divides 1.0 among ranks by speed. Each part is at most the rank's value in `max_parts`.
 
-    If all limits together are too small, ranks may exceed them.
+    A rank whose part by speed exceeds its limit gets its limit, and the other ranks divide the rest again. If
+    all limits together are too small, ranks may exceed them.
     """
     parts = [0.0] * len(speeds)
     free_ranks = set(range(len(speeds)))
@@ -149,7 +153,8 @@ def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[
     while free_ranks:
         total = sum(speeds[each] for each in free_ranks)
         full_ranks = {each for each in free_ranks if left_part * speeds[each] / total > max_parts[each]}
-        if not full_ranks or full_ranks == free_ranks:
+        limits_too_small = full_ranks == free_ranks
+        if not full_ranks or limits_too_small:
             for each in free_ranks:
                 parts[each] = left_part * speeds[each] / total
             break
@@ -169,9 +174,14 @@ def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int)
     counts = [max(min(floor(part * units), limit), 1) for part, limit in zip(parts, limits, strict=True)]
     while sum(counts) != units:
         step = 1 if sum(counts) < units else -1
-        able = [i for i, count in enumerate(counts) if (count < limits[i] if step > 0 else count > 1)]
-        if not able:
+        changeable_ranks = [
+            rank
+            for rank, count in enumerate(counts)
+            if (step > 0 and count < limits[rank]) or (step < 0 and count > 1)
+        ]
+        if not changeable_ranks:
             return None
         # Adds a unit to the rank that is furthest below its part, or takes one from the rank furthest above.
-        counts[max(able, key=lambda i: step * (parts[i] * units - counts[i]))] += step
+        rank = max(changeable_ranks, key=lambda rank: step * (parts[rank] * units - counts[rank]))
+        counts[rank] += step
     return tuple(counts)

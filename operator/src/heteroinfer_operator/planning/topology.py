@@ -131,11 +131,12 @@ def _order_pods(
 def _order_by_device(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int
 ) -> list[PlacedRole]:
-    """Returns the role of each pod so that stages begin and end with the devices that suit them."""
+    """Returns the role of each pod, in an order in which each stage has devices that suit it."""
     # The last stage is on a GPU, because each step reads the head there (1 GB for an 8B model). A CPU would
     # take 16 to 20 ms more for it (H200 host, 2026-11-20).
     gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
     stages = spec.world_size // tensor
+    # In mode Pipeline, and with `layers` in the roles, each role has whole stages (`_check_role_size`).
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
         return _expand_to_pods(gpus_last)
     gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)

@@ -178,7 +178,10 @@ class Session:
         self._stop.set()
 
     def _print_status(self, status: HeteroInferenceStatus) -> None:
-        """Prints the changes of the status, and ends this run if the resource cannot serve."""
+        """Prints the changes of the status, and ends this run if the resource cannot serve.
+
+        Prints the URLs again each time another group begins to serve.
+        """
         if self._stop.is_set():
             return
         self._print_download(status.model)
@@ -191,9 +194,11 @@ class Session:
         if serves and serving - self._serving_groups:
             self._print_endpoints(status, serving)
         self._serving_groups = serving if serves else frozenset()
+        if serves:
+            return
         for kind, state in _FINAL_CONDITIONS:
             condition = status.condition(kind.value)
-            if condition is not None and condition.status is state and not serves and _is_final(condition):
+            if condition is not None and condition.status is state and _is_final(condition):
                 self._fail(SessionFailedError(condition.message, reason=condition.reason))
                 return
 

@@ -315,6 +315,7 @@ def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple
     """
     scheme = profile.scheme
     online_method = EngineOptions.of(engine.extra_args).quantization
+    # A profile without `kinds` is of version 0.1.0, whose groups must be able to restart.
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:
         raise build_cpu_error(
             f"engine.args --quantization {online_method}",

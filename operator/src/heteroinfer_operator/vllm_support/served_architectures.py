@@ -73,8 +73,9 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
             "has no class for this type, and text_config in config.json has no architectures. Use another "
             "model, or an image whose vLLM has such a class"
         )
-    assumed_tasks = [task for ending, task in ENDINGS.items() if name.endswith(ending)]
-    if name in OTHER_TASKS or assumed_tasks[:1] == ["pooling"]:
+    # vLLM gives an unknown class the task of the first ending that matches the name.
+    assumed_task = next((task for ending, task in ENDINGS.items() if name.endswith(ending)), None)
+    if name in OTHER_TASKS or assumed_task == "pooling":
         raise _build_error(
             f"model: must generate text, but vLLM uses {name} for embeddings or scores, or as the draft of "
             "another model. Use another model"
