@@ -306,12 +306,12 @@ async def test_deleted_resource_is_gone_once_its_last_pod_is(tmp_path: Path) -> 
         running.cluster.request_deletion()
         observation = await running.observe()
         (living,) = observation.pods
-        assert (observation.resource.deleting, running.cluster.gone.is_set()) == (True, False)
+        assert (observation.resource.deleting, running.cluster.deleted.is_set()) == (True, False)
         await running.run(DeleteObject(kind="Pod", name=living.name, uid=living.uid, grace_s=0))
         async with asyncio.timeout(TIMEOUT_S):
             while await running.cluster.observe(running.cluster.key) is not None:
                 await asyncio.sleep(0.02)
-        assert running.cluster.gone.is_set()
+        assert running.cluster.deleted.is_set()
         assert await running.cluster.observe(running.cluster.key) is None
 
 

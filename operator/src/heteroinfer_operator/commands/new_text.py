@@ -139,7 +139,7 @@ def _explain_mode(layout: GroupLayout, planned: Planned) -> str:
 
 
 def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
-    """Returns the lines of spec.roles."""
+    """Returns the lines of spec.roles, in the order of `Draft.resource`, with comments about their values."""
     hardware, lines = layout.hardware, []
     if layout.has_cpu_role:
         lines += [

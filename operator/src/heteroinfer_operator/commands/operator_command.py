@@ -130,18 +130,18 @@ def run(arguments: argparse.Namespace) -> int:
         return functools.partial(reconcile, options=build_options(settings, operator_key))
 
     operator = Operator(settings, build_decide)
-    try:
+    try:  # Python permits no `return` in `except*`
         asyncio.run(operator.run())
     except* LeaseLostError as lost:
         logger.error("%s", lost.exceptions[0])
-        return_code = EXIT_FAILED
+        exit_code = EXIT_FAILED
     except* HeteroInferError as failed:
         for error in failed.exceptions:
             logger.error("%s", error)
-        return_code = EXIT_FAILED
+        exit_code = EXIT_FAILED
     else:
-        return_code = EXIT_OK
-    return return_code
+        exit_code = EXIT_OK
+    return exit_code
 
 
 def _check_installation(settings: InstallationSettings) -> int:

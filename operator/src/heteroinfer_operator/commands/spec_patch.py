@@ -44,7 +44,7 @@ async def patch_specs(arguments: argparse.Namespace, change: Change) -> None:
     async with open_cluster(arguments) as cluster:
         resources: list[StoredResource] = []
         # Read all resources before changing the first, so that a misspelt name changes nothing.
-        for name in arguments.names or [None]:
+        for name in arguments.names or [None]:  # None: all resources with the labels
             resources += await read_resources(
                 cluster.server, cluster.namespace, name, selector=arguments.selector
             )

@@ -102,7 +102,7 @@ class LocalCluster:
     ) -> None:
         metadata = resource["metadata"]
         self.key = ResourceKey(namespace=metadata.get("namespace", "default"), name=metadata["name"])
-        self.gone = asyncio.Event()
+        self.deleted = asyncio.Event()
         self._options = options
         self._on_change = on_change
         self._on_event = on_event
@@ -137,7 +137,7 @@ class LocalCluster:
         return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
-        """Starts the deletion of the resource and its pods. `gone` is set when they are deleted."""
+        """Starts the deletion of the resource and its pods. Sets `deleted` after all are deleted."""
         self._deleting = True
         self._record_change()
 
@@ -151,8 +151,8 @@ class LocalCluster:
             raise self._failure
         if self._deleting and not self._pods:  # no reconcile is running that could start a pod
             self._objects.clear()
-            self.gone.set()
-        if key != self.key or self.gone.is_set():
+            self.deleted.set()
+        if key != self.key or self.deleted.is_set():
             return None
         return ResourceObservation(
             resource=ResourceView(

@@ -9,7 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_operator.local.process import WORKER_MODULE
+from heteroinfer_operator.local.process import MAX_ERROR_LENGTH, WORKER_MODULE
 from heteroinfer_operator.nodes.calibrations import CalibrationError
 from heteroinfer_operator.version import own_version
 
@@ -44,8 +44,9 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
     except subprocess.TimeoutExpired as error:
         raise CalibrationError(f"calibrate: not finished within {TIMEOUT_S:.0f} s. Try again") from error
     if result.returncode != 0:
-        message = result.stderr.strip().rpartition("calibrate: ")[2][-500:]
-        raise CalibrationError(f"calibrate: {message or f'{python} ended with {result.returncode}'}")
+        problem = result.stderr.strip().rpartition("calibrate: ")[2][-MAX_ERROR_LENGTH:]
+        problem = problem or f"{python} ended with exit code {result.returncode}"
+        raise CalibrationError(f"calibrate: {problem}")
     try:
         return Calibration.from_json(result.stdout)
     except ContractError as error:

@@ -19,6 +19,8 @@ from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
 """Module that runs in place of the image's command `heteroinfer-worker`."""
+MAX_ERROR_LENGTH: Final = 500
+"""Largest part of a command's error output that a message contains, in characters: the end of the output."""
 KILL_TIMEOUT_S: Final = 5.0
 """Wait after SIGKILL. A process in an uninterruptible wait takes longer, and is then reported."""
 _POLL_S: Final = 0.02

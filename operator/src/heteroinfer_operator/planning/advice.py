@@ -36,21 +36,21 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
     if not topology.is_mixed:
         return Advice()
     notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
-    seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
+    gpu_seats = [seat for stage in topology.stages for seat in stage if seat.placed.device is Device.GPU]
     floor = GpuFloor.for_settings(profile, plan.engine, topology.tensor).total(
         embeds=True, samples=True, gpus=1
     )
-    usable = _usable_gpu_bytes(seats, inventory, floor)
-    if usable is None:
+    usable_bytes = _usable_gpu_bytes(gpu_seats, inventory, floor)
+    if usable_bytes is None:
         effect = (
             "the plan cannot show whether CPUs are needed"
             if topology.has_mixed_stage
             else "the plan divides the layers without regard to it"
         )
         return Advice(notes=(*notes, f"the GPUs' memory is unknown, so {effect}. Set roles[].deviceMemory"))
-    if not _gpus_fit_all(topology, usable, plan, profile, inventory):
+    if not _gpus_fit_all(topology, usable_bytes, plan, profile, inventory):
         return Advice(notes=notes)
-    note = _not_needed_note(len(seats), usable, plan, profile)
+    note = _not_needed_note(len(gpu_seats), usable_bytes, plan, profile)
     return Advice(notes=(*notes, note), hybrid_not_needed=note)
 
 
@@ -71,16 +71,16 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _gpus_fit_all(
-    topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
+    topology: Topology, usable_bytes: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
     """Reports whether GPUs without CPU ranks can hold the model and the KV cache of one full-length request.
 
     Args:
-        usable: bytes of all GPUs together for weights and KV cache.
+        usable_bytes: bytes of all GPUs together for weights and KV cache.
     """
     if topology.has_mixed_stage:  # without CPU ranks, the GPUs would split each layer among themselves
-        return _one_gpu_bytes(plan, profile) <= usable
-    gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
+        return _one_gpu_bytes(plan, profile) <= usable_bytes
+    gpu_stages = tuple(stage for stage in topology.stages if stage[0].placed.device is Device.GPU)
     sizes = Sizes.for_settings(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
         split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes)
@@ -106,12 +106,12 @@ def _usable_gpu_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -
     return sum(usable_gpu_memory(memory, floor) for memory in memory_of_gpus if memory is not None)
 
 
-def _not_needed_note(num_gpus: int, usable: int, plan: Plan, profile: ModelProfile) -> str:
-    """Returns the note that the GPUs need no CPU ranks, with the sizes that show it."""
+def _not_needed_note(num_gpus: int, usable_bytes: int, plan: Plan, profile: ModelProfile) -> str:
+    """Returns the note that the GPUs need no CPU ranks, with the sizes that prove this."""
     subject = "the GPU has" if num_gpus == 1 else f"the {num_gpus} GPUs have"
     return (
         f"CPU ranks are not needed: the model takes {format_bytes(profile.total_bytes)}, or "
         f"{format_bytes(_one_gpu_bytes(plan, profile))} with KV cache for one request of "
-        f"{plan.engine.max_model_len:,} tokens, and {subject} {format_bytes(usable)} for both. CPU ranks add "
-        "capacity, not speed. Remove the CPU roles"
+        f"{plan.engine.max_model_len:,} tokens, and {subject} {format_bytes(usable_bytes)} for both. CPU "
+        "ranks add capacity, not speed. Remove the CPU roles"
     )

@@ -154,7 +154,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
         reason = "each stage needs a layer" if max(min_layers) == 1 else f"the stages need {numbers} layers"
         raise PlanError(
             f"roles: {len(budgets)} stages are too many for the model's {_format_layers(num_layers)}: "
-            f"{reason}. Use fewer pods or ranksPerPod, or set parallelism.tensor",
+            f"{reason}. Lower pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     layers_with_cache = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
@@ -162,7 +162,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
         raise PlanError(
             f"roles: {len(budgets)} stages are too many for the model's "
             f"{_format_layers(len(layers_with_cache))} with a KV cache or a state: each stage needs such a "
-            "layer. Use fewer pods or ranksPerPod, or set parallelism.tensor",
+            "layer. Lower pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     prefer_gpu = any(stage.is_known for stage in budgets)

@@ -176,16 +176,17 @@ class Sizes:
         element_bytes = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element_bytes, ELEMENT_BYTES.get(profile.dtype, element_bytes))
         text_only = EngineOptions.of(engine.extra_args).is_text_only
-        plain_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
-        sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
+        unquantized_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
+        layer_bytes = [
+            unquantized_bytes * unquantized_ratio + (size - unquantized_bytes)
+            for size, unquantized_bytes in zip(profile.layer_bytes, plain_bytes(profile), strict=True)
+        ]
         packing_copies = (packing_copy_bytes(profile, kind, scale) / tensor for kind in profile.layers)
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
-            layer_bytes=tuple(  # -(-a // b) rounds up
-                -int(-(plain * plain_ratio + (size - plain)) // tensor) for size, plain in sizes
-            ),
+            layer_bytes=tuple(ceil(size / tensor) for size in layer_bytes),
             packing_growth_bytes=tuple(
                 ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
             ),
@@ -285,7 +286,7 @@ class Sizes:
         Args:
             size: bytes of these weights in the checkpoint.
         """
-        return -int(-size * self.scale // self.tensor)
+        return ceil(size * self.scale / self.tensor)
 
 
 def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:

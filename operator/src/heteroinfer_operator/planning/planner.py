@@ -122,18 +122,19 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         served_name=request.served_name,
         model_path=request.model_path,
     )
-    stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
+    num_stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
     mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
-    engine, ring = mode.engine, None if mode.remote is None else mode.remote.ring
-    batches = batches_at_once(wanted_mode, stages, first_device, tensor=topology.tensor)
+    engine = mode.engine  # with a ring, mode FeedForward may change the tokens of a step
+    ring = None if mode.remote is None else mode.remote.ring
+    batches = batches_at_once(wanted_mode, num_stages, first_device, tensor=topology.tensor)
     sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches, ring=ring)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     layers = choose_layers(stage_spec, topology, budgets, sizes)
     untimed_plan = Plan(
         mode=wanted_mode,
         tensor_parallel_size=topology.tensor,
-        pipeline_parallel_size=stages,
+        pipeline_parallel_size=num_stages,
         ranks=(*_assign_layers(topology, layers, budgets, sizes, engine), *mode.feed_forward_ranks()),
         engine=engine,
     )
@@ -228,12 +229,19 @@ def _assign_layers(
     sizes: Sizes,
     engine: EngineSettings,
 ) -> tuple[RankAssignment, ...]:
-    """Returns the assignment of each rank: its pod, its layers, and its bytes."""
+    """Returns the assignment of each rank in a stage: its pod, its layers, and its bytes.
+
+    Predicted times follow later (`predict_ranks`).
+    """
     num_blocks = _choose_num_kv_blocks(layers, budgets, sizes, engine)
-    seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
+    numbered_seats = [
+        (stage, tensor_rank, seat)
+        for stage, seats in enumerate(topology.stages)
+        for tensor_rank, seat in enumerate(seats)
+    ]
     stage_ends = tuple(accumulate(layers))
     ranks: list[RankAssignment] = []
-    for rank, (stage, tensor_rank, seat) in enumerate(seats):
+    for rank, (stage, tensor_rank, seat) in enumerate(numbered_seats):
         first, end = stage_ends[stage] - layers[stage], stage_ends[stage]
         weights = sizes.layer_weight_bytes(first, end, seat.placed.device)
         ranks.append(
@@ -293,5 +301,6 @@ def _limiting_rank(
     stage = known_blocks.index(min(known_blocks))
     seats, end = topology.stages[stage], sum(layers[: stage + 1])
     role = budgets[stage].tightest(sizes, end - layers[stage], end).role
-    tightest_seat = next(i for i, seat in enumerate(seats) if seat.placed.role.name == role)
-    return stage * topology.tensor + tightest_seat
+    # The first rank of this role stands for the stage's other ranks of the role.
+    rank_in_stage = next(index for index, seat in enumerate(seats) if seat.placed.role.name == role)
+    return stage * topology.tensor + rank_in_stage

@@ -17,8 +17,8 @@ from heteroinfer_operator.planning.prediction import Prediction, StepLoad, forec
 from heteroinfer_operator.planning.ring_choice import least_rows
 from heteroinfer_operator.quantity import parse_duration_s
 
-_FALLBACK: Final = 1.05
-"""If even the smallest step exceeds the limit, the longest step may take this many times its time."""
+_MAX_TIME_RATIO: Final = 1.05
+"""Time of the longest step, relative to the smallest step, if even the smallest step exceeds the limit."""
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
@@ -37,7 +37,7 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     sizes = list(_smaller_steps(planned.plan.engine))
     smallest = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
     smallest_s = exceeding_s(smallest)  # 0 if the smallest step keeps the limit
-    longest_s = _FALLBACK * smallest_s if smallest_s else parse_duration_s(limit)
+    longest_s = _MAX_TIME_RATIO * smallest_s if smallest_s else parse_duration_s(limit)
     best = _find_largest_step(request, inventory, sizes[1:], longest_s) or smallest
     return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if smallest_s else best
 

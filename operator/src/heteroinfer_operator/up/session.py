@@ -140,7 +140,7 @@ class Session:
         timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
         try:
             async with asyncio.timeout(timeout_s):
-                while not (self._cluster.gone.is_set() or self._kill.is_set()):
+                while not (self._cluster.deleted.is_set() or self._kill.is_set()):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             self._display.print_line(
