@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = _read_hardware(arguments)
     model = _model_spec(arguments)
     name = _default_name(arguments.model) if arguments.name is None else arguments.name
-    checked = _check_name_and_model(name, model)
+    parsed = _check_name_and_model(name, model)
     calibrations = read_calibrations(arguments.calibration)
-    profile, notes = read_model(checked.spec.model, (), arguments.model_dir)
+    profile, notes = read_model(parsed.spec.model, (), arguments.model_dir)
     draft = Draft(
         name=name,
         model=model,

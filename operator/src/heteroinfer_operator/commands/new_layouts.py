@@ -232,14 +232,14 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
         PlanError: no layout has a plan; the error is that of the layout with the most memory.
         HeteroInferError: the mode needs other hardware.
     """
-    refused: PlanError | None = None
+    last_error: PlanError | None = None  # the last layout has the most memory
     for layout in layouts(hardware, mode, has_experts=bool(draft.profile.experts)):
         try:
             return layout, draft.plan(layout)
         except PlanError as error:
-            refused = error
-    assert refused is not None  # there is a layout, because GivenHardware has a GPU or a CPU
-    raise refused
+            last_error = error
+    assert last_error is not None  # there is a layout, because GivenHardware has a GPU or a CPU
+    raise last_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,10 +55,12 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
 
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
-    """Describes the pods and roles that make the group no faster or larger, a line each."""
-    comparisons = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
+    """Describes the plans with fewer pods that are as fast and serve as many requests, a line each."""
+    differences = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
     return tuple(
-        f"fewer pods: {words}, {change.text}" for words, change in comparisons if change.costs_nothing
+        f"fewer pods: {words}, {difference.text}"
+        for words, difference in differences
+        if difference.costs_nothing
     )
 
 
@@ -67,8 +69,9 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
     at_once, at_once_now = sequences_at_once(other), sequences_at_once(planned)
-    # Compare printed figures, so that a difference that the user cannot see does not count.
-    same_time, same_concurrency = step == step_now, f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
+    # Compares printed figures, so that a difference that the user cannot see does not count.
+    same_time = step == step_now
+    same_concurrency = f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
     time = f"as long as now ({step})" if same_time else f"{step} instead of {step_now}"
     if same_concurrency:
@@ -152,6 +155,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
     for rank in planned.plan.stage_ranks:
         request_bytes = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.min_blocks
         of_rank = (rank.kv_cache_bytes - request_bytes, rank.kv_cache_bytes + rank.weight_bytes)
+        # `min` compares the spare bytes first.
         spare_and_used[rank.role] = min(spare_and_used.get(rank.role, of_rank), of_rank)
     for role, (spare_bytes, used_bytes) in spare_and_used.items():
         if spare_bytes >= _MIN_GAIN * used_bytes:

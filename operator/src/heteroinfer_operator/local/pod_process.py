@@ -134,9 +134,9 @@ def parse_pod(
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
     """Limits the threads of a pod's ranks to their share of this machine's cores, and binds them to no core.
 
-    Supervisors divide the cores among the pods of their group, and do not know of other groups. Ranks that
-    wait for each other while spinning on the same cores are many times slower. A number of threads that the
-    user set stays (in engine.env, or in `env`).
+    Supervisors divide the cores among the pods of their group, and do not know of other groups. So ranks of
+    two groups could get the same cores. Ranks that spin on the same cores while they wait for each other are
+    many times slower. A number of threads that the user set stays (in engine.env, or in `env`).
 
     Args:
         groups: number of groups on this machine. A single group needs no limit.

@@ -75,9 +75,9 @@ class RunningPod:
     ) -> "RunningPod":
         """Creates the folder, and starts the supervisor of a pod.
 
-        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It
-        dies with this process. Its environment is the pod's own, and `env` without the
-        variables of another Python or another pod.
+        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It dies
+        with this process. Its environment is the pod's own, and `env` without the variables of another Python
+        or another pod.
 
         Raises:
             OSError: the program could not be started, or the folder could not be created.
@@ -90,6 +90,7 @@ class RunningPod:
             names.ENV_VISIBLE_GPUS: ",".join(gpus) or names.HIDE_GPUS,
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
+        # The guard asks the kernel to kill it when this process ends, and then becomes the supervisor.
         guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -110,7 +111,7 @@ class RunningPod:
     async def wait(self) -> ContainerTermination:
         """Waits until all processes of the pod have ended. Returns how the supervisor ended.
 
-        As in a container, all other processes are killed when the first one ends.
+        As in a container, all other processes are killed when the first process (the supervisor) ends.
 
         Raises:
             LeftoverProcessError: a process survived SIGKILL.

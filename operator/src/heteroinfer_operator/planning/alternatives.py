@@ -42,7 +42,8 @@ def describe_alternatives(
     alternatives = []
     if profile.quantization and _succeeds(lambda: check_with_roles(_unquantized(profile))):
         alternatives.append(f"the same model {describe_in_bf16(profile)}, with the same roles")
-    if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("", profile, engine)):
+    # Only the message of an error would contain the role, so any name will do.
+    if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("gpu", profile, engine)):
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU

@@ -120,7 +120,10 @@ def _try_mode(request: GroupRequest, chosen: ChosenMode, plan: PlanMode, load: L
 
 
 def _check_rules(spec: HeteroInferenceSpec) -> None:
-    """Raises PlanError if the API would refuse the spec with a mode that the user did not choose."""
+    """Raises PlanError if the API would refuse the spec with its mode.
+
+    The API has checked the spec only without a mode: the planner has added the mode.
+    """
     problems = ((rule.field, rule.problem(spec)) for rule in HeteroInferenceSpec.rules)
     lines = [f"{field}: {problem}" for field, problem in problems if problem is not None]
     if lines:

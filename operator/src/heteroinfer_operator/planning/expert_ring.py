@@ -63,10 +63,10 @@ class ExpertRing:
     @property
     def _expert_bytes(self) -> int:
         """Bytes of the ring for one more expert in each slot, and in the room for unpacked experts."""
-        packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
+        packed_bytes = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
         # An unpacked expert has three matrices: gate, up and down.
-        plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
-        return SLOTS * packed + plain
+        unpacked_bytes = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
+        return SLOTS * packed_bytes + unpacked_bytes
 
     def fitting_experts(self, num_bytes: int) -> int:
         """Returns how many experts fit into each slot of a ring of this size; 0 if the ring is too small."""
@@ -121,7 +121,7 @@ class ExpertRing:
     def _compute_s(self, layer: CopiedLayers, rows: int, gpu: Rates) -> float:
         """Returns the seconds in which the GPU unpacks and computes all experts of a layer."""
         element, choices = self.element_bytes, rows * layer.chosen
-        plain_bytes = layer.experts * 3 * layer.inner * self.hidden * element
+        unpacked_bytes = layer.experts * 3 * layer.inner * self.hidden * element
         # For each slot, the GPU writes and reads the intermediate values of all choices: gate, up, the
         # activation of both (3 * inner) and the result (hidden). It adds the results to a sum in float32.
         choice_bytes = choices * 2 * (3 * layer.inner + self.hidden) * element
@@ -130,7 +130,7 @@ class ExpertRing:
         # Each choice multiplies and adds once for each element of the expert's three matrices.
         computing_s = 2 * choices * 3 * layer.inner * self.hidden / gpu.operations + slots * _SLOT_S
         # The GPU reads packed weights, and writes and reads unpacked weights.
-        moved_bytes = slots * (choice_bytes + sum_bytes) + layer.packed_bytes + 2 * plain_bytes
+        moved_bytes = slots * (choice_bytes + sum_bytes) + layer.packed_bytes + 2 * unpacked_bytes
         return computing_s + moved_bytes / gpu.plain
 
 

@@ -140,20 +140,20 @@ def choose_feed_forward_part(
     set_by_user = None if role.feed_forward is None else role.feed_forward.layers
     groups = group_by_cost(profile)
     all_layers = choose_layers(groups)
-    movable = len(all_layers)
-    if set_by_user is not None and set_by_user > movable:
+    num_movable = len(all_layers)
+    if set_by_user is not None and set_by_user > num_movable:
         raise PlanError(
-            f"role {role.name}: feedForward.layers must be at most {movable}, the number of layers with "
+            f"role {role.name}: feedForward.layers must be at most {num_movable}, the number of layers with "
             f"experts or an MLP (got {set_by_user}). Lower feedForward.layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     _check_lanes(sets)
     _check_tensor(topology.tensor, profile, all_layers)
-    ranks = sum(each.count for each in sets) // topology.tensor
-    by_experts = _is_by_experts(ranks, profile, all_layers, topology.tensor)
+    ranks_per_gpu = sum(each.count for each in sets) // topology.tensor
+    by_experts = _is_by_experts(ranks_per_gpu, profile, all_layers, topology.tensor)
     build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts, tensor=topology.tensor)
     largest = build(choose_layers(groups, set_by_user))
-    check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
+    check_stage = partial(_check_stage_rank, role.name, topology, largest, num_movable, engine, inventory)
     try:
         check_stage()
     except PlanError:
@@ -161,7 +161,7 @@ def choose_feed_forward_part(
         # errors of the feed-forward ranks, so that users see all missing memory at once.
         largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
         run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
-    counts = range(1, movable + 1) if set_by_user is None else (set_by_user,)
+    counts = range(1, num_movable + 1) if set_by_user is None else (set_by_user,)
     for count in counts:  # at least the last count fits, because `check_stage` found no error
         remote = build(choose_layers(groups, count))
         if stage_rank_missing_bytes(topology, remote.remaining, engine, inventory) <= 0:
@@ -708,7 +708,7 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
         kind = remote.profile.layer(index)
         packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
         rows = engine.max_num_batched_tokens * kind.experts_per_token
-        if remote.by_experts:  # a rank has all columns of its experts that its GPU's ranks have together
+        if remote.by_experts:  # a rank does not divide the columns of its experts with other ranks of its GPU
             share_of_columns = Fraction(1, remote.tensor)
         else:
             shares = _shares_by_rank(remote, index)

@@ -62,15 +62,18 @@ class Capacity:
     others: OtherGroups | None = None
     priority: int | None = None
 
-    def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
+    def assign(self, demands: Sequence[PodDemand], topology_key: str) -> Placement | None:
         """Returns nodes on which all pods fit, or None.
 
-        Nodes on which the scheduler must preempt other pods are chosen only if no other nodes fit.
+        Chooses nodes on which the scheduler must preempt other pods only if no other nodes fit.
+
+        Args:
+            topology_key: label of nodes whose value must be equal on all chosen nodes; "" for none.
         """
-        return self._assign(demands, key)[0]
+        return self._assign(demands, topology_key)[0]
 
     def assign_farther(
-        self, demands: Sequence[PodDemand], key: str, placement: Placement
+        self, demands: Sequence[PodDemand], topology_key: str, placement: Placement
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
@@ -78,16 +81,18 @@ class Capacity:
         """
         if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
-        free_nodes = self._assign(demands, key)[1]
-        yield from find_farther_placements(demands, free_nodes, key, self.others, placement)
+        free_nodes = self._assign(demands, topology_key)[1]
+        yield from find_farther_placements(demands, free_nodes, topology_key, self.others, placement)
 
-    def _assign(self, demands: Sequence[PodDemand], key: str) -> tuple[Placement | None, Sequence[FreeNode]]:
+    def _assign(
+        self, demands: Sequence[PodDemand], topology_key: str
+    ) -> tuple[Placement | None, Sequence[FreeNode]]:
         """Returns the placement of `assign`, and the free nodes from which it was chosen."""
         free_nodes = self.free_nodes or ()
-        placement = assign_nodes(demands, free_nodes, key, self.others)
+        placement = assign_nodes(demands, free_nodes, topology_key, self.others)
         if placement is None and self._has_preemptible_pods():
             free_nodes = self.nodes_after_preemption()
-            placement = assign_nodes(demands, free_nodes, key, self.others)
+            placement = assign_nodes(demands, free_nodes, topology_key, self.others)
         return placement, free_nodes
 
     def copy(self) -> "Capacity":
@@ -129,6 +134,7 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if request.spec.parallelism.mode is not None:
         return _plan_mode(request, capacity)
+    # Tries each mode with a copy of the capacity. So the chosen mode is planned again, to take the capacity.
     tried = plan_any_mode(request, lambda with_mode: _plan_mode(with_mode, capacity.copy()))
     return replace(_plan_mode(tried.request, capacity), choice=tried.choice)
 
@@ -166,9 +172,9 @@ def _plan_on_nodes(
         for role in spec.roles
         for _ in range(role.pods)
     ]
-    key = spec.scheduling.topology_key
+    topology_key = spec.scheduling.topology_key
     pod_demands = [demand for _, demand in demands]
-    placement = capacity.assign(pod_demands, key)
+    placement = capacity.assign(pod_demands, topology_key)
 
     def plan_on(placement: Placement | None) -> Planned:
         """Returns the plan for the nodes of a placement."""
@@ -188,7 +194,7 @@ def _plan_on_nodes(
         first_placement = placement
         # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
         # well.
-        for farther in capacity.assign_farther(pod_demands, key, first_placement):
+        for farther in capacity.assign_farther(pod_demands, topology_key, first_placement):
             try:
                 on_farther = plan_on(farther)
             except PlanError:  # these nodes are too small; the next placement has larger GPUs
@@ -200,7 +206,7 @@ def _plan_on_nodes(
             ):
                 placement, planned = farther, on_farther
                 break
-    missing = _take_capacity(placement, pod_demands, capacity, free_nodes, key)
+    missing = _take_capacity(placement, pod_demands, capacity, free_nodes, topology_key)
     labelled = planned.inventory.gpu_memory_bytes
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor),
@@ -210,7 +216,7 @@ def _plan_on_nodes(
     if placement is None or capacity.pods_may_wait:
         return replace(planned, node_assignment=node_assignment)
     nodes = nodes_by_pod(planned.plan, placement)
-    domain = (key, placement.domain) if key else None
+    domain = (topology_key, placement.domain) if topology_key else None
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
 
 
@@ -248,10 +254,10 @@ def assign_existing_plan(
 ) -> tuple[NodeAssignment, str]:
     """Returns a node for each pod of an existing plan, and takes the pods' capacity from the nodes.
 
+    Chooses nodes farther from the resource's other groups if the plan fits the GPUs there, too.
+
     Args:
         gpu_floor: memory that the plan's GPUs need besides weights and KV cache; None if unknown.
-
-    Chooses nodes farther from the resource's other groups if the plan fits the GPUs there, too.
 
     Returns:
         The nodes, and the missing capacity that the pods will wait for once they exist, or "".
@@ -286,21 +292,23 @@ def assign_existing_plan(
     def nodes_by_pod(placement: Placement) -> dict[int, str]:
         return {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
 
-    demands, key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
-    placement = capacity.assign(demands, key)
+    demands, topology_key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
+    placement = capacity.assign(demands, topology_key)
     if placement is not None:
         known_nodes = nodes_by_pod(placement)
-        for farther in capacity.assign_farther(demands, key, placement):
+        for farther in capacity.assign_farther(demands, topology_key, placement):
             if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther), known_nodes):
                 placement = farther
                 break
-    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
+    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, topology_key)
     expected_nodes = frozenset(placement.nodes if placement else ())
     assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
     if placement is None or capacity.pods_may_wait:
         return assignment, missing
     nodes = nodes_by_pod(placement)
-    return replace(assignment, nodes=nodes, domain=(key, placement.domain) if key else None), missing
+    return replace(
+        assignment, nodes=nodes, domain=(topology_key, placement.domain) if topology_key else None
+    ), missing
 
 
 def _take_capacity(
@@ -308,7 +316,7 @@ def _take_capacity(
     demands: Sequence[PodDemand],
     capacity: Capacity,
     free_nodes: Sequence[FreeNode],
-    key: str,
+    topology_key: str,
 ) -> str:
     """Takes the pods' capacity from their nodes.
 
@@ -321,7 +329,7 @@ def _take_capacity(
         Shortage: the pods have no nodes, and may not wait for a scheduler.
     """
     if placement is None:
-        missing = describe_missing_capacity(demands, capacity.nodes_after_preemption(), key)
+        missing = describe_missing_capacity(demands, capacity.nodes_after_preemption(), topology_key)
         if not capacity.pods_may_wait:
             raise Shortage(f"{missing}; {_GROUP_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return missing
@@ -442,7 +450,7 @@ def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str
     Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory
     or CPUs do not count.
     """
-    key = spec.scheduling.topology_key
+    topology_key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
     missing_by_role: dict[str, str] = {}
     for role in spec.roles:
@@ -451,9 +459,9 @@ def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str
         demand = role_demand(spec, role, Device.GPU, capacity.resource)
         gpu_request = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpu_request)] * role.pods
-        if capacity.assign([*placed, *pods], key) is None:
+        if capacity.assign([*placed, *pods], topology_key) is None:
             missing_by_role[role.name] = describe_missing_capacity(
-                [*placed, *pods], capacity.nodes_after_preemption(), key
+                [*placed, *pods], capacity.nodes_after_preemption(), topology_key
             )
         else:
             placed += pods

@@ -106,11 +106,11 @@ def build_kv_cache(
     # vLLM keeps caches of one kind and window in one group, even if their pages have different sizes:
     # vllm/v1/kv_cache_interface.py::UniformTypeKVCacheSpecs@v0.32.0.
     if len({(cache.kind, cache.window) for cache in caches}) <= 1:
-        block_by_layer: dict[int, int] = {}
+        bytes_by_layer: dict[int, int] = {}
         for cache in caches:
-            block_by_layer[cache.layer] = block_by_layer.get(cache.layer, 0) + cache.page_bytes
+            bytes_by_layer[cache.layer] = bytes_by_layer.get(cache.layer, 0) + cache.page_bytes
         blocks = _sequence_blocks(caches[0], engine.block_size, tokens, batch_tokens) if caches else 0
-        groups: tuple[Mapping[int, int], ...] = (block_by_layer,) if block_by_layer else ()
+        groups: tuple[Mapping[int, int], ...] = (bytes_by_layer,) if bytes_by_layer else ()
     else:
         groups, blocks = _group_kinds(caches, engine.block_size, tokens, batch_tokens)
     return KvCache(
@@ -127,14 +127,16 @@ def _group_kinds(
         The bytes of a block by layer for each group, and the blocks of a full-length request in all groups.
     """
     block_bytes = max(cache.page_bytes for cache in caches)
-    buckets: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
+    caches_by_key: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
     for cache in caches:
-        buckets.setdefault(cache.key, []).append(cache)
-    min_layers, max_layers = min(map(len, buckets.values())), max(map(len, buckets.values()))
+        caches_by_key.setdefault(cache.key, []).append(cache)
+    numbers_of_layers = [len(same_kind) for same_kind in caches_by_key.values()]
+    min_layers, max_layers = min(numbers_of_layers), max(numbers_of_layers)
     group_size = max_layers if max_layers < min_layers * _PADDING_LIMIT else min_layers
     groups: list[Mapping[int, int]] = []
     blocks = 0
-    for same_kind in buckets.values():
+    for same_kind in caches_by_key.values():
+        # Like vLLM, deals the layers of a kind out among its groups.
         num_groups = ceil(len(same_kind) / group_size)
         groups += [
             {cache.layer: block_bytes for cache in same_kind[i::num_groups]} for i in range(num_groups)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
@@ -110,7 +111,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     wanted_mode = spec.parallelism.mode
     assert wanted_mode is not None  # auto_mode.py has chosen a mode
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
-    stage_spec = spec.changed(roles=spec.stage_roles)
+    stage_spec = spec.changed(roles=spec.stage_roles)  # without roles that have only feed-forward ranks
     topology = build_topology(stage_spec, inventory, has_encoder=has_encoder)
     _check_tensor_size(topology.tensor, profile)
     engine = choose_engine_settings(
@@ -201,7 +202,7 @@ def _check_model(
 def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
     """Raises PlanError if the ranks of a stage cannot divide the heads or the vocabulary equally."""
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
-    vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
+    padded_vocab = ceil(profile.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
 
     def undivided_part(ranks: int) -> str:
         """Returns the part of the model that this number of ranks cannot divide equally, or ""."""
@@ -209,7 +210,9 @@ def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
             return f"the model's {heads} attention heads"
         if kv_heads % ranks and ranks % kv_heads:  # several ranks may hold the same key/value head
             return f"the model's {kv_heads} key/value heads"
-        return f"the model's vocabulary of {vocab} rows with padding" if vocab % ranks else ""
+        if padded_vocab % ranks:
+            return f"the model's vocabulary of {padded_vocab} rows with padding"
+        return ""
 
     part = undivided_part(tensor)
     if part:
@@ -275,6 +278,7 @@ def _choose_num_kv_blocks(
     max_sequences = engine.max_num_seqs if is_known else _UNKNOWN_MEMORY_SEQUENCES
     max_useful = max_sequences * sizes.kv.sequence_blocks + 1  # vLLM keeps one block for itself
     capacities = [blocks for blocks in kv_blocks_by_stage(layers, budgets, sizes) if blocks is not None]
+    # One full-length request always fits: otherwise `choose_layers` would have raised an error.
     return max(min([*capacities, max_useful]), sizes.kv.min_blocks)
 
 

@@ -353,7 +353,7 @@ class _DefaultKernels:
                 self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
             )
             bits = stored_scheme.bits or 8  # 8 if the number is unknown
-        elif part is KernelPart.LINEAR:
+        elif part is KernelPart.LINEAR:  # vLLM computes unquantized linear layers, not our kernels
             decoded, products = rates.plain, rates.plain_products
             if self.dtype != "bfloat16":
                 memory_bytes_per_s *= CPU_OTHER_TYPES_RATIO

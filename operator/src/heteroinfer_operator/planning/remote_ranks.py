@@ -127,18 +127,19 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int =
     Args:
         speeds: speed of each rank. Speeds that differ little count as equal.
         max_parts: largest part of a layer that fits the memory of each rank, from 0 to 1.
-        units: units in which ranks divide a layer; 0 if they can divide it anywhere.
+        units: number of equal units of a layer that ranks divide among themselves; 0 if unknown.
 
     Returns:
         The shares, relative to each other: numbers of units, or 1 for each rank if all are equal. If the
         memory of all ranks together is too small, parts exceed `max_parts`.
     """
     parts = _limited_parts(shares_by_rate(speeds), max_parts)
-    whole = _whole_units(parts, max_parts, units)
-    if whole is not None:
-        return whole if len(set(whole)) > 1 else (1,) * len(whole)
-    most = max(parts)
-    return tuple(max(round(_PART_STEPS * part / most), 1) for part in parts)
+    whole_units = _whole_units(parts, max_parts, units)
+    if whole_units is not None:
+        all_equal = len(set(whole_units)) == 1
+        return (1,) * len(whole_units) if all_equal else whole_units
+    largest_part = max(parts)
+    return tuple(max(round(_PART_STEPS * part / largest_part), 1) for part in parts)
 
 
 def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[float]:
@@ -151,16 +152,16 @@ def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[
     free_ranks = set(range(len(speeds)))
     left_part = 1.0
     while free_ranks:
-        total = sum(speeds[each] for each in free_ranks)
-        full_ranks = {each for each in free_ranks if left_part * speeds[each] / total > max_parts[each]}
+        total = sum(speeds[rank] for rank in free_ranks)
+        full_ranks = {rank for rank in free_ranks if left_part * speeds[rank] / total > max_parts[rank]}
         limits_too_small = full_ranks == free_ranks
         if not full_ranks or limits_too_small:
-            for each in free_ranks:
-                parts[each] = left_part * speeds[each] / total
+            for rank in free_ranks:
+                parts[rank] = left_part * speeds[rank] / total
             break
-        for each in full_ranks:
-            parts[each] = max_parts[each]
-        left_part -= sum(max_parts[each] for each in full_ranks)
+        for rank in full_ranks:
+            parts[rank] = max_parts[rank]
+        left_part -= sum(max_parts[rank] for rank in full_ranks)
         free_ranks -= full_ranks
     return parts
 

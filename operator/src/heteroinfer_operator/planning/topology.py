@@ -169,24 +169,28 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
     Raises:
         PlanError: the number of ranks in the roles does not fit these fields.
     """
-    sizes, world = spec.parallelism, spec.world_size
-    stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
-    if sizes.tensor:
-        tensor = Fraction(sizes.tensor)
-    elif stages:
-        tensor = Fraction(world, stages)
+    parallelism, num_ranks = spec.parallelism, spec.world_size
+    # `layers` of the roles has an entry for each stage. The number is 0 if neither field is set.
+    num_stages = parallelism.pipeline or sum(len(role.layers or ()) for role in spec.roles)
+    if parallelism.tensor:
+        tensor = Fraction(parallelism.tensor)
+    elif num_stages:
+        tensor = Fraction(num_ranks, num_stages)
     else:
-        tensor = Fraction(world if sizes.mode in (Mode.TENSOR, Mode.FEED_FORWARD) else 1)
-    if tensor.denominator != 1 or world % tensor:
-        num_stages = f"{stages or 'any number of'} stages"
-        ranks_per_stage = f", {sizes.tensor} ranks per stage" if sizes.tensor else ""
+        has_one_stage = parallelism.mode in (Mode.TENSOR, Mode.FEED_FORWARD)
+        tensor = Fraction(num_ranks if has_one_stage else 1)
+    is_whole_number = tensor.denominator == 1
+    if not is_whole_number or num_ranks % tensor:
+        stages = f"{num_stages or 'any number of'} stages"
+        ranks_per_stage = f", {parallelism.tensor} ranks per stage" if parallelism.tensor else ""
         raise PlanError(
-            f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {world} ranks, "
-            f"{num_stages}{ranks_per_stage}). Change roles, parallelism or the number of entries of layers",
+            f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {num_ranks} "
+            f"ranks, {stages}{ranks_per_stage}). Change roles, parallelism or the number of entries of "
+            "layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:
-        _check_role_size(role, int(tensor), sizes.mode)
+        _check_role_size(role, int(tensor), parallelism.mode)
     return int(tensor)
 
 

@@ -242,18 +242,18 @@ class Session:
         """Prints the URLs of the groups that serve."""
         model = self._served_name
         self._display.print_table(self._build_resource_line())
-        current, plans = self._addressing.current_addresses(), self._cluster.plans()
+        addresses, plans = self._addressing.current_addresses(), self._cluster.plans()
         for group in status.groups:
-            if group.index not in serving & current.keys():
+            if group.index not in serving & addresses.keys():
                 continue
             url = self._addressing.group_endpoint(group.index)
             self._display.print_plain(f"OpenAI API of group {group.index}: {url} (model {model})")
             plan = plans.get(group.plan_hash or "")
-            for line in _describe_urls(current[group.index], plan.ranks if plan else ()):
+            for line in _describe_urls(addresses[group.index], plan.ranks if plan else ()):
                 self._display.print_plain(line)
-        first = self._addressing.group_endpoint(min(serving))
+        first_url = self._addressing.group_endpoint(min(serving))
         self._display.print_plain(
-            f"  curl {first}/completions -H 'Content-Type: application/json' "
+            f"  curl {first_url}/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
 

@@ -57,8 +57,8 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
     """
     if not profile.architecture:
         raise _build_error(
-            "model: config.json must have the list architectures, because vLLM finds the model's class by "
-            "it. Add the list with the name of the class, or use the original files of the model"
+            "model: config.json must have the list architectures, in which vLLM finds the model's class. Add "
+            "the list with the name of the class, or use the original files of the model"
         )
     return run_all_checks(*(partial(_check_class, name, profile) for name in class_names(profile)))
 
