@@ -116,8 +116,8 @@ def memory_limit(planned: Planned) -> str:
 def describe_requests(planned: Planned, figures: Figures) -> str:
     """Describes how many short and full-length requests run at the same time, and what limits them.
 
-    Leaves out short requests if they have the full length, or if they are as many as full-length requests:
-    both then reach the scheduler's limit.
+    Leaves out short requests if a short request has the full length. Also leaves them out if full-length
+    requests reach the scheduler's limit, because short requests then reach the same limit.
     """
     max_requests, full_requests = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len

@@ -155,7 +155,7 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     """Returns the number of threads of each CPU rank of a group, at least 1.
 
-    The ranks share the group's cores, less the cores of the engine and of GPU ranks.
+    The ranks share the group's cores, less the cores of the engine and one core for each GPU rank.
     """
     group_cpus = int(cores / groups)
     gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)

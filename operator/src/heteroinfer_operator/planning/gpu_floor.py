@@ -70,8 +70,8 @@ class GpuFloor:
 
         Args:
             tensor: number of ranks in a stage.
-            ring: memory for experts of feed-forward ranks that the GPU computes, which is not in the result;
-                None without.
+            ring: memory for experts of feed-forward ranks that the GPU computes, or None. The result contains
+                the intermediate values of these experts, but not the ring itself.
         """
         layer_elements = (
             _elements_per_token(kind, profile, tensor) for kind in dict.fromkeys(profile.layers)

@@ -228,7 +228,7 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     the KV cache of the reference plan.
     """
 
-    def shares(plan: Plan) -> list[RankAssignment]:
+    def fixed_values(plan: Plan) -> list[RankAssignment]:
         """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size.
 
         A ring of any size becomes 1 byte, because both plans must have a ring, or neither.
@@ -243,7 +243,7 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     wanted_requests = min(load.requests, requests_at_once(reference, tokens))
     plan, reference_plan = planned.plan, reference.plan
     return (
-        shares(plan) == shares(reference_plan)
+        fixed_values(plan) == fixed_values(reference_plan)
         and plan.engine.max_num_batched_tokens == reference_plan.engine.max_num_batched_tokens
         and requests_at_once(planned, tokens) >= wanted_requests
     )

@@ -157,6 +157,7 @@ def _find_feed_forward_part(
     roles_now = [rank_set.role.name for rank_set in sets for _ in range(rank_set.count)]
     if roles_now != [rank.role for rank in feed_forward_ranks]:
         return None
+    # All parts have the same layers, and differ only in their shares.
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
     remote = build_feed_forward_part(

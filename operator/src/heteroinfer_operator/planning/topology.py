@@ -117,7 +117,8 @@ def _order_pods(
         return _expand_to_pods(placed)
     pods = _order_by_device(spec, placed, tensor)
     first_gpu_pod = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
-    if not has_encoder or not first_gpu_pod:
+    is_gpu_first = first_gpu_pod == 0
+    if not has_encoder or first_gpu_pod is None or is_gpu_first:
         return pods
     # Moves the first stage of GPUs to the front for the encoder: as many GPU pods as have a whole number of
     # stages. All other pods keep their order, so that the head is on another GPU if there is one.
@@ -135,14 +136,14 @@ def _order_by_device(
     # The last stage is on a GPU, because each step reads the head there (1 GB for an 8B model). A CPU would
     # take 16 to 20 ms more for it (H200 host, 2026-11-20).
     gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
-    stages = spec.world_size // tensor
+    num_stages = spec.world_size // tensor
     # In mode Pipeline, and with `layers` in the roles, each role has whole stages (`_check_role_size`).
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
         return _expand_to_pods(gpus_last)
     gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
-    if all(p.role.pods % stages == 0 for p in placed):
-        # Every stage has the same mix and begins with a GPU.
-        return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
+    if all(p.role.pods % num_stages == 0 for p in placed):
+        # Every stage gets equally many pods of each role, and begins with a GPU.
+        return [p for _ in range(num_stages) for p in gpus_first for _ in range(p.role.pods // num_stages)]
     # If CPU ranks do not fill whole stages, one stage has both devices. Such a stage must begin with a GPU
     # (`build_topology`), so GPUs come first.
     cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)

@@ -84,7 +84,8 @@ class Session:
         self._cluster = LocalCluster(
             document, local, on_change=self._request_reconcile, on_event=self._print_event
         )
-        # `nodes_may_come` is False, because this machine gets no more GPUs during the run.
+        # `nodes_may_come` is False, because this machine gets no more GPUs during the run. `names_come_again`
+        # is False, because each run has a single resource.
         reconcile_options = Options(
             addressing=self._addressing,
             images=_IMAGES,
