@@ -28,7 +28,7 @@ _MAX_GPUS: Final = 16
 _MIN_TOKENS: Final = 512
 """Smallest value of --max-model-len that `find_fitting_changes` tries."""
 _GPU_POD_CPUS: Final = 4
-"""Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
+"""Cores of a GPU's pod without its feed-forward ranks: for engine, vLLM's API server and the GPU rank."""
 _GPU_POD_GIB: Final = 16
 """Host memory of a GPU's pod without its feed-forward ranks."""
 _ADDED_CPUS: Final = 16

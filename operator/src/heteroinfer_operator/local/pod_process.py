@@ -305,7 +305,7 @@ class _FieldReader:
             self.refuse(
                 field,
                 f"`heteroinfer up` has no ConfigMap {reference['name']} with key {reference['key']}. Write "
-                "the value into env",
+                "the value into engine.env",
             )
         return str(value)
 

@@ -164,7 +164,7 @@ class RunningPod:
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(
                     f"pod {self.pod.name}: processes {', '.join(map(str, remaining))} still run "
-                    f"{KILL_TIMEOUT_S:g} s after SIGKILL. /proc/PID/stack shows where they wait"
+                    f"{KILL_TIMEOUT_S:g} s after SIGKILL. Read /proc/PID/stack to see where they wait"
                 )
             await asyncio.sleep(_POLL_S)
 

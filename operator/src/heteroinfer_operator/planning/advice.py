@@ -20,8 +20,8 @@ class Advice:
 
     Attributes:
         notes: all notes, one line each.
-        hybrid_not_needed: the note that the GPUs need no CPU ranks, which is also one of `notes`; "" if they
-            do.
+        hybrid_not_needed: the note that the GPUs need no CPU ranks, which is also one of `notes`; "" without
+            this note.
     """
 
     notes: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_suppo
 from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 
 ALTERNATIVES: Final = "model: alternatives that can run it"
-"""Start of the line that `describe_alternatives` returns. `auto_mode` recognizes the line by it."""
+"""Start of the line that `describe_alternatives` returns. `auto_mode` recognizes the line by this start."""
 
 
 def describe_alternatives(

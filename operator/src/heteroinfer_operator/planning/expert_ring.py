@@ -1,4 +1,4 @@
-"""The ring: GPU memory for a part of the experts of feed-forward ranks, and the time to compute them. Pure.
+"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of its work. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
 (vllm_heteroinfer/feed_forward/ring_slots.py).
@@ -14,7 +14,7 @@ from heteroinfer_operator.planning.rates import Rates
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
 """Maximum number of bytes of the ring that alignment takes: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6
-"""Seconds in which the host launches the kernels and copies of a slot, about 20; an estimate."""
+"""Seconds in which the host launches the kernels and copies of a slot (about 20 launches); an estimate."""
 _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 """The GPU may keep an entry of its page table for each page of host memory that it maps."""
 
@@ -31,7 +31,7 @@ class CopiedLayers:
     Attributes:
         count: number of these layers.
         experts: experts of a layer.
-        chosen: experts of a token.
+        chosen: experts that each token uses.
         inner: intermediate columns of a GPU's part of an expert.
         packed_bytes: bytes of a GPU's part of a layer's experts, as its feed-forward ranks hold them.
     """

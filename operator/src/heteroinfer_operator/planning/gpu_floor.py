@@ -1,7 +1,8 @@
 """The memory that a GPU needs besides weights and KV cache, the same for small and large GPUs. Pure.
 
 Measured on an H100 with torch 2.13 and vLLM 0.32 (2026-11-26, tests/bench/gpu_floor.py): a Llama of 16 layers
-with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
+with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, and 1.05 GiB without CUDA
+graphs.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class GpuFloor:
     """Memory that a GPU rank needs in addition to weights and KV cache, in bytes.
 
     Attributes:
-        graphs: memory that is kept free for CUDA graphs; 0 without them.
+        graphs: memory that stays free for CUDA graphs; 0 without graphs.
         activations: activations of the largest batch.
         sampling: memory for sampling the largest batch, on the ranks of the last stage.
         compiling: copy of the embedding on the ranks of the first stage while the model is compiled. torch
@@ -71,7 +72,7 @@ class GpuFloor:
         Args:
             tensor: number of ranks in a stage.
             ring: memory for experts of feed-forward ranks that the GPU computes, or None. The result contains
-                the intermediate values of these experts, but not the ring itself.
+                the experts' intermediate values, but not the ring itself.
         """
         layer_elements = (
             _elements_per_token(kind, profile, tensor) for kind in dict.fromkeys(profile.layers)

@@ -212,7 +212,7 @@ _CostFunction: TypeAlias = Callable[[Sizes, int, int, Device], int]
 _RAISE_MEMORY: Final = MappingProxyType(
     {
         Device.CPU: "Raise the role's resources.limits.memory",
-        Device.GPU: "Raise the role's deviceMemory, or give it larger GPUs",
+        Device.GPU: "Raise the role's deviceMemory, or give the role larger GPUs",
     }
 )
 

@@ -31,7 +31,7 @@ from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, Engi
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory that a CPU rank needs besides weights and KV cache: Python, torch, vLLM and activations."""
 PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
-"""Part of RANK_OVERHEAD_BYTES that packing may use: when they packed, ranks used 0.56 to 0.58 GiB of the
+"""Part of RANK_OVERHEAD_BYTES that packing may use: while ranks packed, they used 0.56 to 0.58 GiB of the
 overhead for other purposes (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of vLLM's API server and the scheduler, in the pod of rank 0."""
@@ -372,7 +372,7 @@ class StageBudget:
         return any(rank.budget is not None for rank in self.ranks)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank with the fewest bytes left after layers first..end-1; unknown ones sort last."""
+        """Returns the rank with the fewest bytes left after layers first..end-1; unknown bytes sort last."""
 
         def left(rank: RankBudget) -> tuple[bool, int]:
             left_bytes = rank.left_bytes(sizes, first, end)

@@ -1,4 +1,4 @@
-"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks. Pure."""
+"""Orders the layers whose experts or MLPs feed-forward ranks may compute, and spreads the choice. Pure."""
 
 from collections.abc import Sequence
 from itertools import chain, groupby

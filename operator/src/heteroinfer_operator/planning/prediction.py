@@ -283,7 +283,7 @@ def _num_attended_tokens(kind: LayerKind, context: int) -> int:
 def _compared_elements(sizes: Sizes, kind: LayerKind) -> int:
     """Returns the elements that all query heads together compare for each earlier token.
 
-    A query is compared with a key, half of `kv_width`. A latent (one KV head) is a key as a whole.
+    A query is compared with a key, which is half of `kv_width`. A latent (one KV head) is a key as a whole.
     """
     heads = sizes.profile.num_attention_heads
     return heads * (kind.kv_width if kind.kv_heads == 1 else kind.kv_width // 2)

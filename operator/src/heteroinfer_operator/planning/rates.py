@@ -254,7 +254,7 @@ def cpu_rates(
 
     Args:
         role: role of the rank; its resources set the CPUs of a pod.
-        has_leader: whether the rank's pod also runs the engine and the API server.
+        has_leader: whether the rank's pod also runs the engine and vLLM's API server.
         sharing_ranks: number of ranks in the pod that compute at the same time, with this rank. They share
             the memory's rate.
         share_by_rate: whether these ranks divide work by their rates, so that none waits for the slowest.
@@ -510,7 +510,7 @@ def count_compute_threads(role: RoleSpec, *, has_leader: bool) -> float | None:
     """Returns the compute threads of one rank of a role, or None if its resources set no CPUs.
 
     Args:
-        has_leader: whether the rank's pod also runs the engine and the API server, which get CPUs of their
+        has_leader: whether the rank's pod also runs the engine and vLLM's API server, which get CPUs of their
             own.
     """
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():

@@ -37,7 +37,7 @@ from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
 BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
 """Tokens of a step that the plan tries."""
 _LARGE_STEP_TOKENS: Final = 8192
-"""A step gets more tokens only with a full ring, and if a prompt can have more."""
+"""A step gets more tokens than this only if the ring is full and a prompt can have more tokens."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2

@@ -24,7 +24,7 @@ _FORMATS_WITH_SHARED_SCALES: Final = frozenset(
     {SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4, SchemeName.FP8_BLOCK}
 )
 """Formats in which a group of intermediate columns shares a scale that ranks cannot divide."""
-_SUPPORTED_GROUPS: Final = "the kernel requires a multiple of 32, and in FP8 blocks of 128"
+_SUPPORTED_GROUPS: Final = "the kernel requires groups of a multiple of 32 weights, and in FP8 blocks of 128"
 _FP8_BLOCK: Final = 128
 """Number of columns, and of inputs, in a block of experts in FP8."""
 _SILU_ONLY: Final = frozenset({"silu"})
