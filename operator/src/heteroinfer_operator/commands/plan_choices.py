@@ -11,7 +11,7 @@ from typing import Final
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
-from heteroinfer_operator.commands.plan_figures import sequences_at_once
+from heteroinfer_operator.commands.plan_figures import full_length_requests
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned, make_plan
@@ -68,7 +68,7 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
-    at_once, at_once_now = sequences_at_once(other), sequences_at_once(planned)
+    at_once, at_once_now = full_length_requests(other), full_length_requests(planned)
     # Compares printed figures, so that a difference that the user cannot see does not count.
     same_time = step == step_now
     same_concurrency = f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
@@ -196,7 +196,7 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
     plan, spec = planned.plan, planned.request.spec
     if planned.limiting_rank is None or spec.parallelism.mode is not Mode.PIPELINE:
         return
-    if sequences_at_once(planned) >= plan.engine.max_num_seqs:  # the scheduler is the limit, not memory
+    if full_length_requests(planned) >= plan.engine.max_num_seqs:  # the scheduler is the limit, not memory
         return
     first_ranks = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]  # one per stage
     free_bytes = [
@@ -212,8 +212,8 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
     layers[receiver] += 1
     roles = [rank.role for rank in first_ranks]
     other = _plan_for(planned, _with_layers(spec, layers, roles))
-    min_sequences = (1 + _MIN_GAIN) * sequences_at_once(planned)
-    if other is None or sequences_at_once(other) < min_sequences:
+    min_requests = (1 + _MIN_GAIN) * full_length_requests(planned)
+    if other is None or full_length_requests(other) < min_requests:
         return
     yield (
         f"more concurrency: with one layer moved from stage {giver} (role {roles[giver]}) to "

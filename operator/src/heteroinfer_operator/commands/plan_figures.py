@@ -77,8 +77,11 @@ def typical_context(max_model_len: int) -> int:
     return _SHORT if max_model_len > _SHORT else max(max_model_len // 2, 1)
 
 
-def sequences_at_once(planned: Planned) -> float:
-    """Returns how many requests of the maximum length the KV cache holds."""
+def full_length_requests(planned: Planned) -> float:
+    """Returns how many requests of the maximum length the KV cache holds.
+
+    Unlike the result of `requests_at_once`, the number has a fraction, and the scheduler does not limit it.
+    """
     return max(num_kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
 
 

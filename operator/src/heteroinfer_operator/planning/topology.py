@@ -90,11 +90,11 @@ def build_topology(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encod
     tensor = tensor_size(spec)
     pods = _order_pods(spec, placed, tensor, has_encoder=has_encoder)
     seats = [
-        Seat(pod=pod, local_rank=local_rank, placed=p)
-        for pod, p in enumerate(pods)
-        for local_rank in range(p.role.ranks_per_pod)
+        Seat(pod=pod, local_rank=local_rank, placed=placed_role)
+        for pod, placed_role in enumerate(pods)
+        for local_rank in range(placed_role.role.ranks_per_pod)
     ]
-    stages = tuple(tuple(seats[i : i + tensor]) for i in range(0, len(seats), tensor))
+    stages = tuple(tuple(seats[first : first + tensor]) for first in range(0, len(seats), tensor))
     topology = Topology(tensor=tensor, stages=stages, notes=notes)
     if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
         refused = TENSOR_CPU_FIRST
@@ -135,18 +135,23 @@ def _order_by_device(
     """Returns the role of each pod, in an order in which each stage has devices that suit it."""
     # The last stage is on a GPU, because each step reads the head there (1 GB for an 8B model). A CPU would
     # take 16 to 20 ms more for it (H200 host, 2026-11-20).
-    gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
+    gpus_last = sorted(placed, key=lambda each: each.device is Device.GPU)
     num_stages = spec.world_size // tensor
     # In mode Pipeline, and with `layers` in the roles, each role has whole stages (`_check_role_size`).
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
         return _expand_to_pods(gpus_last)
-    gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
-    if all(p.role.pods % num_stages == 0 for p in placed):
+    gpus_first = sorted(placed, key=lambda each: each.device is Device.CPU)
+    if all(each.role.pods % num_stages == 0 for each in placed):
         # Every stage gets equally many pods of each role, and begins with a GPU.
-        return [p for _ in range(num_stages) for p in gpus_first for _ in range(p.role.pods // num_stages)]
+        return [
+            each
+            for _ in range(num_stages)
+            for each in gpus_first
+            for _ in range(each.role.pods // num_stages)
+        ]
     # If CPU ranks do not fill whole stages, one stage has both devices. Such a stage must begin with a GPU
     # (`build_topology`), so GPUs come first.
-    cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
+    cpu_ranks = sum(each.role.num_ranks for each in placed if each.device is Device.CPU)
     return _expand_to_pods(gpus_first if cpu_ranks % tensor else gpus_last)
 
 

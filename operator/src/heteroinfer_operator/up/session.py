@@ -191,7 +191,7 @@ class Session:
         self._print_predictions(status)
         available = status.condition(ConditionType.AVAILABLE.value)
         serves = available is not None and available.status is ConditionStatus.TRUE
-        serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
+        serving = frozenset(group.index for group in status.groups if group.phase is GroupPhase.READY)
         if serves and serving - self._serving_groups:
             self._print_endpoints(status, serving)
         self._serving_groups = serving if serves else frozenset()
