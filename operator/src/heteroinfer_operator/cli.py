@@ -82,11 +82,15 @@ class _CommandParser(argparse.ArgumentParser):
     """Arguments of the command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the usage and the error, and exits with EXIT_USAGE."""
-        word = next((each for each in self.words if not each.startswith("-")), "")
-        similar = difflib.get_close_matches(word, COMMANDS, n=1) if word not in COMMANDS else []
+        """Prints the usage and the error, and exits with EXIT_USAGE.
+
+        The first argument without a hyphen is the sub-command. If it is unknown but similar to a sub-command,
+        the error names that sub-command.
+        """
+        command = next((word for word in self.words if not word.startswith("-")), "")
+        similar = difflib.get_close_matches(command, COMMANDS, n=1) if command not in COMMANDS else []
         if similar:
-            message = f"unknown command {word!r}. The most similar command is {similar[0]}"
+            message = f"unknown command {command!r}. The most similar command is {similar[0]}"
         super().error(printable(message))
 
 
@@ -138,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code. Prints a HeteroInferError as a message on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if _COMPLETES in os.environ:
-        _load_completion().complete(build_parser)
+        _load_completion().complete(build_parser)  # ends the process
     parser = build_parser(arguments, prog=_program())
     parsed = parser.parse_args(arguments)
     if parsed.command is None:

@@ -94,10 +94,8 @@ async def test_a_command_accepts_several_names_and_a_selector(
         "error: the command needs either NAMEs of resources or -l LABELS. Give one of the two\n",
     )
     code, _, errors = heteroinfer(config, "suspend", "-n", namespace, "-l", "own=nobody")
-    assert (code, errors) == (
-        1,
-        f"error: namespace {namespace}: no HeteroInference has the labels own=nobody\n",
-    )
+    problem = f"namespace {namespace}: no HeteroInference has the labels own=nobody"
+    assert (code, errors) == (1, f"error: {problem}. Correct -l, or name another namespace with -n\n")
 
 
 async def test_status_reports_that_no_operator_has_acted_yet(

@@ -192,7 +192,7 @@ async def test_a_pod_that_does_not_start_releases_its_gpus(tmp_path: Path) -> No
     async with _cluster(tmp_path, SLEEPS, gpus=("0",)) as running:
         python = tmp_path / "python"
         python.chmod(0)
-        with pytest.raises(LocalPodError, match="cannot start it"):
+        with pytest.raises(LocalPodError, match="cannot be started"):
             await running.run(CreateObject(manifest=gpu))
         python.chmod(0o755)
         running.folder = running.folder.with_name("p2")
@@ -306,12 +306,12 @@ async def test_deleted_resource_is_gone_once_its_last_pod_is(tmp_path: Path) -> 
         running.cluster.request_deletion()
         observation = await running.observe()
         (living,) = observation.pods
-        assert (observation.resource.deleting, running.cluster.gone.is_set()) == (True, False)
+        assert (observation.resource.deleting, running.cluster.deleted.is_set()) == (True, False)
         await running.run(DeleteObject(kind="Pod", name=living.name, uid=living.uid, grace_s=0))
         async with asyncio.timeout(TIMEOUT_S):
             while await running.cluster.observe(running.cluster.key) is not None:
                 await asyncio.sleep(0.02)
-        assert running.cluster.gone.is_set()
+        assert running.cluster.deleted.is_set()
         assert await running.cluster.observe(running.cluster.key) is None
 
 

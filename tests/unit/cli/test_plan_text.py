@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.plan_details import describe_kv_cache, describe_memory, describe_model
-from heteroinfer_operator.commands.plan_figures import Figures, sequences_at_once
+from heteroinfer_operator.commands.plan_figures import Figures, full_length_requests
 from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
@@ -89,7 +89,7 @@ def test_prints_the_limits_of_requests_and_of_their_length() -> None:
     found = kv_cache(tight)
     limiting = tight.plan.ranks[tight.limiting_rank or 0]
     limit = f"the memory of rank {limiting.rank} (role {limiting.role})"
-    full = int(sequences_at_once(tight))
+    full = int(full_length_requests(tight))
     assert full == (num_kv_blocks(tight) - 1) // 256
     each = "request of 8,192 tokens" if full == 1 else "requests of 8,192 tokens each"
     together = "at the same time"
@@ -231,7 +231,7 @@ def test_choices_with_another_number_of_pods_are_planned() -> None:
         plan(spec(gpu(deviceMemory="24Gi", pods=pods), cpu(memory="96Gi")), larger) for pods in (1, 3)
     )
     steps = [duration(predict(each.plan, each.rates).step_s) for each in (planned, one, three)]
-    held = [f"{sequences_at_once(each):.1f}" for each in (planned, one, three)]
+    held = [f"{full_length_requests(each):.1f}" for each in (planned, one, three)]
     less = lines(planned, "fewer pods")[0]
     assert less == (
         f"fewer pods: with 1 pod of role gpu instead of 2, a step takes {steps[1]} instead of {steps[0]}, "
@@ -310,7 +310,7 @@ def test_a_layer_moved_from_the_stage_that_is_short_of_memory_is_planned() -> No
     pattern = r"and ([0-9.]+) requests of 8,192 tokens run at the same time instead of ([0-9.]+)$"
     found = re.search(pattern, line)
     assert found is not None
-    assert found[2] == f"{sequences_at_once(planned):.1f}"
+    assert found[2] == f"{full_length_requests(planned):.1f}"
     assert float(found[1]) > 10 * float(found[2])
     # No layer moves if the scheduler is the limit, or if memory is unknown.
     assert not lines(plan(spec(gpu(deviceMemory="141Gi"), engine={"maxModelLen": 1024})), "more concurrency")

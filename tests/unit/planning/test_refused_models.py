@@ -80,7 +80,7 @@ def test_the_class_inside_is_checked_like_the_model_s_own() -> None:
         plan(spec(gpu(deviceMemory="1Ti")), pooling, NODES)
     of_gpus = replace(inside, text_architecture="MiniMaxM3SparseForCausalLM")
     with pytest.raises(
-        PlanError, match="MiniMaxM3SparseForCausalLM: vLLM's classes for it are for GPUs only"
+        PlanError, match="MiniMaxM3SparseForCausalLM: vLLM's classes for this model are for GPUs only"
     ):
         plan(spec(gpu(), cpu(memory=HUGE)), of_gpus, NODES)
 

@@ -219,7 +219,7 @@ def test_experts_of_stages_are_in_every_format_of_our_kernels() -> None:
         ({"scheme": Scheme(name=SchemeName.INT4, bits=8)}, "no CPU kernel for this format"),
         (
             {"scheme": Scheme(name=SchemeName.GPTQ, bits=4, group=16)},
-            "groups of 16 weights: the kernel requires a multiple of 32",
+            "groups of 16 weights: the kernel requires groups of a multiple of 32",
         ),
         ({"scheme": Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=64)}, "in FP8 blocks of 128"),
         ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=1024)}, "supports multiples of 1024 only"),
@@ -302,9 +302,9 @@ def test_models_without_a_pipeline_run_in_one_stage(name: str) -> None:
 def test_refuses_gpu_only_classes_of_vllm_on_cpus() -> None:
     llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
     for name, why in (
-        ("KimiLinearForCausalLM", "classes for it are for GPUs only"),
-        ("MiniMaxM3SparseForCausalLM", "classes for it are for GPUs only"),
-        ("DeepseekV4ForConditionalGeneration", "classes for it are for GPUs only"),
+        ("KimiLinearForCausalLM", "classes for this model are for GPUs only"),
+        ("MiniMaxM3SparseForCausalLM", "classes for this model are for GPUs only"),
+        ("DeepseekV4ForConditionalGeneration", "classes for this model are for GPUs only"),
         ("DeepseekV4ForCausalLM", "blocks of 256 tokens"),
     ):
         model = replace(llama, architecture=name)
@@ -565,5 +565,5 @@ def test_reports_all_reasons_at_once() -> None:
         plan(spec(*reversed(MIXED), parallelism={"stageOrder": "AsListed"}), sees)
     images, experts, ways = caught.value.message.splitlines()
     assert "first stage is on a CPU" in images
-    assert "the kernel requires a multiple of 32" in experts
+    assert "the kernel requires groups of a multiple of 32" in experts
     assert ways.startswith("model: alternatives that can run it, with one request of 8,192 tokens: ")

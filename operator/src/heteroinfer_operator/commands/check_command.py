@@ -69,7 +69,7 @@ async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
 
 
 def _print_table(results: Sequence[CheckResult]) -> None:
-    """Prints a line for each check, and what to do if a check failed."""
+    """Prints a line for each check. If a check failed, the last line asks the user to solve the problems."""
     width = max(len(result.name) for result in results)
     for result in results:
         state = result.state.value.upper() if result.state is CheckState.FAILED else result.state.value

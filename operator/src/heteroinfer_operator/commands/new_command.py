@@ -95,9 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = _read_hardware(arguments)
     model = _model_spec(arguments)
     name = _default_name(arguments.model) if arguments.name is None else arguments.name
-    checked = _check_name_and_model(name, model)
+    parsed = _check_name_and_model(name, model)
     calibrations = read_calibrations(arguments.calibration)
-    profile, notes = read_model(checked.spec.model, (), arguments.model_dir)
+    profile, notes = read_model(parsed.spec.model, (), arguments.model_dir)
     draft = Draft(
         name=name,
         model=model,
@@ -148,7 +148,8 @@ def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
             "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",
             reason="Usage",
         )
-    return GivenHardware(gpus=gpus, gpu_memory=gpu_memory if gpus else "", cpus=cpus, cpu_memory=cpu_memory)
+    gpu_memory = gpu_memory if gpus else ""  # --gpus 0 overrides --gpu-memory
+    return GivenHardware(gpus=gpus, gpu_memory=gpu_memory, cpus=cpus, cpu_memory=cpu_memory)
 
 
 def _model_spec(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Final
 
 from heteroinfer_contract import names
@@ -27,7 +28,7 @@ _MAX_GPUS: Final = 16
 _MIN_TOKENS: Final = 512
 """Smallest value of --max-model-len that `find_fitting_changes` tries."""
 _GPU_POD_CPUS: Final = 4
-"""Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
+"""Cores of a GPU's pod without its feed-forward ranks: for engine, vLLM's API server and the GPU rank."""
 _GPU_POD_GIB: Final = 16
 """Host memory of a GPU's pod without its feed-forward ranks."""
 _ADDED_CPUS: Final = 16
@@ -124,7 +125,7 @@ class Draft:
         if not self.model["uri"].startswith(HUB_SCHEME):
             return {}
         model_bytes = self.profile.total_bytes + self.profile.encoder_bytes
-        size_gib = -(-_CACHED_REVISIONS * model_bytes // GIB) + _SPARE_CACHE_GIB
+        size_gib = ceil(_CACHED_REVISIONS * model_bytes / GIB) + _SPARE_CACHE_GIB
         mode = AccessMode.READ_WRITE_MANY if layout.num_pods > 1 else AccessMode.READ_WRITE_ONCE
         return {"size": f"{size_gib}Gi", "accessMode": mode.value}
 
@@ -205,12 +206,14 @@ def layouts(hardware: GivenHardware, mode: Mode | None, *, has_experts: bool) ->
     if mode is Mode.FEED_FORWARD and not can_feed_forward:
         raise HeteroInferError(
             "--mode FeedForward needs one GPU (--gpu-memory) and at least 2 CPUs of the same host "
-            "(--cpus, --cpu-memory)",
+            "(--cpus, --cpu-memory). Add the missing options, or remove --mode",
             reason="Usage",
         )
     if mode is Mode.TENSOR and not (hardware.gpus and hardware.cpus):
         raise HeteroInferError(
-            "--mode Tensor needs GPUs (--gpu-memory) and CPUs (--cpus, --cpu-memory)", reason="Usage"
+            "--mode Tensor needs GPUs (--gpu-memory) and CPUs (--cpus, --cpu-memory). Add the missing "
+            "options, or remove --mode",
+            reason="Usage",
         )
     if hardware.gpus and mode in (None, Mode.PIPELINE):
         yield GroupLayout(mode=Mode.PIPELINE, hardware=gpus_only)
@@ -229,14 +232,14 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
         PlanError: no layout has a plan; the error is that of the layout with the most memory.
         HeteroInferError: the mode needs other hardware.
     """
-    refused: PlanError | None = None
+    last_error: PlanError | None = None  # the last layout has the most memory
     for layout in layouts(hardware, mode, has_experts=bool(draft.profile.experts)):
         try:
             return layout, draft.plan(layout)
         except PlanError as error:
-            refused = error
-    assert refused is not None  # there is a layout, because GivenHardware has a GPU or a CPU
-    raise refused
+            last_error = error
+    assert last_error is not None  # there is a layout, because GivenHardware has a GPU or a CPU
+    raise last_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,8 +320,8 @@ def _find_memory(option: str, written_size: str, fits: Callable[[str], bool]) ->
     Doubles the size until it fits, then halves the interval between the largest size that is too small and
     the smallest that is enough.
     """
-    have_bytes = parse_bytes(written_size) if written_size else 0
-    too_small, enough = have_bytes // GIB, max(2 * have_bytes // GIB, 1)
+    present_bytes = parse_bytes(written_size) if written_size else 0
+    too_small, enough = present_bytes // GIB, max(2 * present_bytes // GIB, 1)
     while enough <= _MAX_GIB and not fits(f"{enough}Gi"):
         too_small, enough = enough, 2 * enough
     if enough > _MAX_GIB:
@@ -326,5 +329,5 @@ def _find_memory(option: str, written_size: str, fits: Callable[[str], bool]) ->
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
         too_small, enough = (too_small, middle) if fits(f"{middle}Gi") else (middle, enough)
-    more_gib = -(-(enough * GIB - have_bytes) // GIB)
+    more_gib = ceil((enough * GIB - present_bytes) / GIB)
     return FittingChange(option=f"{option} {enough}Gi", change=f"{more_gib}Gi more")

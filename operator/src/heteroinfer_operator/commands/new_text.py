@@ -139,7 +139,7 @@ def _explain_mode(layout: GroupLayout, planned: Planned) -> str:
 
 
 def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
-    """Returns the lines of spec.roles."""
+    """Returns the lines of spec.roles, in the order of `Draft.resource`, with comments about their values."""
     hardware, lines = layout.hardware, []
     if layout.has_cpu_role:
         lines += [
@@ -192,5 +192,7 @@ def _describe_bytes(planned: Planned, role: str, *, remote: bool = False) -> str
     Args:
         remote: selects the feed-forward ranks of the role; otherwise its other ranks.
     """
-    ranks = [r for r in planned.plan.ranks if r.role == role and (r.feed_forward is not None) is remote]
-    return f"the plan uses {format_bytes(max(r.weight_bytes + r.kv_cache_bytes for r in ranks))}"
+    ranks = [
+        rank for rank in planned.plan.ranks if rank.role == role and (rank.feed_forward is not None) is remote
+    ]
+    return f"the plan uses {format_bytes(max(rank.weight_bytes + rank.kv_cache_bytes for rank in ranks))}"

@@ -126,21 +126,22 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
+        """Returns the function that decides each reconcile, with the key that the operator has read."""
         return functools.partial(reconcile, options=build_options(settings, operator_key))
 
     operator = Operator(settings, build_decide)
-    try:
+    try:  # Python permits no `return` in `except*`
         asyncio.run(operator.run())
     except* LeaseLostError as lost:
         logger.error("%s", lost.exceptions[0])
-        return_code = EXIT_FAILED
+        exit_code = EXIT_FAILED
     except* HeteroInferError as failed:
         for error in failed.exceptions:
             logger.error("%s", error)
-        return_code = EXIT_FAILED
+        exit_code = EXIT_FAILED
     else:
-        return_code = EXIT_OK
-    return return_code
+        exit_code = EXIT_OK
+    return exit_code
 
 
 def _check_installation(settings: InstallationSettings) -> int:

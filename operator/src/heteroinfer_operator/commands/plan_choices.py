@@ -11,7 +11,7 @@ from typing import Final
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
-from heteroinfer_operator.commands.plan_figures import sequences_at_once
+from heteroinfer_operator.commands.plan_figures import full_length_requests
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned, make_plan
@@ -55,10 +55,12 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
 
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
-    """Describes the pods and roles that make the group no faster or larger, a line each."""
-    comparisons = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
+    """Describes the plans with fewer pods that are as fast and serve as many requests, a line each."""
+    differences = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
     return tuple(
-        f"fewer pods: {words}, {change.text}" for words, change in comparisons if change.costs_nothing
+        f"fewer pods: {words}, {difference.text}"
+        for words, difference in differences
+        if difference.costs_nothing
     )
 
 
@@ -66,9 +68,10 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
-    at_once, at_once_now = sequences_at_once(other), sequences_at_once(planned)
-    # Compare printed figures, so that a difference that the user cannot see does not count.
-    same_time, same_concurrency = step == step_now, f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
+    at_once, at_once_now = full_length_requests(other), full_length_requests(planned)
+    # Compares printed figures, so that a difference that the user cannot see does not count.
+    same_time = step == step_now
+    same_concurrency = f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
     time = f"as long as now ({step})" if same_time else f"{step} instead of {step_now}"
     if same_concurrency:
@@ -152,6 +155,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
     for rank in planned.plan.stage_ranks:
         request_bytes = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.min_blocks
         of_rank = (rank.kv_cache_bytes - request_bytes, rank.kv_cache_bytes + rank.weight_bytes)
+        # `min` compares the spare bytes first.
         spare_and_used[rank.role] = min(spare_and_used.get(rank.role, of_rank), of_rank)
     for role, (spare_bytes, used_bytes) in spare_and_used.items():
         if spare_bytes >= _MIN_GAIN * used_bytes:
@@ -168,17 +172,18 @@ def _describe_moved_layers(planned: Planned) -> Iterator[str]:
     of the step, or if all ranks have the same kind of device.
     """
     plan = planned.plan
-    on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
-    if not on_cpus or len(on_cpus) == len(plan.ranks):
+    cpu_ranks = [rank for rank in plan.ranks if rank.device is Device.CPU]
+    if not cpu_ranks or len(cpu_ranks) == len(plan.ranks):
         return
     step_s = predict(plan, planned.rates).step_s
-    first = on_cpus[0]
-    layer_s = first.predicted_step_s / max(first.num_layers, 1)
-    if first.predicted_step_s >= _MIN_GAIN * step_s:
-        need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
+    first_rank = cpu_ranks[0]
+    layer_s = first_rank.predicted_step_s / max(first_rank.num_layers, 1)
+    if first_rank.predicted_step_s >= _MIN_GAIN * step_s:
+        bytes_on_cpus = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in cpu_ranks)
         yield (
-            f"faster: each layer that you move from role {first.role} to a GPU saves {duration(layer_s)} "
-            f"per step. The weights and the KV cache of all CPU ranks take {format_bytes(need)}"
+            f"faster: each layer that you move from role {first_rank.role} to a GPU saves "
+            f"{duration(layer_s)} per step. The weights and the KV cache of all CPU ranks take "
+            f"{format_bytes(bytes_on_cpus)}"
         )
 
 
@@ -191,27 +196,28 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
     plan, spec = planned.plan, planned.request.spec
     if planned.limiting_rank is None or spec.parallelism.mode is not Mode.PIPELINE:
         return
-    if sequences_at_once(planned) >= plan.engine.max_num_seqs:
+    if full_length_requests(planned) >= plan.engine.max_num_seqs:  # the scheduler is the limit, not memory
         return
-    stages = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]
+    first_ranks = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]  # one per stage
     free_bytes = [
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
-        for budget, rank in zip(planned.budgets, stages, strict=True)
+        for budget, rank in zip(planned.budgets, first_ranks, strict=True)
     ]
-    limiting = plan.ranks[planned.limiting_rank].stage
-    receiver = max(range(len(stages)), key=lambda stage: free_bytes[stage])
-    if receiver == limiting or stages[limiting].num_layers == 1:
+    giver = plan.ranks[planned.limiting_rank].stage
+    receiver = max(range(len(first_ranks)), key=lambda stage: free_bytes[stage])
+    if receiver == giver or first_ranks[giver].num_layers == 1:
         return
-    layers = [rank.num_layers for rank in stages]
-    layers[limiting] -= 1
+    layers = [rank.num_layers for rank in first_ranks]
+    layers[giver] -= 1
     layers[receiver] += 1
-    other = _plan_for(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
-    min_sequences = (1 + _MIN_GAIN) * sequences_at_once(planned)
-    if other is None or sequences_at_once(other) < min_sequences:
+    roles = [rank.role for rank in first_ranks]
+    other = _plan_for(planned, _with_layers(spec, layers, roles))
+    min_requests = (1 + _MIN_GAIN) * full_length_requests(planned)
+    if other is None or full_length_requests(other) < min_requests:
         return
     yield (
-        f"more concurrency: with one layer moved from stage {limiting} (role {stages[limiting].role}) to "
-        f"stage {receiver} (role {stages[receiver].role}), {_compare(other, planned).text}"
+        f"more concurrency: with one layer moved from stage {giver} (role {roles[giver]}) to "
+        f"stage {receiver} (role {roles[receiver]}), {_compare(other, planned).text}"
     )
 
 

@@ -148,10 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(_render(answer, arguments))
     file = arguments.chart_values
     policy = "the chart's default values" if file is None else f"the values of {file}"
-    problem = "error"
-    if answer.exit_code is PlanExit.DOES_NOT_FIT and answer.name:
-        problem = f"error: {answer.name} does not fit"
-    _print_errors(problem, answer.errors)
+    does_not_fit = answer.exit_code is PlanExit.DOES_NOT_FIT and answer.name
+    _print_errors(f"error: {answer.name} does not fit" if does_not_fit else "error", answer.errors)
     _print_errors(f"refused by an operator with {policy}", answer.refused_by_policy)
     return answer.exit_code
 
@@ -164,7 +162,10 @@ def _print_errors(prefix: str, errors: Iterable[HeteroInferError]) -> None:
 
 
 def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
-    """Reads the file and plans the resource. Errors are a part of the answer."""
+    """Reads the file and plans the resource. Errors are a part of the answer.
+
+    An error leaves `name` and `refused` as far as they are known, so that users see both.
+    """
     refused: tuple[PlanError, ...] = ()
     name = ""
     try:
@@ -174,9 +175,10 @@ def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
         refused = tuple(find_refused(values, resource.spec))
         pod_resources = PodResources.from_json(json.dumps(values.pod_resources))
         resource = resource.changed(spec=pod_resources.complete_roles(resource.spec))
-        impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
-        if impossible:
-            return PlanAnswer(name=name, errors=impossible, refused=refused)
+        # No plan may have these arguments. All other refused settings depend on the installation.
+        always_refused = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
+        if always_refused:
+            return PlanAnswer(name=name, errors=always_refused, refused=refused)
         calibrations = read_calibrations(arguments.calibration, other_machines=arguments.nodes is not None)
         planned = _plan(resource, calibrations, arguments)
         return PlanAnswer(name=name, planned=planned, calibrations=calibrations, refused=refused)
@@ -187,8 +189,8 @@ def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
     """Plans the resource for the nodes that the options describe; raises HeteroInferError.
 
-    If the file of nodes has no PriorityClasses, the message of a Shortage adds this: with them, the pods
-    might preempt others and fit.
+    If the file of nodes has no PriorityClasses, the message of a Shortage adds this fact: with
+    PriorityClasses, the pods might preempt other pods, and fit.
     """
     spec = resource.spec
     profile, notes = read_model(spec.model, spec.engine.args, arguments.model_dir)
@@ -233,27 +235,36 @@ def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -
     gpus, memory_bytes = arguments.gpus, arguments.gpu_memory
     if gpus is None and memory_bytes is None:
         return None
-    resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
-    count = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
+    gpu_resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
+    # Without --gpus, the number of GPUs is no limit: each rank may have one.
+    num_gpus = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
     memory_labels = (
-        {} if memory_bytes is None else {f"{name}.memory": str(memory_bytes // 2**20) for name in resources}
+        {}
+        if memory_bytes is None
+        else {f"{name}.memory": str(memory_bytes // 2**20) for name in gpu_resources}
     )
-    labels = {**IMAGE_PLATFORM, **memory_labels}
-    node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=labels)
+    node = NodeView(
+        name=_NODE_OF_OPTIONS,
+        allocatable=dict.fromkeys(gpu_resources, float(num_gpus)),
+        labels={**IMAGE_PLATFORM, **memory_labels},
+    )
     return build_free_nodes([node])
 
 
 def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
-    """Returns the answer as a table, JSON or YAML."""
+    """Returns the answer as a table, JSON or YAML.
+
+    A table has no errors, because `run` prints them to stderr.
+    """
     planned, output = answer.planned, arguments.output
     if output == "table":
         if planned is None:
             return ""
-        nodes = arguments.nodes is not None
+        has_nodes = arguments.nodes is not None
         return describe_plan(
             planned,
             answer.name,
-            ShownParts(explain=arguments.explain, choices=arguments.choices, nodes=nodes),
+            ShownParts(explain=arguments.explain, choices=arguments.choices, nodes=has_nodes),
             not_measured=answer.calibrations.missing,
             refusals=len(answer.refused_by_policy),
         )

@@ -72,14 +72,10 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> li
         ("layers", f"{format_bytes(sum(profile.layer_bytes))}, by attention: {attention}"),
     ]
     if profile.experts:
-        routed = sum(kind.routed_bytes for kind in profile.layers)
-        read = max(kind.experts_per_token for kind in profile.layers)
-        rows.append(
-            (
-                "experts",
-                f"{format_bytes(routed)} of the layers, {profile.experts} per layer; a token reads {read}",
-            )
-        )
+        expert_bytes = sum(kind.routed_bytes for kind in profile.layers)
+        num_read = max(kind.experts_per_token for kind in profile.layers)
+        per_layer = f"{profile.experts} per layer; a token reads {num_read}"
+        rows.append(("experts", f"{format_bytes(expert_bytes)} of the layers, {per_layer}"))
     rows.append(("embedding", format_bytes(profile.embedding_bytes)))
     rows.append(("head", "tied to the embedding" if profile.tied_head else format_bytes(profile.head_bytes)))
     if profile.encoder:
@@ -132,14 +128,15 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     first, end = ranks[0].first_layer, ranks[0].end_layer
     budget = planned.budgets[stage].tightest(sizes, first, end)
     rank = next(rank for rank in ranks if rank.role == budget.role)
-    layers = sizes.layer_weight_bytes(first, end, budget.device)
-    tables = rank.weight_bytes - layers - sizes.encoder_bytes
-    packed = " packed" if layers != sizes.layer_weight_bytes(first, end) else ""
-    parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layers)}{packed}"]
-    if tables:
+    layer_bytes = sizes.layer_weight_bytes(first, end, budget.device)
+    stored_bytes = sizes.layer_weight_bytes(first, end)
+    table_bytes = rank.weight_bytes - layer_bytes - sizes.encoder_bytes  # embedding, head and others
+    packed = " packed" if layer_bytes != stored_bytes else ""  # kernels of CPUs need the packed form
+    parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layer_bytes)}{packed}"]
+    if table_bytes:
         names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
         copies = f"{CPU_TABLE_COPIES} copies of " if rank.device is Device.CPU else ""
-        parts.append(f"{copies}{names} {format_bytes(tables)}")
+        parts.append(f"{copies}{names} {format_bytes(table_bytes)}")
     if sizes.encoder_bytes:
         parts.append(f"encoder {format_bytes(sizes.encoder_bytes)}")
     parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
@@ -229,7 +226,7 @@ def _describe_rates(planned: Planned) -> list[str]:
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
-    """Returns the settings that hold for all ranks, for the kinds of devices in the plan."""
+    """Returns the settings of all ranks, without the settings of a kind of device that the plan lacks."""
     plan, engine = planned.plan, planned.plan.engine
     per_stage = "" if plan.tensor_parallel_size == 1 else f" of {count(plan.tensor_parallel_size, 'rank')}"
     stages = f"{count(plan.pipeline_parallel_size, 'stage')}{per_stage}"

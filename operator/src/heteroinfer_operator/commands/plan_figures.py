@@ -77,8 +77,11 @@ def typical_context(max_model_len: int) -> int:
     return _SHORT if max_model_len > _SHORT else max(max_model_len // 2, 1)
 
 
-def sequences_at_once(planned: Planned) -> float:
-    """Returns how many requests of the maximum length the KV cache holds."""
+def full_length_requests(planned: Planned) -> float:
+    """Returns how many requests of the maximum length the KV cache holds.
+
+    Unlike the result of `requests_at_once`, the number has a fraction, and the scheduler does not limit it.
+    """
     return max(num_kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
 
 
@@ -114,12 +117,16 @@ def memory_limit(planned: Planned) -> str:
 
 
 def describe_requests(planned: Planned, figures: Figures) -> str:
-    """Describes how many short and full-length requests run at the same time, and what limits them."""
+    """Describes how many short and full-length requests run at the same time, and what limits them.
+
+    Leaves out short requests if a short request has the full length. Also leaves them out if full-length
+    requests reach the scheduler's limit, because short requests then reach the same limit.
+    """
     max_requests, full_requests = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len
     scheduler = f"{count(max_requests, 'request')} in a step"
-    short = _requests_at_once(figures.short_requests, figures.short)
-    full_length = _requests_at_once(full_requests, longest)
+    short = _format_requests_at_once(figures.short_requests, figures.short)
+    full_length = _format_requests_at_once(full_requests, longest)
     if full_requests >= max_requests:
         return f"{full_length}. Limit: {scheduler}"
     if figures.short == longest:
@@ -129,7 +136,7 @@ def describe_requests(planned: Planned, figures: Figures) -> str:
     return f"{short}, or {full_length}. Limit: {memory_limit(planned)}"
 
 
-def _requests_at_once(requests: int, tokens: int) -> str:
+def _format_requests_at_once(requests: int, tokens: int) -> str:
     each = " each" if requests != 1 else ""
     return f"{count(requests, 'request')} of {count(tokens, 'token')}{each} at the same time"
 

@@ -71,7 +71,7 @@ def load_nodes(file: str) -> GivenNodes:
         raise HeteroInferError(
             f"--nodes: {file} contains no nodes. {HOW_TO_CREATE}", reason="NodesNotReadable"
         )
-    active_pods = [pod for pod in pods if pod is not None]
+    active_pods = [pod for pod in pods if pod is not None]  # None is a pod that has ended
     pods_by_node: defaultdict[str, list[trim.PodRequests]] = defaultdict(list)
     for pod in active_pods:
         pods_by_node[pod.node].append(pod)

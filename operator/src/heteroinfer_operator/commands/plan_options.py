@@ -70,10 +70,10 @@ def memory_size(text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        decimal = re.fullmatch("([0-9.]+) ?([kMGTP])i?[bB]", text)
-        if decimal is None:
+        with_b = re.fullmatch("([0-9.]+) ?([kMGTP])i?[bB]", text)  # such as 80GB or 80 GiB
+        if with_b is None:
             raise argparse.ArgumentTypeError(f"must be a size such as 80Gi (got {text!r})") from error
-        fix = f"{decimal[1]}{decimal[2]}"
+        fix = f"{with_b[1]}{with_b[2]}"
         raise argparse.ArgumentTypeError(
             f"must be a size without B (got {text!r}). Write {fix}i, or {fix} for powers of 1,000"
         ) from error

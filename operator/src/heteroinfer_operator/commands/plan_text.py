@@ -101,6 +101,7 @@ def describe_verdict(planned: Planned, name: str, refusals: int = 0) -> str:
 
 
 def _memory_fields(planned: Planned, roles: Sequence[str]) -> str:
+    """Returns the fields by which the user sets the memory of roles, joined by "and"."""
     devices = {rank.device for stage in planned.budgets for rank in stage.ranks if rank.role in roles}
     fields = {Device.GPU: "deviceMemory", Device.CPU: "resources.limits.memory"}
     return " and ".join(field for device, field in fields.items() if device in devices)
@@ -176,7 +177,10 @@ def _describe_time_between_tokens(planned: Planned) -> list[tuple[str, str]]:
 
 
 def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
-    """Returns the table of ranks as lines, with a mark at the slowest rank."""
+    """Returns the table of ranks as lines, with a mark at the slowest ranks.
+
+    If all ranks take equally long, no rank has the mark.
+    """
     plan = planned.plan
     roles = {role.name: role for role in planned.request.spec.roles}
     nodes = planned.node_assignment.nodes if with_nodes else {}
@@ -217,7 +221,7 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     written = _quote_memory(role, rank.device)
     usable, used = format_bytes(budget.budget), format_bytes(taken)
     if usable.endswith(" GiB") and used.endswith(" GiB"):
-        used = used.removesuffix(" GiB")
+        used = used.removesuffix(" GiB")  # both numbers share one unit
     return f"{used} of {usable}{written}"
 
 

@@ -61,4 +61,4 @@ async def _write_report(arguments: argparse.Namespace) -> None:
         ) from error
     for line in bundle.missing:
         sys.stderr.write(f"left out: {printable(line)}\n")
-    sys.stdout.write(f"wrote {printable(str(file))}. It contains logs: read them before you send it\n")
+    sys.stdout.write(f"wrote {printable(str(file))}. Read the logs in this file before you send the file\n")

@@ -67,7 +67,7 @@ def load_document(file: str) -> dict[str, Any]:
         raise SpecError([f"{problem}. Use one file for each resource"])
     try:
         json.dumps(resources[0])
-    except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, an alias of itself
+    except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, a list that contains itself
         raise SpecError(
             [f"{file}: a value has a type that JSON lacks ({error}). Write the value as text"]
         ) from error

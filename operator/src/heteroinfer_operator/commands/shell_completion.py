@@ -61,10 +61,10 @@ def complete_for_kubectl(build_parser: BuildParser, words: Sequence[str]) -> Non
     Args:
         words: words after `kubectl heteroinfer`. The last word is incomplete.
     """
-    *done, last = words or ("",)
-    parser = build_parser([*done, last])
+    *complete_words, last_word = words or ("",)
+    parser = build_parser([*complete_words, last_word])
     _complete_names(parser)
-    line = f"{shlex.join([PROGRAM, *done])} {last}"
+    line = f"{shlex.join([PROGRAM, *complete_words])} {last_word}"
     variables = {
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
@@ -91,13 +91,14 @@ def _complete_names(parser: argparse.ArgumentParser) -> None:
 def _resource_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     """Returns the names of resources in the cluster; none if the cluster does not answer."""
     try:
-        names_by_namespace = asyncio.run(_read_names(parsed_args))
+        names_in_namespace = asyncio.run(_read_names(parsed_args))
     except (HeteroInferError, TimeoutError):
         return []
-    return [name for name in names_by_namespace if name.startswith(prefix)]
+    return [name for name in names_in_namespace if name.startswith(prefix)]
 
 
 async def _read_names(arguments: argparse.Namespace) -> list[str]:
+    """Returns the names of the resources in the namespace that the options name."""
     async with asyncio.timeout(NAMES_TIMEOUT_S), open_cluster(arguments) as cluster:
         resources = await read_resources(cluster.server, cluster.namespace, None)
     return [resource.key.name for resource in resources]

@@ -44,18 +44,19 @@ async def patch_specs(arguments: argparse.Namespace, change: Change) -> None:
     async with open_cluster(arguments) as cluster:
         resources: list[StoredResource] = []
         # Read all resources before changing the first, so that a misspelt name changes nothing.
-        for name in arguments.names or [None]:
+        for name in arguments.names or [None]:  # None: all resources with the labels
             resources += await read_resources(
                 cluster.server, cluster.namespace, name, selector=arguments.selector
             )
         if not resources:
             raise HeteroInferError(
-                f"namespace {cluster.namespace}: no {names.KIND} has the labels {arguments.selector}",
+                f"namespace {cluster.namespace}: no {names.KIND} has the labels {arguments.selector}. "
+                "Correct -l, or name another namespace with -n",
                 reason="NotFound",
             )
         for resource in resources:
-            fields, words = change(resource.manifest["spec"])
+            fields, outcome = change(resource.manifest["spec"])
             if fields:
                 path = HETERO_INFERENCE.path(resource.key.namespace, resource.key.name)
                 await cluster.server.merge(path, {"spec": fields})
-            sys.stdout.write(printable(f"{names.SINGULAR}/{resource.key.name} {words}") + "\n")
+            sys.stdout.write(printable(f"{names.SINGULAR}/{resource.key.name} {outcome}") + "\n")

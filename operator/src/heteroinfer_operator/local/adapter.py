@@ -102,7 +102,7 @@ class LocalCluster:
     ) -> None:
         metadata = resource["metadata"]
         self.key = ResourceKey(namespace=metadata.get("namespace", "default"), name=metadata["name"])
-        self.gone = asyncio.Event()
+        self.deleted = asyncio.Event()
         self._options = options
         self._on_change = on_change
         self._on_event = on_event
@@ -137,7 +137,7 @@ class LocalCluster:
         return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
-        """Starts the deletion of the resource and its pods. `gone` is set when they are deleted."""
+        """Starts the deletion of the resource and its pods. Sets `deleted` after all are deleted."""
         self._deleting = True
         self._record_change()
 
@@ -151,8 +151,8 @@ class LocalCluster:
             raise self._failure
         if self._deleting and not self._pods:  # no reconcile is running that could start a pod
             self._objects.clear()
-            self.gone.set()
-        if key != self.key or self.gone.is_set():
+            self.deleted.set()
+        if key != self.key or self.deleted.is_set():
             return None
         return ResourceObservation(
             resource=ResourceView(
@@ -311,11 +311,17 @@ class LocalCluster:
         except OSError as error:
             self._free_gpus = sorted([*self._free_gpus, *gpus])
             folder.remove()
-            raise LocalPodError(f"pod {pod.name}: cannot start it ({error})") from error
+            raise LocalPodError(
+                f"pod {pod.name}: its process cannot be started ({error}). Check the Python of the workers "
+                f"({self._options.worker_python}), and the space in {self._options.scratch.parent}"
+            ) from error
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
     async def _await_end(self, pod: StoredPod) -> None:
-        """Waits until a pod has ended, and frees its GPUs."""
+        """Waits until a pod has ended, and frees its GPUs.
+
+        If some of the pod's processes survive, `observe` and `close` raise the error.
+        """
         try:
             pod.termination = await pod.running.wait()
         except HeteroInferError as error:
@@ -329,7 +335,7 @@ class LocalCluster:
         self._on_change()
 
     async def _stop_pod(self, pod: StoredPod, *, grace_s: float) -> None:
-        """Ends a pod's processes; stores the error if some survive."""
+        """Ends a pod's processes. If some survive, `observe` and `close` raise the error."""
         try:
             await pod.running.stop(grace_s)
         except HeteroInferError as error:
@@ -357,8 +363,10 @@ class LocalCluster:
                 answer = await _none_without_answer(
                     self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s)
                 )
+                # The second value is a question of the pod to an operator in a cluster.
                 fetch = answer[0] if answer is not None else None
             if pod.termination is None:  # the pod may have ended during the probe
+                # Other changes of the report wait for the next reconcile.
                 changed = (ready, _reports_ready(group)) != (pod.ready, _reports_ready(pod.group_report))
                 pod.ready, pod.group_report, pod.fetch = ready, group, fetch
                 if changed:
@@ -391,7 +399,7 @@ async def _none_without_answer(answer: Awaitable[T]) -> T | None:
 
 
 def _reports_ready(status: GroupReport | None) -> bool:
-    """Reports whether a leader's report says that its group is ready."""
+    """Reports whether a leader has sent a report in which its group is ready."""
     return status is not None and status.ready
 
 

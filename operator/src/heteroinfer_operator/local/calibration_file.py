@@ -9,7 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_operator.local.process import WORKER_MODULE
+from heteroinfer_operator.local.process import MAX_ERROR_LENGTH, WORKER_MODULE
 from heteroinfer_operator.nodes.calibrations import CalibrationError
 from heteroinfer_operator.version import own_version
 
@@ -44,8 +44,9 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
     except subprocess.TimeoutExpired as error:
         raise CalibrationError(f"calibrate: not finished within {TIMEOUT_S:.0f} s. Try again") from error
     if result.returncode != 0:
-        message = result.stderr.strip().rpartition("calibrate: ")[2][-500:]
-        raise CalibrationError(f"calibrate: {message or f'{python} ended with {result.returncode}'}")
+        problem = result.stderr.strip().rpartition("calibrate: ")[2][-MAX_ERROR_LENGTH:]
+        problem = problem or f"{python} ended with exit code {result.returncode}"
+        raise CalibrationError(f"calibrate: {problem}")
     try:
         return Calibration.from_json(result.stdout)
     except ContractError as error:
@@ -64,7 +65,10 @@ def write_calibration_file(calibration: Calibration, file: Path) -> None:
         temporary_file.write_text(calibration.to_json() + "\n")
         temporary_file.replace(file)
     except OSError as error:
-        raise CalibrationError(f"calibrate: cannot write {file} ({error.strerror})") from error
+        raise CalibrationError(
+            f"calibrate: cannot write {file} ({error.strerror}). Make the folder writable, or choose a file "
+            "with `heteroinfer calibrate -o FILE`"
+        ) from error
 
 
 def read_calibration_file(file: Path) -> Calibration:
@@ -108,7 +112,7 @@ def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibr
         measured = calibration.versions.heteroinfer
         return (
             None,
-            f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW_TO_MEASURE}",
+            f"ignoring {file}: HeteroInfer {measured} measured it, but this is {version}. {HOW_TO_MEASURE}",
         )
     if calibration.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return (

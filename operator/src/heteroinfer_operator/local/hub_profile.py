@@ -15,7 +15,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import ModelSpec
 from heteroinfer_operator.errors import ModelError
-from heteroinfer_operator.local.process import WORKER_MODULE
+from heteroinfer_operator.local.process import MAX_ERROR_LENGTH, WORKER_MODULE
 
 TIMEOUT_S: Final = 300.0
 """Time limit of the command, which sends two small requests for each file of weights."""
@@ -41,7 +41,7 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     except subprocess.TimeoutExpired as error:
         raise _build_error(model, f"the hub did not answer within {TIMEOUT_S:.0f} s. Try again") from error
     if result.returncode != 0:
-        raise _build_error(model, result.stderr.strip().rpartition("inspect: ")[2][-500:])
+        raise _build_error(model, result.stderr.strip().rpartition("inspect: ")[2][-MAX_ERROR_LENGTH:])
     try:
         return ModelProfile.from_json(result.stdout)
     except ContractError as error:

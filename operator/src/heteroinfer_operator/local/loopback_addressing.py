@@ -150,7 +150,7 @@ class LocalAddressing:
 def is_free(port: int) -> bool:
     """Reports whether a server could listen on this port of loopback now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this too: connections of the last epoch in TIME_WAIT do not block the port.
+        # Servers set this option, too. So connections of the last epoch in TIME_WAIT do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

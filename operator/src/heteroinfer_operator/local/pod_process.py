@@ -132,13 +132,18 @@ def parse_pod(
 
 
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
-    """Limits the threads of a pod's ranks to their share of this machine's cores.
+    """Limits the threads of a pod's ranks to their share of this machine's cores, and binds them to no core.
 
-    Supervisors divide the cores among the pods of their group, and do not know of other groups. Ranks that
-    wait for each other while spinning on the same cores are many times slower. Values that the user set stay,
-    in engine.env or in the environment of `heteroinfer up` (`env`).
+    Supervisors divide the cores among the pods of their group, and do not know of other groups. So ranks of
+    two groups could get the same cores. Ranks that spin on the same cores while they wait for each other are
+    many times slower. A number of threads that the user set stays (in engine.env, or in `env`).
+
+    Args:
+        groups: number of groups on this machine. A single group needs no limit.
+        env: the environment of `heteroinfer up`.
     """
-    if names.ENV_PLAN not in pod.env or groups == 1:
+    has_ranks = names.ENV_PLAN in pod.env
+    if not has_ranks or groups == 1:
         return pod
     plan = Plan.from_json(pod.env[names.ENV_PLAN])
     variables = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
@@ -150,7 +155,7 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     """Returns the number of threads of each CPU rank of a group, at least 1.
 
-    The ranks share the group's cores, less the cores of the engine and of GPU ranks.
+    The ranks share the group's cores, less the cores of the engine and one core for each GPU rank.
     """
     group_cpus = int(cores / groups)
     gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
@@ -167,16 +172,18 @@ def _volume_remedy(kind: str) -> str:
 
 
 def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
-    """Reports whether this machine satisfies a field that only excludes nodes.
+    """Reports whether a field of the spec only restricts the nodes of the pod, and permits this machine.
 
-    The GPUs of this machine are not shared, so it satisfies a term that excludes shared GPUs.
+    Such a field needs no effect here. The GPUs of this machine are not shared, so it satisfies a term that
+    excludes shared GPUs.
     """
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
     if field != "affinity":
         return False
-    others = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
-    return _is_near_own_group_only(value) and (not others or _only_excludes_shared_gpus(others))
+    without_pod_affinity = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
+    permits_machine = not without_pod_affinity or _only_excludes_shared_gpus(without_pod_affinity)
+    return permits_machine and _is_near_own_group_only(value)
 
 
 def _only_excludes_shared_gpus(affinity: Manifest) -> bool:
@@ -195,10 +202,11 @@ def _only_excludes_shared_gpus(affinity: Manifest) -> bool:
 
 def _is_near_own_group_only(affinity: Manifest) -> bool:
     """Reports whether podAffinity requires only pods of the same group, which run on this machine, too."""
-    near = affinity.get("podAffinity", {})
-    return not near.keys() - {REQUIRED} and all(
+    pod_affinity = affinity.get("podAffinity", {})
+    has_only_required_terms = not pod_affinity.keys() - {REQUIRED}
+    return has_only_required_terms and all(
         names.LABEL_RESOURCE in term.get("labelSelector", {}).get("matchLabels", {})
-        for term in near.get(REQUIRED, ())
+        for term in pod_affinity.get(REQUIRED, ())
     )
 
 
@@ -235,7 +243,10 @@ class _FieldReader:
             )
 
     def check_volumes(self, spec: Manifest) -> None:
-        """Refuses volumes and mounts that a process cannot have."""
+        """Refuses volumes and mounts that a process cannot have.
+
+        A process finds a host path only at the path itself, and emptyDirs only in _SHARED_FOLDERS.
+        """
         host_paths = {}
         for index, volume in enumerate(spec.get("volumes", ())):
             if "hostPath" in volume:
@@ -244,19 +255,21 @@ class _FieldReader:
                 kind = "".join(volume.keys() - {"name"})  # a volume has its name and one kind
                 self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
-            path, field = host_paths.get(mount["name"], (mount["mountPath"], ""))
-            if mount["name"] not in host_paths and mount["mountPath"] not in _SHARED_FOLDERS:
-                self.refuse(
-                    f"spec.containers[0].volumeMounts[{mount['name']}]",
-                    "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have no "
-                    "mounts",
-                )
-            if path != mount["mountPath"]:
+            mount_path = mount["mountPath"]
+            if mount["name"] not in host_paths:
+                if mount_path not in _SHARED_FOLDERS:
+                    self.refuse(
+                        f"spec.containers[0].volumeMounts[{mount['name']}]",
+                        "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have "
+                        "no mounts",
+                    )
+                continue
+            path, field = host_paths[mount["name"]]
+            if path != mount_path:
                 self.refuse(
                     field,
-                    f"Path {path} cannot be mounted at {mount['mountPath']}: pods of `heteroinfer up` have "
-                    f"no mounts. Write {path} wherever the resource names {mount['mountPath']}, or use a "
-                    "cluster",
+                    f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
+                    f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
                 )
 
     def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:
@@ -268,7 +281,7 @@ class _FieldReader:
                 env[variable["name"]] = self._read_reference(variable["valueFrom"], f"{field}.valueFrom")
                 continue
             value = variable.get("value", "")
-            if "$(" in value:
+            if "$(" in value:  # Kubernetes would expand this reference to another variable
                 self.refuse(f"{field}.value", f"Replace $(...) by its value in {variable['name']}")
             env[variable["name"]] = value
         return env
@@ -292,7 +305,7 @@ class _FieldReader:
             self.refuse(
                 field,
                 f"`heteroinfer up` has no ConfigMap {reference['name']} with key {reference['key']}. Write "
-                "the value into env",
+                "the value into engine.env",
             )
         return str(value)
 

@@ -19,6 +19,8 @@ from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
 """Module that runs in place of the image's command `heteroinfer-worker`."""
+MAX_ERROR_LENGTH: Final = 500
+"""Largest part of a command's error output that a message contains, in characters: the end of the output."""
 KILL_TIMEOUT_S: Final = 5.0
 """Wait after SIGKILL. A process in an uninterruptible wait takes longer, and is then reported."""
 _POLL_S: Final = 0.02
@@ -73,9 +75,9 @@ class RunningPod:
     ) -> "RunningPod":
         """Creates the folder, and starts the supervisor of a pod.
 
-        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It
-        dies with this process. Its environment is the pod's own, and `env` without the
-        variables of another Python or another pod.
+        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It dies
+        with this process. Its environment is the pod's own, and `env` without the variables of another Python
+        or another pod.
 
         Raises:
             OSError: the program could not be started, or the folder could not be created.
@@ -88,6 +90,7 @@ class RunningPod:
             names.ENV_VISIBLE_GPUS: ",".join(gpus) or names.HIDE_GPUS,
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
+        # The guard asks the kernel to kill it when this process ends, and then becomes the supervisor.
         guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -108,7 +111,7 @@ class RunningPod:
     async def wait(self) -> ContainerTermination:
         """Waits until all processes of the pod have ended. Returns how the supervisor ended.
 
-        As in a container, all other processes are killed when the first one ends.
+        As in a container, all other processes are killed when the first process (the supervisor) ends.
 
         Raises:
             LeftoverProcessError: a process survived SIGKILL.
@@ -124,7 +127,10 @@ class RunningPod:
     async def stop(self, grace_s: float) -> None:
         """Ends the pod: SIGTERM to the supervisor, then after `grace_s` SIGKILL to all its processes.
 
-        Waits until the supervisor has ended. Raises LeftoverProcessError like wait().
+        Waits until the supervisor has ended. If it ends in time, `wait` kills the other processes.
+
+        Raises:
+            LeftoverProcessError: a process survived SIGKILL.
         """
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
@@ -158,15 +164,15 @@ class RunningPod:
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(
                     f"pod {self.pod.name}: processes {', '.join(map(str, remaining))} still run "
-                    f"{KILL_TIMEOUT_S:g} s after SIGKILL. /proc/PID/stack shows where they wait"
+                    f"{KILL_TIMEOUT_S:g} s after SIGKILL. Read /proc/PID/stack to see where they wait"
                 )
             await asyncio.sleep(_POLL_S)
 
     def _find_processes(self) -> Iterator[int]:
         """Yields the ids of the pod's living processes.
 
-        A process belongs to the pod by its session, its working directory or its environment, because it can
-        change one of these.
+        A process belongs to the pod if it has the pod's session, working directory or environment. One of
+        the three suffices, because a process can change the others.
         """
         variable = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
         for entry in Path("/proc").iterdir():

@@ -20,9 +20,9 @@ class StoredPod:
         gpus: the pod's GPUs, with their names in CUDA_VISIBLE_DEVICES.
         deleting: whether its deletion was requested.
         ready: last result of its readiness probe.
-        termination: how it ended; None while it runs.
-        group_report: last report about its group, if it is a leader.
-        fetch: last report of its progress, if it fetches a model.
+        termination: end of its supervisor; None while the pod runs.
+        group_report: last report about its group; None if the pod is no leader.
+        fetch: last report of its progress; None if the pod fetches no model.
     """
 
     manifest: Manifest

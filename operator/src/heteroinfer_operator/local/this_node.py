@@ -63,14 +63,15 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
         HeteroInferError: the platform differs.
     """
     for role in spec.roles:
-        selected = role.template.node_selector if role.template else None
-        other = describe_other_platform({**platform_selector(role.template), **(selected or {})}, node.labels)
-        if other:
-            selector = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
+        # A nodeSelector of the user overrides the platform of the images.
+        user_selector = role.template.node_selector if role.template else None
+        selector = {**platform_selector(role.template), **(user_selector or {})}
+        other_platform = describe_other_platform(selector, node.labels)
+        if other_platform:
             raise HeteroInferError(
-                f"role {role.name}: this machine is {other}. Use an x86-64 machine. If the worker's Python "
-                "has a vLLM built for this platform, set roles[].template.nodeSelector: "
-                f"{{{selector}}}",
+                f"role {role.name}: this machine is {other_platform}. Use an x86-64 machine. If the worker's "
+                "Python has a vLLM built for this platform, set roles[].template.nodeSelector: "
+                f"{{{ARCH_LABEL}: {node.labels[ARCH_LABEL]}}}",
                 reason="OtherPlatform",
             )
 

@@ -10,7 +10,7 @@ from typing import Final
 from heteroinfer_operator.errors import HeteroInferError
 
 ENV_WORKER_PYTHON: Final = "HETEROINFER_WORKER_PYTHON"
-"""Only the command line reads it, never a pod, so it is not in the contract."""
+"""Name of an environment variable. Only the command line reads it, never a pod, so the contract lacks it."""
 WORKER_ENVIRONMENT: Final = ".venv-worker"
 """`make setup` creates it beside the command's own environment."""
 HELP: Final = f"the Python that has vLLM. Default: {ENV_WORKER_PYTHON}, else {WORKER_ENVIRONMENT}/bin/python"

@@ -20,8 +20,8 @@ class Advice:
 
     Attributes:
         notes: all notes, one line each.
-        hybrid_not_needed: the note that the GPUs need no CPU ranks, which is also one of `notes`; "" if they
-            do.
+        hybrid_not_needed: the note that the GPUs need no CPU ranks, which is also one of `notes`; "" without
+            this note.
     """
 
     notes: tuple[str, ...] = ()
@@ -36,21 +36,22 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
     if not topology.is_mixed:
         return Advice()
     notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
-    seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
+    gpu_seats = [seat for stage in topology.stages for seat in stage if seat.placed.device is Device.GPU]
+    # The largest floor counts: that of a GPU in both the first and the last stage.
     floor = GpuFloor.for_settings(profile, plan.engine, topology.tensor).total(
         embeds=True, samples=True, gpus=1
     )
-    usable = _usable_gpu_bytes(seats, inventory, floor)
-    if usable is None:
+    usable_bytes = _usable_gpu_bytes(gpu_seats, inventory, floor)
+    if usable_bytes is None:
         effect = (
             "the plan cannot show whether CPUs are needed"
             if topology.has_mixed_stage
             else "the plan divides the layers without regard to it"
         )
         return Advice(notes=(*notes, f"the GPUs' memory is unknown, so {effect}. Set roles[].deviceMemory"))
-    if not _gpus_fit_all(topology, usable, plan, profile, inventory):
+    if not _gpus_fit_all(topology, usable_bytes, plan, profile, inventory):
         return Advice(notes=notes)
-    note = _not_needed_note(len(seats), usable, plan, profile)
+    note = _not_needed_note(len(gpu_seats), usable_bytes, plan, profile)
     return Advice(notes=(*notes, note), hybrid_not_needed=note)
 
 
@@ -71,16 +72,16 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _gpus_fit_all(
-    topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
+    topology: Topology, usable_bytes: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
     """Reports whether GPUs without CPU ranks can hold the model and the KV cache of one full-length request.
 
     Args:
-        usable: bytes of all GPUs together for weights and KV cache.
+        usable_bytes: bytes of all GPUs together for weights and KV cache.
     """
-    if topology.has_mixed_stage:
-        return _one_gpu_bytes(plan, profile) <= usable
-    gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
+    if topology.has_mixed_stage:  # without CPU ranks, the GPUs would split each layer among themselves
+        return _one_gpu_bytes(plan, profile) <= usable_bytes
+    gpu_stages = tuple(stage for stage in topology.stages if stage[0].placed.device is Device.GPU)
     sizes = Sizes.for_settings(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
         split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes)
@@ -90,7 +91,7 @@ def _gpus_fit_all(
 
 
 def _one_gpu_bytes(plan: Plan, profile: ModelProfile) -> int:
-    """Returns the bytes of the model and of KV cache for one full-length request, if one GPU held all."""
+    """Returns the bytes of the model and of the KV cache for one full-length request on a single GPU."""
     one_gpu_sizes = Sizes.for_settings(profile, plan.engine, 1, batches=1)
     weights = one_gpu_sizes.layer_weight_bytes(0, profile.num_layers) + one_gpu_sizes.table_bytes(
         0, 1, Device.GPU
@@ -106,12 +107,12 @@ def _usable_gpu_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -
     return sum(usable_gpu_memory(memory, floor) for memory in memory_of_gpus if memory is not None)
 
 
-def _not_needed_note(num_gpus: int, usable: int, plan: Plan, profile: ModelProfile) -> str:
-    """Returns the note that the GPUs need no CPU ranks, with the sizes that show it."""
+def _not_needed_note(num_gpus: int, usable_bytes: int, plan: Plan, profile: ModelProfile) -> str:
+    """Returns the note that the GPUs need no CPU ranks, with the sizes that prove this."""
     subject = "the GPU has" if num_gpus == 1 else f"the {num_gpus} GPUs have"
     return (
         f"CPU ranks are not needed: the model takes {format_bytes(profile.total_bytes)}, or "
         f"{format_bytes(_one_gpu_bytes(plan, profile))} with KV cache for one request of "
-        f"{plan.engine.max_model_len:,} tokens, and {subject} {format_bytes(usable)} for both. CPU ranks add "
-        "capacity, not speed. Remove the CPU roles"
+        f"{plan.engine.max_model_len:,} tokens, and {subject} {format_bytes(usable_bytes)} for both. CPU "
+        "ranks add capacity, not speed. Remove the CPU roles"
     )

@@ -22,7 +22,7 @@ from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_suppo
 from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 
 ALTERNATIVES: Final = "model: alternatives that can run it"
-"""Start of the line that `describe_alternatives` returns. `auto_mode` recognizes the line by it."""
+"""Start of the line that `describe_alternatives` returns. `auto_mode` recognizes the line by this start."""
 
 
 def describe_alternatives(
@@ -42,10 +42,12 @@ def describe_alternatives(
     alternatives = []
     if profile.quantization and _succeeds(lambda: check_with_roles(_unquantized(profile))):
         alternatives.append(f"the same model {describe_in_bf16(profile)}, with the same roles")
-    if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("", profile, engine)):
+    # Only the message of an error would contain the role, so any name will do.
+    if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("gpu", profile, engine)):
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU
+        # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
         if _succeeds(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
             memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
             alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")

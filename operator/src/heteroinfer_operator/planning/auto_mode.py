@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.plan import Device, Mode
@@ -63,15 +64,16 @@ def plan_any_mode(request: GroupRequest, plan: PlanMode) -> Planned:
     if request.spec.parallelism.mode is not None:
         return plan(request)
     load = request.spec.planning.chosen_load
-    modes, no_feed_forward = candidate_modes(request.spec)
+    modes, why_no_feed_forward = candidate_modes(request.spec)
     tried_modes = [_try_mode(request, chosen, plan, load) for chosen in modes]
     fitting_modes = [tried for tried in tried_modes if tried.planned is not None]
     if not fitting_modes:
         raise _choose_error(tried_modes)
     best, is_certain = _choose_best(fitting_modes, request.spec)
-    options = [_build_option(each) for each in (best, *(tried for tried in tried_modes if tried is not best))]
-    if no_feed_forward:
-        options.append(ModeOption(title=Mode.FEED_FORWARD.value, reason=no_feed_forward))
+    other_modes = [tried for tried in tried_modes if tried is not best]
+    options = [_build_option(each) for each in (best, *other_modes)]
+    if why_no_feed_forward:
+        options.append(ModeOption(title=Mode.FEED_FORWARD.value, reason=why_no_feed_forward))
     if not is_certain:
         options[0] = replace(options[0], reason=_MEMORY_UNKNOWN)
     assert best.planned is not None
@@ -95,9 +97,10 @@ def predict_load(planned: Planned, load: LoadSpec) -> LoadFigures:
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
     longest = plan.engine.max_model_len
-    prompt = min(load.prompt_tokens, max(longest - 1, 1))
+    prompt = min(load.prompt_tokens, max(longest - 1, 1))  # leaves at least one token for the output
     output = min(load.output_tokens, max(longest - prompt, 1))
     num_concurrent = concurrent_requests(planned, load)
+    # On average, a request has half of its output when a step computes its next token.
     decode = StepLoad(requests=num_concurrent, context=prompt + output // 2)
     step = forecast(plan, sizes, rates, decode, feed_forward_wait)
     first = forecast_first_token(plan, sizes, rates, prompt, feed_forward_wait)
@@ -117,7 +120,10 @@ def _try_mode(request: GroupRequest, chosen: ChosenMode, plan: PlanMode, load: L
 
 
 def _check_rules(spec: HeteroInferenceSpec) -> None:
-    """Raises PlanError if the API would refuse the spec with a mode that the user did not choose."""
+    """Raises PlanError if the API would refuse the spec with its mode.
+
+    The API has checked the spec only without a mode: the planner has added the mode.
+    """
     problems = ((rule.field, rule.problem(spec)) for rule in HeteroInferenceSpec.rules)
     lines = [f"{field}: {problem}" for field, problem in problems if problem is not None]
     if lines:
@@ -185,7 +191,7 @@ def _choose_error(tried: Sequence[_TriedMode]) -> PlanError:
         f"{title}: {line}" for title, lines in by_mode for line in lines if line not in common_lines
     ]
     reasons = [error.reason for error in errors]
-    memory = PlanReason.INSUFFICIENT_MEMORY.value
+    memory = PlanReason.INSUFFICIENT_MEMORY.value  # comes first, because users can add memory
     return PlanError(
         "\n".join([*common_lines, *mode_lines, *alternative_lines[:1]]),
         reason=memory if memory in reasons else reasons[0],
@@ -237,7 +243,7 @@ def _with_more_memory(
     feed_forward = role.feed_forward
     if feed_forward is not None:
         for factor in _MEMORY_FACTORS:
-            size = f"{-(-int(parse_bytes(feed_forward.memory) * factor) // _GIB)}Gi"
+            size = f"{ceil(int(parse_bytes(feed_forward.memory) * factor) / _GIB)}Gi"
             larger = role.changed(feed_forward=feed_forward.changed(memory=size))
             yield f"{size} of memory for each feed-forward rank", _with_role(spec, larger)
     elif role.device is Device.GPU:

@@ -14,8 +14,8 @@ the bridge's shared memory (GPU and CPU rank, docs/user/benchmarks.md, H200 host
 _CPU_IN_POD_BYTES_PER_S: Final = 10e9
 """Rate of a large all-reduce in one pod if a CPU rank takes part: 1 MiB in 116 us, 16 MiB in 830 us."""
 _CPU_BETWEEN_PODS_S: Final = 150e-6
-"""Seconds of a small all-reduce between pods: 72 to 141 us with gloo over loopback (same table). No network
-was measured."""
+"""Seconds of a small all-reduce between pods: 72 to 141 us with gloo over loopback
+(docs/user/benchmarks.md). No network was measured."""
 _BETWEEN_PODS_BYTES_PER_S: Final = 2.4e9
 """Rate of a large all-reduce between pods: 64 MiB in 27.2 ms with gloo over loopback."""
 _GPU_IN_POD_S: Final = 15e-6
@@ -49,7 +49,10 @@ def collectives_s(plan: Plan, stage: int, message_bytes: float = 0.0) -> float:
 
 
 def eager_launch_s(plan: Plan, stage: int) -> float:
-    """Returns the seconds that a stage needs at least if its GPUs launch kernels one by one; otherwise 0."""
+    """Returns the least seconds of a step on a stage whose GPUs launch kernels one by one.
+
+    Returns 0 if no rank of the stage is a GPU, or if GPUs use CUDA graphs.
+    """
     ranks = plan.stage(stage)
     has_gpu = any(rank.device is Device.GPU for rank in ranks)
     return ranks[0].num_layers * EAGER_LAYER_S if has_gpu and plan.engine.eager_gpu else 0.0

@@ -21,6 +21,7 @@ def num_kv_blocks(planned: Planned) -> int:
 def sequence_blocks(planned: Planned, tokens: int) -> int:
     """Returns the KV cache blocks that one request of this many tokens takes."""
     plan, sizes = planned.plan, planned.sizes
+    # A KV cache is built for sequences of max_model_len tokens.
     engine = replace(plan.engine, max_model_len=tokens)
     kv = build_kv_cache(
         sizes.profile, engine, ranks_of_stage=sizes.tensor, batches_at_once=plan.batches_at_once
@@ -35,6 +36,9 @@ def requests_at_once(planned: Planned, tokens: int) -> int:
 
 
 def concurrent_requests(planned: Planned, load: LoadSpec) -> int:
-    """Returns how many requests of a load run at the same time if each has all of its tokens; at least 1."""
+    """Returns how many requests of a load run at the same time; at least 1.
+
+    Each request counts with all of its prompt and output, as shortly before its end.
+    """
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
     return max(min(load.requests, requests_at_once(planned, tokens)), 1)

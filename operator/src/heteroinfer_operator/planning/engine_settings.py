@@ -60,8 +60,8 @@ def choose_engine_settings(
         model_path: path at which the ranks find the model.
 
     Raises:
-        PlanError: only the plan may set an argument, an argument is not supported, or the model does not
-            support a setting.
+        PlanError: engine.args has an argument that is not supported or that only the plan may set, or the
+            model does not support a setting.
     """
     for refused in refused_arguments(spec.engine.args):
         raise refused
@@ -111,12 +111,13 @@ def _choose_block_size(profile: ModelProfile, settings: EngineSettings, tensor: 
 
     vLLM itself would choose the same (vllm/platforms/interface.py::_align_hybrid_block_size@v0.32.0).
     """
-    states = [state_bytes(kind, settings, tensor) for kind in profile.layers]
-    tokens = [token_bytes(kind, settings, tensor) for kind in profile.layers if kind.kv_heads]
-    if not any(states) or not tokens:
+    bytes_of_states = [state_bytes(kind, settings, tensor) for kind in profile.layers]
+    bytes_of_tokens = [token_bytes(kind, settings, tensor) for kind in profile.layers if kind.kv_heads]
+    if not any(bytes_of_states) or not bytes_of_tokens:
         return BLOCK_SIZE
-    align = _LATENT_ALIGNMENT if profile.is_latent else BLOCK_SIZE
-    return align * ceil(max(states) / (align * max(tokens)))
+    # The fewest tokens whose keys and values take as many bytes as the largest state.
+    alignment = _LATENT_ALIGNMENT if profile.is_latent else BLOCK_SIZE
+    return alignment * ceil(max(bytes_of_states) / (alignment * max(bytes_of_tokens)))
 
 
 def _choose_dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -> str:

@@ -1,4 +1,4 @@
-"""The ring: GPU memory for a part of the experts of feed-forward ranks, and the time to compute them. Pure.
+"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of its work. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
 (vllm_heteroinfer/feed_forward/ring_slots.py).
@@ -14,7 +14,7 @@ from heteroinfer_operator.planning.rates import Rates
 _ALIGNMENT_BYTES: Final = SLOTS * 2**15
 """Maximum number of bytes of the ring that alignment takes: the worker aligns each array in a slot."""
 _SLOT_S: Final = 200e-6
-"""Seconds in which the host launches the kernels and copies of a slot, about 20; an estimate."""
+"""Seconds in which the host launches the kernels and copies of a slot (about 20 launches); an estimate."""
 _PAGE_BYTES, _ENTRY_BYTES = 4096, 8
 """The GPU may keep an entry of its page table for each page of host memory that it maps."""
 
@@ -31,7 +31,7 @@ class CopiedLayers:
     Attributes:
         count: number of these layers.
         experts: experts of a layer.
-        chosen: experts of a token.
+        chosen: experts that each token uses.
         inner: intermediate columns of a GPU's part of an expert.
         packed_bytes: bytes of a GPU's part of a layer's experts, as its feed-forward ranks hold them.
     """
@@ -63,10 +63,10 @@ class ExpertRing:
     @property
     def _expert_bytes(self) -> int:
         """Bytes of the ring for one more expert in each slot, and in the room for unpacked experts."""
-        packed = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
+        packed_bytes = max(ceil(each.packed_bytes / each.experts) for each in self.layers)
         # An unpacked expert has three matrices: gate, up and down.
-        plain = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
-        return SLOTS * packed + plain
+        unpacked_bytes = 3 * max(each.inner for each in self.layers) * self.hidden * self.element_bytes
+        return SLOTS * packed_bytes + unpacked_bytes
 
     def fitting_experts(self, num_bytes: int) -> int:
         """Returns how many experts fit into each slot of a ring of this size; 0 if the ring is too small."""
@@ -85,8 +85,9 @@ class ExpertRing:
     def token_bytes(self) -> int:
         """Bytes of intermediate values for each token of a batch whose experts the GPU computes.
 
-        `fused_experts` has two intermediate values and a result. The other values are the sum in float32, and
-        the answer of the ranks.
+        For each chosen expert, vLLM's `fused_experts` has two buffers: one for gate and up, which also takes
+        the result, and one for the values after the activation. Each token also has the sum in float32, and
+        two rows in the engine's type (one is the answer of the ranks).
         """
         values = max(each.chosen * (max(2 * each.inner, self.hidden) + each.inner) for each in self.layers)
         return values * self.element_bytes + self.hidden * (2 * self.element_bytes + 4)
@@ -102,29 +103,34 @@ class ExpertRing:
         return page_table_bytes(sum(each.count * each.packed_bytes for each in self.layers))
 
     def times(self, rows: int, gpu: Rates) -> "RingTimes":
-        """Returns the times in which the GPU copies and computes all experts of all layers.
+        """Returns the times in which the GPU copies and computes all experts of all layers in a step.
 
-        The GPU can copy as many experts of a layer as all slots hold before the layer's rows exist.
+        The GPU can copy experts before the rows of their layer exist, but not more experts than all slots
+        hold. The layer with the smallest such part counts for all layers.
+
+        Args:
+            rows: tokens of the step.
+            gpu: rates of the GPU.
         """
-        early = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
+        early_part = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
         # The host's memory limits copies of several GPUs. Its rate is assumed to be that of one link.
         copy_s = self.gpus * sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
         compute_s = sum(each.count * self._compute_s(each, rows, gpu) for each in self.layers)
-        return RingTimes(copy_s=copy_s, compute_s=compute_s, early_part=early)
+        return RingTimes(copy_s=copy_s, compute_s=compute_s, early_part=early_part)
 
     def _compute_s(self, layer: CopiedLayers, rows: int, gpu: Rates) -> float:
         """Returns the seconds in which the GPU unpacks and computes all experts of a layer."""
         element, choices = self.element_bytes, rows * layer.chosen
-        plain_bytes = layer.experts * 3 * layer.inner * self.hidden * element
-        # For each slot, the GPU writes and reads the intermediate values of all choices, and adds the results
-        # to a sum in float32.
-        choice_bytes = choices * (6 * layer.inner + 2 * self.hidden) * element
-        sum_bytes = rows * self.hidden * (8 + element)
+        unpacked_bytes = layer.experts * 3 * layer.inner * self.hidden * element
+        # For each slot, the GPU writes and reads the intermediate values of all choices: gate, up, the
+        # activation of both (3 * inner) and the result (hidden). It adds the results to a sum in float32.
+        choice_bytes = choices * 2 * (3 * layer.inner + self.hidden) * element
+        sum_bytes = rows * self.hidden * (2 * 4 + element)
         slots = ceil(layer.experts / self.experts_per_slot)
         # Each choice multiplies and adds once for each element of the expert's three matrices.
         computing_s = 2 * choices * 3 * layer.inner * self.hidden / gpu.operations + slots * _SLOT_S
         # The GPU reads packed weights, and writes and reads unpacked weights.
-        moved_bytes = slots * (choice_bytes + sum_bytes) + layer.packed_bytes + 2 * plain_bytes
+        moved_bytes = slots * (choice_bytes + sum_bytes) + layer.packed_bytes + 2 * unpacked_bytes
         return computing_s + moved_bytes / gpu.plain
 
 
@@ -150,13 +156,14 @@ class RingTimes:
             exchange_s: seconds of the exchange. The GPU also copies in this time.
             gap_s: seconds in which the GPU does other work of the step, and copies early.
         """
-        # With a part p on the GPU, the CPUs take cpu_s - p * computing_s. The GPU takes the longer of copying
-        # and computing (see `seconds`). Copying takes as long as the CPUs for one value of p, and computing
-        # for another.
-        computing_s = cpu_s - exchange_s
+        # With a part p on the GPU, the CPUs take cpu_s - p * cpu_computing_s. The GPU copies for
+        # p * copy_s - early_s and computes for p * compute_s at the same time (see `seconds`). For one p, the
+        # copies take as long as the CPUs; for another p, the computation does. The smaller p suits both.
+        cpu_computing_s = cpu_s - exchange_s
+        early_s = min(gap_s, self.early_part * self.copy_s)
         return min(
-            (cpu_s + min(gap_s, self.early_part * self.copy_s)) / (computing_s + self.copy_s),
-            cpu_s / (computing_s + self.compute_s),
+            (cpu_s + early_s) / (cpu_computing_s + self.copy_s),
+            cpu_s / (cpu_computing_s + self.compute_s),
             1.0,
         )
 

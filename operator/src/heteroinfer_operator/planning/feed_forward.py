@@ -140,28 +140,29 @@ def choose_feed_forward_part(
     set_by_user = None if role.feed_forward is None else role.feed_forward.layers
     groups = group_by_cost(profile)
     all_layers = choose_layers(groups)
-    movable = len(all_layers)
-    if set_by_user is not None and set_by_user > movable:
+    num_movable = len(all_layers)
+    if set_by_user is not None and set_by_user > num_movable:
         raise PlanError(
-            f"role {role.name}: feedForward.layers must be at most {movable}, the number of layers with "
+            f"role {role.name}: feedForward.layers must be at most {num_movable}, the number of layers with "
             f"experts or an MLP (got {set_by_user}). Lower feedForward.layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     _check_lanes(sets)
     _check_tensor(topology.tensor, profile, all_layers)
-    ranks = sum(each.count for each in sets) // topology.tensor
-    by_experts = _is_by_experts(ranks, profile, all_layers, topology.tensor)
+    ranks_per_gpu = sum(each.count for each in sets) // topology.tensor
+    by_experts = _is_by_experts(ranks_per_gpu, profile, all_layers, topology.tensor)
     build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts, tensor=topology.tensor)
     largest = build(choose_layers(groups, set_by_user))
-    check_stage = partial(_check_stage_rank, role.name, topology, largest, movable, engine, inventory)
+    check_stage = partial(_check_stage_rank, role.name, topology, largest, num_movable, engine, inventory)
     try:
         check_stage()
     except PlanError:
-        # No number of layers fits. `run_all_checks` raises the same error again, together with the errors of
-        # the feed-forward ranks, so that users see all missing memory at once.
+        # No number of layers fits. `run_all_checks` repeats the check, and raises its error together with the
+        # errors of the feed-forward ranks, so that users see all missing memory at once.
         largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
         run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
-    for count in range(1, movable + 1) if set_by_user is None else (set_by_user,):
+    counts = range(1, num_movable + 1) if set_by_user is None else (set_by_user,)
+    for count in counts:  # at least the last count fits, because `check_stage` found no error
         remote = build(choose_layers(groups, count))
         if stage_rank_missing_bytes(topology, remote.remaining, engine, inventory) <= 0:
             break
@@ -209,33 +210,40 @@ def _memory_checks(
 def _check_lanes(sets: Sequence[RankSet]) -> None:
     """Raises PlanError if the rank with attention needs more lanes (places for asks) than its slab has.
 
-    Each feed-forward rank in its pod takes a lane, and each other pod takes a single lane for all of its
-    ranks.
+    Each feed-forward rank in the pod of this rank takes a lane. Each other pod takes a single lane for all of
+    its feed-forward ranks.
     """
     lanes = sum(each.pods or each.per_pod for each in sets)
     if lanes > MAX_LANES:
-        largest = max(sets, key=lambda each: each.pods)
+        largest = max(sets, key=lambda each: each.pods)  # fewer pods of this role free the most lanes
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods} (got "
             f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes: each feed-forward rank in its own "
-            "pod takes a lane, and so does each other pod. Use fewer pods, and raise ranksPerPod and "
+            "pod takes a lane, and each other pod takes one. Use fewer pods, and raise ranksPerPod and "
             "resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
 
 def _check_tensor(tensor: int, profile: ModelProfile, layers: Sequence[int]) -> None:
-    """Raises PlanError if the ranks with attention cannot share the columns of a layer in whole units."""
+    """Raises PlanError if the ranks with attention cannot share the columns of a layer in whole units.
+
+    A unit is the number of columns that must stay together. If the unit is unknown (0), nothing is checked.
+
+    Args:
+        tensor: number of ranks with attention.
+    """
     unit = profile.column_unit
-    columns = {profile.layer(index).columns for index in layers} if tensor > 1 and unit else set()
-    for number in sorted(columns):
-        if number % (tensor * unit):
-            # Suggests only divisors of the present number, because other numbers may not divide the heads.
+    if tensor == 1 or not unit:
+        return
+    for columns in sorted({profile.layer(index).columns for index in layers}):
+        if columns % (tensor * unit):
+            # Suggests only divisors of `tensor`, because the model's heads may not be divisible by others.
             divisors = [ranks for ranks in range(1, tensor) if tensor % ranks == 0]
-            allowed = [str(ranks) for ranks in divisors if number % (ranks * unit) == 0]
+            allowed = [str(ranks) for ranks in divisors if columns % (ranks * unit) == 0]
             fix = f"ranksPerPod: {' or '.join(allowed)}" if allowed else "mode Pipeline"
             raise PlanError(
-                f"ranksPerPod: {tensor} GPUs cannot share the {number} intermediate columns of the "
+                f"ranksPerPod: {tensor} GPUs cannot share the {columns} intermediate columns of the "
                 f"experts or MLPs equally in whole units of {unit} columns. Use {fix}",
                 reason=PlanReason.UNSUPPORTED_PARALLELISM,
             )
@@ -258,8 +266,9 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
     speeds, max_parts = [], []
     for rank_set, rank_indices in remote.numbered_sets:
         rates = rank_set.rates(remote.profile, engine, inventory, by_rate=False)
-        speeds += [1 / max(reads.seconds(rates), 1e-9)] * rank_set.count
-        max_part = 1.0  # of unknown memory
+        seconds = max(reads.seconds(rates), 1e-9)  # not 0, because the speed is its inverse
+        speeds += [1 / seconds] * rank_set.count
+        max_part = 1.0  # a rank of unknown memory may hold all weights
         if rank_set.memory_bytes is not None:
             left_bytes = max(rank_set.memory_bytes - peak_extra_bytes(remote, engine, rank_indices), 0)
             max_part = _USED_PART * left_bytes / max(weight_bytes, 1)
@@ -268,7 +277,10 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
 
 
 def _num_units(remote: FeedForwardPart) -> int:
-    """Returns the units in which ranks divide a layer: whole experts, or blocks of columns; 0 if unknown."""
+    """Returns how many units of a layer the ranks divide among themselves; 0 if unknown.
+
+    A unit is a whole expert, or a block of columns. The first moved layer stands for all moved layers.
+    """
     kind, unit = remote.profile.layer(remote.layers[0]), remote.profile.column_unit
     if remote.by_experts:
         return kind.experts
@@ -292,7 +304,8 @@ def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int], ten
         tensor: ranks with attention, which share the columns.
     """
     kinds = [profile.layer(index) for index in layers]
-    if ranks == 1 or not all(kind.experts for kind in kinds):
+    is_single_rank, has_mlps = ranks == 1, not all(kind.experts for kind in kinds)
+    if is_single_rank or has_mlps:
         return False
     if any(kind.gates_together for kind in kinds):
         return True
@@ -311,7 +324,8 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
         role: role of the rank with attention.
 
     Raises:
-        PlanError: the ranks cannot compute the model with any memory; the message has a line for each reason.
+        PlanError: the ranks cannot compute the model, however much memory they have. The message has a line
+            for each reason.
     """
 
     def refuse(why: str) -> None:
@@ -325,12 +339,16 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
 
 def largest_feed_forward_part(profile: ModelProfile) -> FeedForwardPart:
     """Returns the part of the model of one feed-forward rank that has the experts or MLPs of all layers."""
-    one = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
-    return build_feed_forward_part((one,), profile, choose_layers(group_by_cost(profile)))
+    # No pods of its own (pods=0): the rank is in the pod of the rank with attention.
+    single_rank = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
+    return build_feed_forward_part((single_rank,), profile, choose_layers(group_by_cost(profile)))
 
 
 def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
-    """Yields the reasons why feed-forward ranks cannot compute this model with these arguments."""
+    """Yields the reasons why feed-forward ranks cannot compute this model with the arguments of engine.args.
+
+    Each reason continues the words "role NAME: feedForward".
+    """
     name, remedy = profile.architecture, "Use mode Pipeline for this model"
     if uses_transformers_class(name):
         why = (
@@ -358,7 +376,10 @@ def build_feed_forward_part(
     shares: tuple[int, ...] = (),
     tensor: int = 1,
 ) -> FeedForwardPart:
-    """Returns the part of the model with the experts or MLPs of the layers with these indices."""
+    """Returns the part of the model with the experts or MLPs of the layers with these indices.
+
+    Both profiles of the result have as many layers as the model. In `profile`, all other layers are empty.
+    """
     layers = tuple(sorted(indices))
     kinds = profile.layers
     moved_indices = set(layers)
@@ -490,6 +511,11 @@ def stage_sizes(topology: Topology, remote: FeedForwardPart, engine: EngineSetti
 def _stage_sizes(
     topology: Topology, remaining: ModelProfile, engine: EngineSettings, ring: ExpertRing | None
 ) -> Sizes:
+    """Returns the sizes of the rank with attention.
+
+    Args:
+        remaining: profile of the part of the model that this rank computes.
+    """
     device = topology.stages[0][0].placed.device
     batches = batches_at_once(Mode.FEED_FORWARD, 1, device, tensor=topology.tensor)
     return Sizes.for_settings(remaining, engine, topology.tensor, batches=batches, ring=ring)
@@ -539,6 +565,7 @@ class _Division:
 
     @classmethod
     def of_layer(cls, remote: FeedForwardPart, index: int) -> "_Division":
+        """Returns the values that decide how these ranks divide the layer with this index."""
         profile = remote.profile
         return cls(
             profile.layer(index), profile.column_unit, remote.weights, remote.tensor, remote.by_experts
@@ -568,7 +595,7 @@ def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int], tensor: 
 
     Args:
         unit: columns that must stay together; 0 if unknown.
-        shares: relative share of each of these ranks.
+        shares: relative share of each rank of this GPU.
         tensor: number of GPUs, which divide the columns first.
 
     Raises:
@@ -588,8 +615,8 @@ def _shares_by_rank(remote: FeedForwardPart, index: int) -> tuple[Fraction, ...]
 def _divide(division: _Division) -> tuple[Fraction, ...]:
     """Returns the share of each rank, from 0 to 1, in order of ranks.
 
-    If the layer cannot be divided in whole units, the result is the planned shares. This happens if the
-    number of columns is unknown, and for plans of earlier versions, which divided other layers.
+    If the number of columns is unknown, the result is the planned shares. The same holds if the layer cannot
+    be divided in whole units: a plan of an earlier version can have such layers.
     """
     try:
         units = _units_by_rank(division)
@@ -601,12 +628,16 @@ def _divide(division: _Division) -> tuple[Fraction, ...]:
 
 
 def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
-    """Returns the sizes of a feed-forward rank with the largest share of each layer among these ranks."""
+    """Returns the sizes of a feed-forward rank that would have the largest share of each layer among `ranks`.
+
+    Args:
+        ranks: indices among the feed-forward ranks.
+    """
     whole = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
     for index in remote.layers:
-        parts = _shares_by_rank(remote, index)
-        sizes[index] = ceil(sizes[index] * max(parts[rank] for rank in ranks))
+        shares = _shares_by_rank(remote, index)
+        sizes[index] = ceil(sizes[index] * max(shares[rank] for rank in ranks))
     return replace(whole, layer_bytes=tuple(sizes))
 
 
@@ -621,26 +652,27 @@ def _packed_bytes(remote: FeedForwardPart, layer_bytes: Sequence[int]) -> int:
 
 
 def _packed_part(remote: FeedForwardPart, index: int) -> Fraction:
-    """Returns the size of a layer in the packed form of the kernels, relative to its stored size."""
+    """Returns the size of a layer in the packed form of the kernels, relative to its stored size.
+
+    Unquantized weights keep their size.
+    """
     kind = remote.profile.layer(index)
-    is_packed = kind.experts_quantized or kind.quantized_bytes
-    return packed_ratio(remote.profile.scheme) if is_packed else Fraction(1)
+    is_quantized = kind.experts_quantized or kind.quantized_bytes
+    return packed_ratio(remote.profile.scheme) if is_quantized else Fraction(1)
 
 
 def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) -> ExpertRing:
-    """Returns a ring of this size for the feed-forward ranks of one GPU; all their layers have experts."""
+    """Returns a ring of this size: GPU memory into which one GPU copies experts of its feed-forward ranks.
+
+    The ranks must have only layers with experts. The GPUs divide the columns of each expert.
+    """
     stored_bytes = Sizes.for_settings(remote.profile, engine, 1, batches=1).layer_bytes
-    equal_layers = Counter(
-        (
-            kind.experts,
-            kind.experts_per_token,
-            _total_columns(remote.profile, kind) // remote.tensor,
-            packed_bytes,
-        )
-        for index in remote.layers
-        for kind in (remote.profile.layer(index),)
-        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, index) / remote.tensor),)
-    )
+    equal_layers = Counter[tuple[int, int, int, int]]()
+    for index in remote.layers:
+        kind = remote.profile.layer(index)
+        columns_of_gpu = _total_columns(remote.profile, kind) // remote.tensor
+        packed_bytes_of_gpu = ceil(stored_bytes[index] * _packed_part(remote, index) / remote.tensor)
+        equal_layers[(kind.experts, kind.experts_per_token, columns_of_gpu, packed_bytes_of_gpu)] += 1
     return ExpertRing(
         num_bytes=num_bytes,
         hidden=remote.profile.hidden_size,
@@ -655,17 +687,20 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
 
 def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
     """Returns the intermediate columns of an expert or MLP, from its bytes if the number is unknown."""
-    bits = profile.scheme.bits if kind.experts_quantized else 0
-    # An expert has three matrices: gate, up and down.
-    return kind.columns or kind.expert_bytes * 8 // (3 * profile.hidden_size * (bits or 16))
+    bits = (profile.scheme.bits if kind.experts_quantized else 0) or 16
+    # An expert has three matrices (gate, up and down) of `hidden_size` weights for each column.
+    return kind.columns or kind.expert_bytes * 8 // (3 * profile.hidden_size * bits)
 
 
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
-    """Returns the maximum number of bytes that a rank among these needs in addition to its packed weights.
+    """Returns the most bytes that any rank in `ranks` needs at a time besides its packed weights.
 
-    While a rank packs an MLP, it holds two copies of the layer; it reads and packs experts one by one. While
-    it serves, its kernels hold the inputs and sums of the longest batch: one row for each token, or for each
-    token and expert (kernels/source/experts.cpp).
+    While a rank packs an MLP, it holds two copies of the layer. It packs experts one by one, without a second
+    copy of the layer. While it serves, its kernels hold the inputs and sums of the longest batch: a row for
+    each token and chosen expert (kernels/source/experts.cpp).
+
+    Args:
+        ranks: indices among the feed-forward ranks.
     """
     sizes = _rank_sizes(remote, engine, ranks).layer_bytes
     hidden, packing_bytes, scratch_bytes = remote.profile.hidden_size, 0, 0
@@ -673,18 +708,20 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
         kind = remote.profile.layer(index)
         packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
         rows = engine.max_num_batched_tokens * kind.experts_per_token
-        total = _total_columns(remote.profile, kind)
-        parts = _shares_by_rank(remote, index)
-        part = Fraction(1, remote.tensor) if remote.by_experts else max(parts[rank] for rank in ranks)
-        columns = ceil(total * part)
+        if remote.by_experts:  # a rank does not divide the columns of its experts with other ranks of its GPU
+            share_of_columns = Fraction(1, remote.tensor)
+        else:
+            shares = _shares_by_rank(remote, index)
+            share_of_columns = max(shares[rank] for rank in ranks)
+        columns = ceil(_total_columns(remote.profile, kind) * share_of_columns)
         scratch_bytes = max(
             scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
         )
     shared_bytes = _slab_growth_bytes(remote, engine)
     if remote.ring is not None:  # each GPU's process maps the weights of its ranks
         shared_bytes += remote.tensor * remote.ring.page_table_bytes
-    # The ranks of the first set (in the GPU's pod, if it has such ranks) count equal parts of the pod's
-    # memory.
+    # This memory belongs to the GPU's pod. If that pod has feed-forward ranks, they are the first set, and
+    # each rank counts an equal part.
     shared_bytes = ceil(shared_bytes / remote.sets[0].count)
     return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + shared_bytes
 
@@ -696,7 +733,9 @@ def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
     (vllm_heteroinfer/feed_forward/slab.py). RANK_OVERHEAD_BYTES already includes the slab of smaller steps.
     """
     tensor = remote.tensor
+    # For each token, a slab holds its row and the answer of each rank.
     row_bytes = (tensor + remote.ranks) * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
+    # A chosen expert takes 8 bytes: its number (int32) and its weight (float32).
     choice_bytes = 8 * tensor * max(remote.profile.layer(index).experts_per_token for index in remote.layers)
     return max(engine.max_num_batched_tokens - CPU_BATCH_TOKENS, 0) * (row_bytes + choice_bytes)
 
@@ -727,13 +766,13 @@ def _check_memory(
         return
     needed_bytes = _needed_bytes(remote, engine, rank_indices)
     if needed_bytes > rank_set.memory_bytes:
-        more = "feedForward.ranks" if not rank_set.pods else "pods"
+        count_field = "pods" if rank_set.pods else "feedForward.ranks"
         raise PlanError(
             f"role {rank_set.role.name}: the feed-forward rank with the largest share lacks "
             f"{format_bytes(needed_bytes - rank_set.memory_bytes)} of memory. It needs "
             f"{format_bytes(needed_bytes)} for its share of {_format_layers(len(remote.layers))}, and "
             f"{rank_set.memory_field} gives it {format_bytes(rank_set.memory_bytes)}. Raise "
-            f"{rank_set.memory_field} or {more}",
+            f"{rank_set.memory_field} or {count_field}",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
@@ -742,9 +781,12 @@ def feed_forward_rates(
     remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory
 ) -> tuple[Rates, ...]:
     """Returns the speed of each feed-forward rank while all ranks compute, in rank order."""
-    by_rate = not remote.shares
-    sets = ((each, each.rates(remote.profile, engine, inventory, by_rate=by_rate)) for each in remote.sets)
-    return tuple(rates for each, rates in sets for _ in range(each.count))
+    by_rate = not remote.shares  # without planned shares, the ranks divide the work by their measured rates
+    rates_of_ranks: list[Rates] = []
+    for rank_set in remote.sets:
+        rates = rank_set.rates(remote.profile, engine, inventory, by_rate=by_rate)
+        rates_of_ranks += [rates] * rank_set.count
+    return tuple(rates_of_ranks)
 
 
 def feed_forward_seconds(
@@ -792,12 +834,12 @@ def exchange_seconds(
 
 
 def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int) -> float:
-    """Returns how much longer a step waits for its busiest rank than `_rank_sizes` assumes, as a factor.
+    """Returns the factor by which a step waits longer for its busiest rank than `_rank_sizes` assumes.
 
     The factor is 1 if ranks share columns. If ranks have whole experts, a step waits for the rank with the
-    most chosen experts. The factor is their expected number, divided by the average number on the rank with
-    the largest share. Compared with drawn experts, the result is 13 % too low to 9 % too high
-    (8 to 256 experts on 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
+    most chosen experts. The factor is the expected number of chosen experts on that rank, divided by the
+    average number on the rank with the largest share. In simulations with experts drawn at random, the result
+    was 13 % too low to 9 % too high (8 to 256 experts on 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
 
     Args:
         rank_indices: feed-forward ranks with equal rates, of which the largest share counts.
@@ -806,7 +848,8 @@ def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int
     ranks = remote.ranks_per_gpu
     if not remote.by_experts:
         return 1.0
-    shares_by_rank = [part * remote.tensor for part in _shares_by_rank(remote, remote.layers[0])]
+    # Shares in the experts of one GPU: the shares of its ranks add up to 1.
+    shares_by_rank = [share * remote.tensor for share in _shares_by_rank(remote, remote.layers[0])]
     kind = remote.profile.layer(remote.layers[0])
     largest_share = max(shares_by_rank[rank] for rank in rank_indices)
     mean_experts = kind.expected_experts(rows)
@@ -818,10 +861,11 @@ def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int
     # Blom's approximation of the maximum of `ranks` normally distributed numbers.
     expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
     planned_experts = mean_experts * float(largest_share)  # for the rank that holds the most experts
-    even_experts = planned_experts if remote.shares else mean_experts / ranks
+    # Ranks without planned shares hold almost equally many experts.
+    usual_experts = planned_experts if remote.shares else mean_experts / ranks
     # The busiest rank has at least one chosen expert, and at most all experts that it holds.
     busiest_experts = min(
-        max(even_experts + expected_excess, planned_experts, 1.0),
+        max(usual_experts + expected_excess, planned_experts, 1.0),
         mean_experts,
         float(kind.experts * largest_share),
     )

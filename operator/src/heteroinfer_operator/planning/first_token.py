@@ -58,9 +58,9 @@ def add_keep_alive(args: tuple[str, ...]) -> tuple[str, ...]:
 def _needs_keep_alive(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], feed_forward_wait: FeedForwardWait
 ) -> bool:
-    """Reports whether the first token of any prompt may take longer than proxies wait without a keep-alive.
+    """Reports whether the first token of any prompt may take longer than _KEEP_ALIVE_FROM_S.
 
-    The slowest predicted speed counts.
+    The upper end of the predicted range counts, because proxies end a stream that is silent for too long.
     """
     longest_prompt = plan.engine.max_model_len
     prompt = min(plan.engine.max_num_batched_tokens, longest_prompt)

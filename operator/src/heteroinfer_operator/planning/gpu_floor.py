@@ -1,7 +1,8 @@
 """The memory that a GPU needs besides weights and KV cache, the same for small and large GPUs. Pure.
 
 Measured on an H100 with torch 2.13 and vLLM 0.32 (2026-11-26, tests/bench/gpu_floor.py): a Llama of 16 layers
-with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
+with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, and 1.05 GiB without CUDA
+graphs.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class GpuFloor:
     """Memory that a GPU rank needs in addition to weights and KV cache, in bytes.
 
     Attributes:
-        graphs: memory that is kept free for CUDA graphs; 0 without them.
+        graphs: memory that stays free for CUDA graphs; 0 without graphs.
         activations: activations of the largest batch.
         sampling: memory for sampling the largest batch, on the ranks of the last stage.
         compiling: copy of the embedding on the ranks of the first stage while the model is compiled. torch
@@ -70,8 +71,8 @@ class GpuFloor:
 
         Args:
             tensor: number of ranks in a stage.
-            ring: memory for experts of feed-forward ranks that the GPU computes, which is not in the result;
-                None without.
+            ring: memory for experts of feed-forward ranks that the GPU computes, or None. The result contains
+                the experts' intermediate values, but not the ring itself.
         """
         layer_elements = (
             _elements_per_token(kind, profile, tensor) for kind in dict.fromkeys(profile.layers)
@@ -105,14 +106,18 @@ class GpuFloor:
 def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
     """Returns the largest number of intermediate elements that a token needs at one time.
 
-    The number is for one layer on one rank. `tensor` is the number of ranks that share the layer.
+    The number is for one layer on one rank.
+
+    Args:
+        tensor: number of ranks that share the layer.
     """
     hidden = profile.hidden_size
     rank_columns = (kind.columns or _DEFAULT_COLUMNS * hidden) // tensor
     if kind.experts:
+        # One buffer for gate and up, which also takes the result, and one for the activation.
         feed_forward = kind.experts_per_token * (max(2 * rank_columns, hidden) + rank_columns)
-    elif kind.mlp_bytes or not profile.kinds:
-        feed_forward = 3 * rank_columns
+    elif kind.mlp_bytes or not profile.kinds:  # profiles of version 0.1.0 have no kinds
+        feed_forward = 3 * rank_columns  # gate, up and activation
     else:
         feed_forward = 0
     return max(feed_forward, _ATTENTION_STATES * hidden // tensor)

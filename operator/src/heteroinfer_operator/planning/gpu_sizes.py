@@ -31,12 +31,13 @@ def gpu_memory_mib(
 
     def least_bytes(rank: RankAssignment) -> int:
         """Returns the minimum memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
-        least = ceil(_planned_bytes(plan, rank) / GPU_USABLE)
-        needed = _needed_gpu_bytes(plan, rank, gpu_floor)
-        return max(least, needed) if needed <= labelled[rank.role] else least
+        without_floor = ceil(_planned_bytes(plan, rank) / GPU_USABLE)
+        with_floor = _needed_gpu_bytes(plan, rank, gpu_floor)
+        is_floor_planned = with_floor <= labelled[rank.role]  # not in plans of some earlier versions
+        return max(without_floor, with_floor) if is_floor_planned else without_floor
 
     return {
-        pod.index: max(-(-least_bytes(rank) // 2**20) for rank in pod.ranks if rank.device is Device.GPU)
+        pod.index: max(ceil(least_bytes(rank) / 2**20) for rank in pod.ranks if rank.device is Device.GPU)
         for pod in plan.pods
         if pod.role in labelled_roles and pod.device is Device.GPU
     }
@@ -103,9 +104,9 @@ def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | No
     plan_bytes = _planned_bytes(plan, rank)
     if gpu_floor is None:
         return plan_bytes
-    gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
+    nccl_gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size  # CPU ranks cannot use NCCL
     is_last = rank.stage == plan.pipeline_parallel_size - 1
-    return plan_bytes + gpu_floor.total(embeds=rank.stage == 0, samples=is_last, gpus=gpus)
+    return plan_bytes + gpu_floor.total(embeds=rank.stage == 0, samples=is_last, gpus=nccl_gpus)
 
 
 def _planned_bytes(plan: Plan, rank: RankAssignment) -> int:

@@ -62,15 +62,18 @@ class Capacity:
     others: OtherGroups | None = None
     priority: int | None = None
 
-    def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
+    def assign(self, demands: Sequence[PodDemand], topology_key: str) -> Placement | None:
         """Returns nodes on which all pods fit, or None.
 
-        Nodes on which the scheduler must preempt other pods are chosen only if no other nodes fit.
+        Chooses nodes on which the scheduler must preempt other pods only if no other nodes fit.
+
+        Args:
+            topology_key: label of nodes whose value must be equal on all chosen nodes; "" for none.
         """
-        return self._assign(demands, key)[0]
+        return self._assign(demands, topology_key)[0]
 
     def assign_farther(
-        self, demands: Sequence[PodDemand], key: str, placement: Placement
+        self, demands: Sequence[PodDemand], topology_key: str, placement: Placement
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
@@ -78,16 +81,18 @@ class Capacity:
         """
         if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
-        free_nodes = self._assign(demands, key)[1]
-        yield from find_farther_placements(demands, free_nodes, key, self.others, placement)
+        free_nodes = self._assign(demands, topology_key)[1]
+        yield from find_farther_placements(demands, free_nodes, topology_key, self.others, placement)
 
-    def _assign(self, demands: Sequence[PodDemand], key: str) -> tuple[Placement | None, Sequence[FreeNode]]:
+    def _assign(
+        self, demands: Sequence[PodDemand], topology_key: str
+    ) -> tuple[Placement | None, Sequence[FreeNode]]:
         """Returns the placement of `assign`, and the free nodes from which it was chosen."""
         free_nodes = self.free_nodes or ()
-        placement = assign_nodes(demands, free_nodes, key, self.others)
+        placement = assign_nodes(demands, free_nodes, topology_key, self.others)
         if placement is None and self._has_preemptible_pods():
             free_nodes = self.nodes_after_preemption()
-            placement = assign_nodes(demands, free_nodes, key, self.others)
+            placement = assign_nodes(demands, free_nodes, topology_key, self.others)
         return placement, free_nodes
 
     def copy(self) -> "Capacity":
@@ -129,6 +134,7 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if request.spec.parallelism.mode is not None:
         return _plan_mode(request, capacity)
+    # Tries each mode with a copy of the capacity. So the chosen mode is planned again, to take the capacity.
     tried = plan_any_mode(request, lambda with_mode: _plan_mode(with_mode, capacity.copy()))
     return replace(_plan_mode(tried.request, capacity), choice=tried.choice)
 
@@ -166,9 +172,9 @@ def _plan_on_nodes(
         for role in spec.roles
         for _ in range(role.pods)
     ]
-    key = spec.scheduling.topology_key
+    topology_key = spec.scheduling.topology_key
     pod_demands = [demand for _, demand in demands]
-    placement = capacity.assign(pod_demands, key)
+    placement = capacity.assign(pod_demands, topology_key)
 
     def plan_on(placement: Placement | None) -> Planned:
         """Returns the plan for the nodes of a placement."""
@@ -181,25 +187,26 @@ def _plan_on_nodes(
             by_role.setdefault(role.name, []).append(node)
         return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
 
-    # Makes the plan before it takes capacity: errors that more capacity would not solve come before a
-    # shortage.
+    # Makes the plan before it takes capacity. So an error that more capacity would not solve is raised before
+    # a shortage.
     planned = plan_on(placement)
     if placement is not None:
-        known = placement
+        first_placement = placement
         # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
         # well.
-        for farther in capacity.assign_farther(pod_demands, key, known):
+        for farther in capacity.assign_farther(pod_demands, topology_key, first_placement):
             try:
                 on_farther = plan_on(farther)
             except PlanError:  # these nodes are too small; the next placement has larger GPUs
                 continue
             plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+            farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first_placement)
             if _serves_the_same(on_farther, planned) and fits_gpus(
-                spec, plan, floor, free_nodes, nodes_by_pod(plan, farther), nodes_by_pod(plan, known)
+                spec, plan, floor, free_nodes, farther_nodes, first_nodes
             ):
                 placement, planned = farther, on_farther
                 break
-    missing = _take_capacity(placement, pod_demands, capacity, free_nodes, key)
+    missing = _take_capacity(placement, pod_demands, capacity, free_nodes, topology_key)
     labelled = planned.inventory.gpu_memory_bytes
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor),
@@ -209,7 +216,7 @@ def _plan_on_nodes(
     if placement is None or capacity.pods_may_wait:
         return replace(planned, node_assignment=node_assignment)
     nodes = nodes_by_pod(planned.plan, placement)
-    domain = (key, placement.domain) if key else None
+    domain = (topology_key, placement.domain) if topology_key else None
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
 
 
@@ -217,12 +224,15 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
 
     All ranks must have the same layers and weights, and compute long prompts in the same way. The KV cache
-    may be smaller, but must hold the requests of `planning.load` at the same time, or as many of them as that
-    of the reference.
+    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of them as
+    the KV cache of the reference plan.
     """
 
-    def shares(plan: Plan) -> list[RankAssignment]:
-        """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size."""
+    def fixed_values(plan: Plan) -> list[RankAssignment]:
+        """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size.
+
+        A ring of any size becomes 1 byte, because both plans must have a ring, or neither.
+        """
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
             for rank in plan.ranks
@@ -230,12 +240,12 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
 
     load = planned.request.spec.planning.chosen_load
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
-    wanted = min(load.requests, requests_at_once(reference, tokens))
+    wanted_requests = min(load.requests, requests_at_once(reference, tokens))
     plan, reference_plan = planned.plan, reference.plan
     return (
-        shares(plan) == shares(reference_plan)
+        fixed_values(plan) == fixed_values(reference_plan)
         and plan.engine.max_num_batched_tokens == reference_plan.engine.max_num_batched_tokens
-        and requests_at_once(planned, tokens) >= wanted
+        and requests_at_once(planned, tokens) >= wanted_requests
     )
 
 
@@ -243,6 +253,8 @@ def assign_existing_plan(
     spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, gpu_floor: GpuFloor | None
 ) -> tuple[NodeAssignment, str]:
     """Returns a node for each pod of an existing plan, and takes the pods' capacity from the nodes.
+
+    Chooses nodes farther from the resource's other groups if the plan fits the GPUs there, too.
 
     Args:
         gpu_floor: memory that the plan's GPUs need besides weights and KV cache; None if unknown.
@@ -274,26 +286,29 @@ def assign_existing_plan(
         if pod.index not in gpu_sizes:
             return demand
         label = device_memory_label(roles[pod.role].gpu_resource)
+        # Kubernetes can only compare with "larger than", so the limit is 1 MiB less than the minimum.
         return with_required_label(demand, larger_label(label, gpu_sizes[pod.index] - 1))
 
     def nodes_by_pod(placement: Placement) -> dict[int, str]:
         return {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
 
-    demands, key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
-    placement = capacity.assign(demands, key)
+    demands, topology_key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
+    placement = capacity.assign(demands, topology_key)
     if placement is not None:
         known_nodes = nodes_by_pod(placement)
-        for farther in capacity.assign_farther(demands, key, placement):
+        for farther in capacity.assign_farther(demands, topology_key, placement):
             if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther), known_nodes):
                 placement = farther
                 break
-    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
+    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, topology_key)
     expected_nodes = frozenset(placement.nodes if placement else ())
     assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
     if placement is None or capacity.pods_may_wait:
         return assignment, missing
     nodes = nodes_by_pod(placement)
-    return replace(assignment, nodes=nodes, domain=(key, placement.domain) if key else None), missing
+    return replace(
+        assignment, nodes=nodes, domain=(topology_key, placement.domain) if topology_key else None
+    ), missing
 
 
 def _take_capacity(
@@ -301,7 +316,7 @@ def _take_capacity(
     demands: Sequence[PodDemand],
     capacity: Capacity,
     free_nodes: Sequence[FreeNode],
-    key: str,
+    topology_key: str,
 ) -> str:
     """Takes the pods' capacity from their nodes.
 
@@ -314,7 +329,7 @@ def _take_capacity(
         Shortage: the pods have no nodes, and may not wait for a scheduler.
     """
     if placement is None:
-        missing = describe_missing_capacity(demands, capacity.nodes_after_preemption(), key)
+        missing = describe_missing_capacity(demands, capacity.nodes_after_preemption(), topology_key)
         if not capacity.pods_may_wait:
             raise Shortage(f"{missing}; {_GROUP_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return missing
@@ -435,7 +450,7 @@ def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str
     Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory
     or CPUs do not count.
     """
-    key = spec.scheduling.topology_key
+    topology_key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
     missing_by_role: dict[str, str] = {}
     for role in spec.roles:
@@ -444,9 +459,9 @@ def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str
         demand = role_demand(spec, role, Device.GPU, capacity.resource)
         gpu_request = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpu_request)] * role.pods
-        if capacity.assign([*placed, *pods], key) is None:
+        if capacity.assign([*placed, *pods], topology_key) is None:
             missing_by_role[role.name] = describe_missing_capacity(
-                [*placed, *pods], capacity.nodes_after_preemption(), key
+                [*placed, *pods], capacity.nodes_after_preemption(), topology_key
             )
         else:
             placed += pods
@@ -469,7 +484,7 @@ def _plan_without_gpus(
         PlanError: the group has no plan, even with more free capacity.
     """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # Makes the plan with GPUs first: its errors are those that more GPUs would not solve.
+    # Makes the plan with GPUs first. So an error that more GPUs would not solve is raised before a shortage.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))

@@ -106,11 +106,11 @@ def build_kv_cache(
     # vLLM keeps caches of one kind and window in one group, even if their pages have different sizes:
     # vllm/v1/kv_cache_interface.py::UniformTypeKVCacheSpecs@v0.32.0.
     if len({(cache.kind, cache.window) for cache in caches}) <= 1:
-        block_by_layer: dict[int, int] = {}
+        bytes_by_layer: dict[int, int] = {}
         for cache in caches:
-            block_by_layer[cache.layer] = block_by_layer.get(cache.layer, 0) + cache.page_bytes
+            bytes_by_layer[cache.layer] = bytes_by_layer.get(cache.layer, 0) + cache.page_bytes
         blocks = _sequence_blocks(caches[0], engine.block_size, tokens, batch_tokens) if caches else 0
-        groups: tuple[Mapping[int, int], ...] = (block_by_layer,) if block_by_layer else ()
+        groups: tuple[Mapping[int, int], ...] = (bytes_by_layer,) if bytes_by_layer else ()
     else:
         groups, blocks = _group_kinds(caches, engine.block_size, tokens, batch_tokens)
     return KvCache(
@@ -127,14 +127,16 @@ def _group_kinds(
         The bytes of a block by layer for each group, and the blocks of a full-length request in all groups.
     """
     block_bytes = max(cache.page_bytes for cache in caches)
-    buckets: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
+    caches_by_key: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
     for cache in caches:
-        buckets.setdefault(cache.key, []).append(cache)
-    min_layers, max_layers = min(map(len, buckets.values())), max(map(len, buckets.values()))
+        caches_by_key.setdefault(cache.key, []).append(cache)
+    numbers_of_layers = [len(same_kind) for same_kind in caches_by_key.values()]
+    min_layers, max_layers = min(numbers_of_layers), max(numbers_of_layers)
     group_size = max_layers if max_layers < min_layers * _PADDING_LIMIT else min_layers
     groups: list[Mapping[int, int]] = []
     blocks = 0
-    for same_kind in buckets.values():
+    for same_kind in caches_by_key.values():
+        # Like vLLM, deals the layers of a kind out among its groups.
         num_groups = ceil(len(same_kind) / group_size)
         groups += [
             {cache.layer: block_bytes for cache in same_kind[i::num_groups]} for i in range(num_groups)
@@ -153,9 +155,10 @@ def _group_kinds(
 
 
 def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens: int) -> int:
-    """Returns the blocks that one sequence takes in one group, as `max_memory_usage_bytes` of vLLM's specs.
+    """Returns the number of blocks that one sequence takes in one group.
 
-    The additional block of a window is for a window that begins inside a block.
+    The same number follows from `max_memory_usage_bytes` of vLLM's specs of the KV cache. The additional
+    block of a window is for a window that begins inside a block.
 
     Args:
         block_tokens: tokens of a block.
@@ -173,9 +176,10 @@ def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens
 
 
 def _layer_caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
-    """Returns the caches of one layer on one rank: keys and values, an index, a state, or several kinds."""
+    """Returns the caches of one layer on one rank: keys and values, an index and a state, if it has them."""
     caches = []
     if kind.kv_heads and not kind.shares_kv:
+        # Sparse attention stores latents, beside the index below.
         attention = AttentionKind.LATENT if kind.attention is AttentionKind.SPARSE else kind.attention
         page_bytes = token_bytes(kind, engine, tensor) * engine.block_size
         caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page_bytes))

@@ -42,35 +42,37 @@ def choose_layers(
 
 
 def _user_layers(topology: Topology) -> tuple[int, ...] | None:
-    """Returns the user's number of layers for each stage, or None if the roles set none."""
+    """Returns the user's number of layers for each stage, or None if the roles set none.
+
+    `layers` of a role has one entry for each of its stages, in order of stages.
+    """
     layers: list[int] = []
-    num_used: dict[str, int] = {}
+    stages_so_far: dict[str, int] = {}
     for stage in topology.stages:
         role = stage[0].placed.role
         if role.layers is None:
             return None
-        index = num_used.get(role.name, 0)
-        layers.append(role.layers[index])
-        num_used[role.name] = index + 1
+        index_in_role = stages_so_far.get(role.name, 0)
+        layers.append(role.layers[index_in_role])
+        stages_so_far[role.name] = index_in_role + 1
     return tuple(layers)
 
 
 def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> None:
     """Raises PlanError if the user's layers do not add up, do not fit, or break a rule of vLLM."""
     found_layers, wanted_layers = sum(layers), sizes.profile.num_layers
-    least = sizes.profile.first_stage_layers
-    if layers[0] < least:
+    least_in_first, least_in_last = sizes.profile.first_stage_layers, sizes.profile.last_stage_layers
+    if layers[0] < least_in_first:
         raise PlanError(
-            f"roles: the first stage must have at least {least} layers, because the model adds the encoder's "
-            f"output in each of these layers (got {layers[0]}). Give the first stage more layers",
+            f"roles: the first stage must have at least {least_in_first} layers, because the model adds the "
+            f"encoder's output in each of these layers (got {layers[0]}). Give the first stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
-    least = sizes.profile.last_stage_layers
-    if len(layers) > 1 and layers[-1] < least:
+    if len(layers) > 1 and layers[-1] < least_in_last:
         raise PlanError(
-            f"roles: the last stage must have at least {least} layers, because the model's last {least} "
-            f"layers share keys and values, which one rank holds (got {layers[-1]}). Give the last stage "
-            "more layers",
+            f"roles: the last stage must have at least {least_in_last} layers, because the model's last "
+            f"{least_in_last} layers share keys and values, which one rank holds (got {layers[-1]}). Give "
+            "the last stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     if found_layers != wanted_layers:
@@ -84,35 +86,46 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
             f"{found_layers}). {change}",
             reason=PlanReason.LAYERS_MISMATCH,
         )
-    stage_ends = list(accumulate(layers))
+    stage_ends = accumulate(layers)
     for index, (stage, count, end) in enumerate(zip(budgets, layers, stage_ends, strict=True)):
-        rank = stage.neediest(sizes, end - count, end)
-        if not sizes.kv.block_bytes(end - count, end):
-            # vLLM divides by the size of a block, which would be 0
-            # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
-            raise PlanError(
-                f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
-                f"because vLLM can run no other stage (got layers {end - count} to {end - 1}). "
-                "Change roles[].layers",
-                reason=PlanReason.LAYERS_MISMATCH,
-            )
-        missing = rank.missing_bytes(sizes, end - count, end)
-        if missing is not None and missing > 0:
-            rank_bytes = rank.budget or 0
-            needs_copy = sizes.loading_exceeds_serving(end - count, end, rank.device)
-            # A shorter maxModelLen needs less memory to serve, but not less to load.
-            if needs_copy:
-                with_what = _PACKED_COPY
-                fix = "Move layers to another stage or give the role more memory"
-            else:
-                with_what = _describe_cache(sizes)
-                fix = f"Move layers to another stage, give the role more memory{_OR_SHORTER}"
-            raise PlanError(
-                f"stage {index} (role {rank.role}): {format_bytes(missing)} of memory is missing. "
-                f"{_format_layers(count)} need {format_bytes(rank_bytes + missing)} with {with_what}, and a "
-                f"rank has {format_bytes(rank_bytes)}. {fix}",
-                reason=PlanReason.INSUFFICIENT_MEMORY,
-            )
+        _check_user_stage(index, stage, (end - count, end), sizes)
+
+
+def _check_user_stage(index: int, stage: StageBudget, layers: tuple[int, int], sizes: Sizes) -> None:
+    """Raises PlanError if a stage has no layer with a KV cache, or if its layers do not fit.
+
+    Args:
+        index: index of the stage.
+        layers: index of the first layer, and index after the last layer.
+    """
+    first, end = layers
+    rank = stage.neediest(sizes, first, end)
+    if not sizes.kv.block_bytes(first, end):
+        # vLLM divides by the size of a block, which would be 0
+        # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
+        raise PlanError(
+            f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
+            f"because vLLM can run no other stage (got layers {first} to {end - 1}). "
+            "Change roles[].layers",
+            reason=PlanReason.LAYERS_MISMATCH,
+        )
+    missing_bytes = rank.missing_bytes(sizes, first, end)
+    if missing_bytes is None or missing_bytes <= 0:
+        return
+    rank_bytes = rank.budget or 0
+    # A shorter maxModelLen needs less memory to serve, but not less to load.
+    if sizes.loading_exceeds_serving(first, end, rank.device):
+        besides_layers = _PACKED_COPY
+        fix = "Move layers to another stage or give the role more memory"
+    else:
+        besides_layers = _describe_cache(sizes)
+        fix = f"Move layers to another stage, give the role more memory{_OR_SHORTER}"
+    raise PlanError(
+        f"stage {index} (role {rank.role}): {format_bytes(missing_bytes)} of memory is missing. "
+        f"{_format_layers(end - first)} need {format_bytes(rank_bytes + missing_bytes)} with "
+        f"{besides_layers}, and a rank has {format_bytes(rank_bytes)}. {fix}",
+        reason=PlanReason.INSUFFICIENT_MEMORY,
+    )
 
 
 def _format_layers(count: int) -> str:
@@ -141,7 +154,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
         reason = "each stage needs a layer" if max(min_layers) == 1 else f"the stages need {numbers} layers"
         raise PlanError(
             f"roles: {len(budgets)} stages are too many for the model's {_format_layers(num_layers)}: "
-            f"{reason}. Use fewer pods or ranksPerPod, or set parallelism.tensor",
+            f"{reason}. Lower pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     layers_with_cache = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
@@ -149,31 +162,32 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
         raise PlanError(
             f"roles: {len(budgets)} stages are too many for the model's "
             f"{_format_layers(len(layers_with_cache))} with a KV cache or a state: each stage needs such a "
-            "layer. Use fewer pods or ranksPerPod, or set parallelism.tensor",
+            "layer. Lower pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     prefer_gpu = any(stage.is_known for stage in budgets)
-    # cheapest[n]: cost and layers of the cheapest split of the first n layers over the stages so far. The
-    # cost contains the squares of the numbers of layers, so an even split is cheaper.
+    # cheapest[n]: cost and numbers of layers of the cheapest split of the first n layers over the stages so
+    # far. The cost contains the squares of the numbers of layers, so an even split is cheaper.
     cheapest: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, stage in enumerate(budgets):
         layer_cost = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         next_cheapest: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in cheapest.items():
-            # The stage must reach the next layer with a KV cache or a state.
+            # The stage must have a layer with a KV cache or a state. If no layer from `first` on has one, the
+            # range is empty.
             until_cache = next(
                 (layer + 1 - first for layer in layers_with_cache if layer >= first), num_layers
             )
             for count in range(max(min_layers[index], until_cache), _stage_capacity(stage, sizes, first) + 1):
-                total, end = cost + layer_cost * count + count * count, first + count
-                known_split = next_cheapest.get(end)
-                # Among equal splits, earlier stages get more layers, because the last stage has the head.
-                if (
-                    known_split is None
-                    or total < known_split[0]
-                    or (total == known_split[0] and split > known_split[1])
-                ):
-                    next_cheapest[end] = (total, (*split, count))
+                total_cost, end = cost + layer_cost * count + count * count, first + count
+                known = next_cheapest.get(end)
+                # Among splits of equal cost, earlier stages get more layers, because the last stage also has
+                # the head.
+                is_better = (
+                    known is None or total_cost < known[0] or (total_cost == known[0] and split > known[1])
+                )
+                if is_better:
+                    next_cheapest[end] = (total_cost, (*split, count))
         cheapest = next_cheapest
     if num_layers not in cheapest:
         raise _build_too_large_error(budgets, sizes)
@@ -198,7 +212,7 @@ _CostFunction: TypeAlias = Callable[[Sizes, int, int, Device], int]
 _RAISE_MEMORY: Final = MappingProxyType(
     {
         Device.CPU: "Raise the role's resources.limits.memory",
-        Device.GPU: "Raise the role's deviceMemory, or give it larger GPUs",
+        Device.GPU: "Raise the role's deviceMemory, or give the role larger GPUs",
     }
 )
 
@@ -244,24 +258,30 @@ def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> 
 
 
 def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError:
-    """Returns the error of a model that does not fit, with the number of layers that each stage holds."""
-    if (shared := _build_shared_layers_error(budgets, sizes)) is not None:
-        return shared
+    """Returns the error of a model that does not fit, with the number of layers that each stage holds.
+
+    If a single stage cannot hold even its fewest layers, the error names only that stage.
+    """
+    shared_layers_error = _build_shared_layers_error(budgets, sizes)
+    if shared_layers_error is not None:
+        return shared_layers_error
     min_layers, held_layers, next_layer = _min_layers(sizes.profile, len(budgets)), [0] * len(budgets), 0
     for index, stage in enumerate(budgets):
-        # The previous stage could hold `next_layer` layers in all, but must leave the fewest layers that this
-        # stage and the stages after it may have.
-        layer = min(next_layer, sizes.profile.num_layers - sum(min_layers[index:]))
-        held_layers[index - 1] -= next_layer - layer
-        held_layers[index] = _stage_capacity(stage, sizes, layer)
+        # The stages so far could hold all layers before `next_layer`. But they must leave the fewest layers
+        # that this stage and the stages after it may have.
+        first = min(next_layer, sizes.profile.num_layers - sum(min_layers[index:]))
+        if index:
+            held_layers[index - 1] -= next_layer - first
+        held_layers[index] = _stage_capacity(stage, sizes, first)
         if held_layers[index] < min_layers[index]:
-            return _build_stage_too_small_error(stage, index, (layer, layer + min_layers[index]), sizes)
-        next_layer = layer + held_layers[index]
+            return _build_stage_too_small_error(stage, index, (first, first + min_layers[index]), sizes)
+        next_layer = first + held_layers[index]
     by_stage = [
         f"{count} in stage {index} (role {stage.neediest(sizes, 0, 1).role})"
         for index, (count, stage) in enumerate(zip(held_layers, budgets, strict=True))
     ]
     num_missing = sizes.profile.num_layers - next_layer
+    # Of all ranks that share the layers, on the kind of device that needs the most bytes.
     missing_bytes = sizes.tensor * max(
         sizes.needed_bytes(next_layer, sizes.profile.num_layers, rank.device)
         for stage in budgets
@@ -289,13 +309,14 @@ def _build_stage_too_small_error(
     rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]
     rank_bytes, span = rank.budget or 0, (*layers, rank.device)
     needed_bytes = sizes.needed_bytes(*span) + rank.table_bytes
-    or_shorter = _OR_SHORTER if sizes.loading_bytes(*span) + rank.table_bytes <= rank_bytes else ""
-    is_packed_copy = sizes.loading_exceeds_serving(*span)
+    # A shorter maxModelLen needs less memory to serve, but not less to load.
+    fits_while_loading = sizes.loading_bytes(*span) + rank.table_bytes <= rank_bytes
+    or_shorter = _OR_SHORTER if fits_while_loading else ""
+    besides_layers = _PACKED_COPY if sizes.loading_exceeds_serving(*span) else _describe_cache(sizes)
     subject = "One layer needs" if count == 1 else f"{count} layers, the fewest of this stage, need"
     return PlanError(
         f"stage {index} (role {rank.role}): {format_bytes(needed_bytes - rank_bytes)} of memory is missing. "
-        f"{subject} {format_bytes(needed_bytes)} with embedding or head and "
-        f"{_PACKED_COPY if is_packed_copy else _describe_cache(sizes)}. A rank has "
+        f"{subject} {format_bytes(needed_bytes)} with embedding or head and {besides_layers}. A rank has "
         f"{format_bytes(rank_bytes)}. {_RAISE_MEMORY[rank.device]}{or_shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
@@ -314,9 +335,12 @@ def _quantize_advice(sizes: Sizes) -> str:
 
 
 def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
-    """Reports whether all layers would fit if the stages held no KV cache."""
-    first = 0
+    """Reports whether all layers would fit if the stages held no KV cache.
+
+    Then each rank needs memory only to load its layers.
+    """
+    next_layer = 0
     for stage in budgets:
-        if first < sizes.profile.num_layers:
-            first += _stage_capacity(stage, sizes, first, Sizes.loading_bytes)
-    return first >= sizes.profile.num_layers
+        if next_layer < sizes.profile.num_layers:
+            next_layer += _stage_capacity(stage, sizes, next_layer, Sizes.loading_bytes)
+    return next_layer >= sizes.profile.num_layers

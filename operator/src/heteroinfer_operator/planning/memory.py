@@ -31,7 +31,7 @@ from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, Engi
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory that a CPU rank needs besides weights and KV cache: Python, torch, vLLM and activations."""
 PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
-"""Part of RANK_OVERHEAD_BYTES that packing may use: when they packed, ranks used 0.56 to 0.58 GiB of the
+"""Part of RANK_OVERHEAD_BYTES that packing may use: while ranks packed, they used 0.56 to 0.58 GiB of the
 overhead for other purposes (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of vLLM's API server and the scheduler, in the pod of rank 0."""
@@ -83,7 +83,10 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
 
 
 def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> None:
-    """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there."""
+    """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there.
+
+    The rank is in the first stage, so its pod counts as the leader's pod.
+    """
     role, pod_bytes = seat.placed.role, pod_memory(seat.placed.role, inventory)
     needed_bytes = role.ranks_per_pod * (table_bytes + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
     if table_bytes and pod_bytes is not None and pod_bytes < needed_bytes:
@@ -173,16 +176,17 @@ class Sizes:
         element_bytes = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element_bytes, ELEMENT_BYTES.get(profile.dtype, element_bytes))
         text_only = EngineOptions.of(engine.extra_args).is_text_only
-        plain_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
-        sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
+        unquantized_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
+        layer_bytes = [
+            unquantized_bytes * unquantized_ratio + (size - unquantized_bytes)
+            for size, unquantized_bytes in zip(profile.layer_bytes, plain_bytes(profile), strict=True)
+        ]
         packing_copies = (packing_copy_bytes(profile, kind, scale) / tensor for kind in profile.layers)
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
-            layer_bytes=tuple(  # -(-a // b) rounds up
-                -int(-(plain * plain_ratio + (size - plain)) // tensor) for size, plain in sizes
-            ),
+            layer_bytes=tuple(ceil(size / tensor) for size in layer_bytes),
             packing_growth_bytes=tuple(
                 ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
             ),
@@ -248,15 +252,14 @@ class Sizes:
         profile = self.profile
         is_first, is_last = stage == 0, stage == num_stages - 1
         on_all_stages = profile.architecture in TABLES_ON_EVERY_STAGE
-        plain_bytes = 0
+        divided_bytes = profile.layer_table_bytes  # the ranks of a stage divide these tables
         if is_first or on_all_stages or (is_last and profile.tied_head):
-            plain_bytes += profile.embedding_bytes
+            divided_bytes += profile.embedding_bytes
         if is_last or on_all_stages:
-            plain_bytes += profile.head_bytes
-        plain_bytes += profile.layer_table_bytes
+            divided_bytes += profile.head_bytes
         copies = CPU_TABLE_COPIES if device is Device.CPU else 1
         other_bytes = int(profile.other_bytes * self.scale) if is_last else 0
-        return self.rank_share_bytes(plain_bytes) * copies + other_bytes + self.encoder_bytes
+        return self.rank_share_bytes(divided_bytes) * copies + other_bytes + self.encoder_bytes
 
     def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
         """Returns the names of a stage's parts besides layers and encoder, for messages."""
@@ -283,7 +286,7 @@ class Sizes:
         Args:
             size: bytes of these weights in the checkpoint.
         """
-        return -int(-size * self.scale // self.tensor)
+        return ceil(size * self.scale / self.tensor)
 
 
 def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
@@ -369,7 +372,7 @@ class StageBudget:
         return any(rank.budget is not None for rank in self.ranks)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank with the fewest bytes left after layers first..end-1; unknown ones sort last."""
+        """Returns the rank with the fewest bytes left after layers first..end-1; unknown bytes sort last."""
 
         def left(rank: RankBudget) -> tuple[bool, int]:
             left_bytes = rank.left_bytes(sizes, first, end)
@@ -434,5 +437,8 @@ def stage_budgets(
 
 
 def _num_nccl_gpus(seats: Sequence[Seat]) -> int:
-    """Returns the GPUs of a stage that communicate through NCCL; 1 if a CPU rank makes it use the bridge."""
+    """Returns the number of GPUs of a stage that communicate through NCCL.
+
+    Returns 1 for a stage with a CPU rank: all its ranks communicate through the bridge.
+    """
     return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1

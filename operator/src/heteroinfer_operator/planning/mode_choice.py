@@ -70,9 +70,10 @@ class ModeChoice:
     def __str__(self) -> str:
         """Describes the chosen mode, then each other mode: its times, or why it does not fit."""
         chosen, *others = self.options
-        parts = [f"{chosen.title} chosen by prediction for {describe_load(self.load)}: {chosen.figures}"]
-        if chosen.reason:
+        if chosen.reason:  # the plan ignored the figures
             parts = [f"{chosen.title} chosen: {chosen.short_reason}"]
+        else:
+            parts = [f"{chosen.title} chosen by prediction for {describe_load(self.load)}: {chosen.figures}"]
         for other in others:
             if other.figures is None:
                 parts.append(f"{other.title} does not fit: {other.short_reason}")

@@ -1,4 +1,4 @@
-"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks. Pure."""
+"""Orders the layers whose experts or MLPs feed-forward ranks may compute, and spreads the choice. Pure."""
 
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -16,8 +16,8 @@ def group_by_cost(profile: ModelProfile) -> list[list[int]]:
 
     def cost(index: int) -> float:
         kind = profile.layer(index)
-        active = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
-        return active / kind.feed_forward_bytes
+        bytes_read = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
+        return bytes_read / kind.feed_forward_bytes
 
     indices = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
     with_experts = [index for index in indices if profile.layer(index).experts]
@@ -25,12 +25,12 @@ def group_by_cost(profile: ModelProfile) -> list[list[int]]:
 
 
 def choose_layers(groups: Sequence[Sequence[int]], count: int | None = None) -> list[int]:
-    """Returns `count` layers of the cheapest groups; those of the last group are spread over it.
+    """Returns `count` layers: all layers of the cheapest groups, and layers spread over the next group.
 
     In long prompts the GPU copies experts of these layers, and it can copy while it computes the layers in
     between. So each layer in the result is the last of an equal part of its group: the distances differ by at
     most one layer, also from the last layer of a step to the first layer of the next step. A smaller `count`
-    may therefore give other layers than a larger one.
+    may therefore give layers that a larger `count` does not give.
 
     Args:
         groups: the result of `group_by_cost`.

@@ -81,7 +81,8 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
     """Returns the bytes of a group in the checkpoint, with and without its zero point.
 
-    A group has its codes and a scale of 2 bytes.
+    A group has its codes and a scale of 2 bytes. A format without groups counts as if _AMX_BLOCK weights were
+    a group.
     """
     code_bytes = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8)
     zero_point_bytes = _ZERO_POINT_BYTES.get(scheme.name, Fraction(0))
@@ -114,10 +115,10 @@ def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fra
 def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) -> Fraction:
     """Returns the bytes that all ranks of a CPU stage need for copies while they pack a layer.
 
-    Experts need a second copy, because vLLM replaces both their tensors before it frees the first. An MLP
-    needs a second copy of gate and up, which are one tensor. Experts of 0.75 GiB took 0.75 GiB more, an MLP
-    of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). Weights of 4 bits need several
-    copies.
+    Experts need a second copy, because vLLM packs both of their tensors before it frees the unpacked ones. An
+    MLP needs a second copy of gate and up only, which are one tensor. Experts of 0.75 GiB took 0.75 GiB more,
+    an MLP of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). Weights of 4 bits need
+    several copies.
 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
@@ -125,6 +126,7 @@ def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) 
     num_linear_copies = _PACKING_COPIES.get(profile.scheme.name, 0)
     num_expert_copies = _PACKING_COPIES.get(profile.scheme_of_experts.name, 1)
     linear_bytes = num_linear_copies * kind.quantized_bytes
+    # Unquantized experts have one copy, in the engine's element type.
     expert_bytes = kind.routed_bytes * (Fraction(num_expert_copies) if kind.experts_quantized else scale)
     # Copies of quantized linear layers already include those of the MLP.
     mlp_bytes = Fraction(0) if linear_bytes else _GATE_AND_UP_SHARE * kind.mlp_bytes * scale

@@ -103,19 +103,11 @@ class PlannedMode:
         topology, remote, engine = self.topology, self.remote, self.engine
         if remote is None:
             return advise(topology, plan, self.profile, self.inventory)
-        gpus = "GPUs" if topology.tensor > 1 else "GPU"
-        notes = [self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :])]
-        placed_role = topology.stages[0][0].placed
-        roles_with_ranks = [placed_role.role, *(rank_set.role for rank_set in remote.sets if rank_set.pods)]
-        has_other_pods = any(rank_set.pods for rank_set in remote.sets)
-        relay = ", and the thread that exchanges rows with other pods," if has_other_pods else ""
-        notes += [
-            f"feed-forward ranks of role {role.name}{relay} sleep between layers, which makes each step "
-            "slower, because the pods have a CPU limit that busy waiting would use up. Remove limits.cpu, or "
-            "use nodes with the static CPU manager"
-            for role in roles_with_ranks
-            if role.resources and role.resources.limits and "cpu" in role.resources.limits
+        notes = [
+            self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :]),
+            *self._cpu_limit_notes(remote),
         ]
+        placed_role = topology.stages[0][0].placed
         if placed_role.device is not Device.GPU:
             return Advice(notes=tuple(notes))
         stage_budget = stage_budgets(
@@ -124,18 +116,39 @@ class PlannedMode:
             self.inventory,
         )[0]
         if not stage_budget.is_known:
-            if placed_role.role.feed_forward is None or placed_role.role.feed_forward.layers is None:
+            feed_forward = placed_role.role.feed_forward
+            if feed_forward is None or feed_forward.layers is None:  # otherwise the user set the number
                 notes.append("the GPU's memory is unknown, so the plan moves only 1 layer. Set deviceMemory")
             return Advice(notes=tuple(notes))
-        if stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0:
+        needs_feed_forward = stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0
+        if needs_feed_forward:
             return Advice(notes=tuple(notes))
-        other_mode = Mode.TENSOR.value if topology.tensor > 1 else Mode.PIPELINE.value
+        gpus, other_mode = (
+            ("GPUs", Mode.TENSOR.value) if topology.tensor > 1 else ("GPU", Mode.PIPELINE.value)
+        )
+        has_other_pods = any(rank_set.pods for rank_set in remote.sets)
         not_needed = (
             f"feed-forward ranks are not needed: the {gpus} can hold the model and the KV cache for one "
             f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
             f"{other_mode} without {'CPU roles' if has_other_pods else 'feedForward'}"
         )
         return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
+
+    def _cpu_limit_notes(self, remote: FeedForwardPart) -> list[str]:
+        """Returns a note for each role whose pods have a CPU limit: threads of such pods do not wait busily.
+
+        If ranks are in other pods than the GPU, each pod also has a thread that exchanges rows, which sleeps,
+        too.
+        """
+        roles_of_other_pods = [rank_set.role for rank_set in remote.sets if rank_set.pods]
+        relay = ", and the thread that exchanges rows with other pods," if roles_of_other_pods else ""
+        return [
+            f"feed-forward ranks of role {role.name}{relay} sleep between layers, which makes each step "
+            "slower, because the pods have a CPU limit that busy waiting would use up. Remove limits.cpu, or "
+            "use nodes with the static CPU manager"
+            for role in (self.topology.stages[0][0].placed.role, *roles_of_other_pods)
+            if role.resources and role.resources.limits and "cpu" in role.resources.limits
+        ]
 
     def _compare_with_pipeline(
         self, remote: FeedForwardPart, stage_rates: Rates, feed_forward_rates: Sequence[Rates]
@@ -183,7 +196,7 @@ def check_cpu_support(
     """Checks that CPU ranks can compute their part in this mode. Returns notes for the user, one line each.
 
     Raises:
-        PlanError: the CPU ranks cannot compute their part with any memory.
+        PlanError: the CPU ranks cannot compute their part, however much memory they have.
     """
     if mode is not Mode.FEED_FORWARD:
         if topology.has_cpu:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
@@ -110,7 +111,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     wanted_mode = spec.parallelism.mode
     assert wanted_mode is not None  # auto_mode.py has chosen a mode
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
-    stage_spec = spec.changed(roles=spec.stage_roles)
+    stage_spec = spec.changed(roles=spec.stage_roles)  # without roles that have only feed-forward ranks
     topology = build_topology(stage_spec, inventory, has_encoder=has_encoder)
     _check_tensor_size(topology.tensor, profile)
     engine = choose_engine_settings(
@@ -122,18 +123,19 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         served_name=request.served_name,
         model_path=request.model_path,
     )
-    stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
+    num_stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
     mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
-    engine, ring = mode.engine, None if mode.remote is None else mode.remote.ring
-    batches = batches_at_once(wanted_mode, stages, first_device, tensor=topology.tensor)
+    engine = mode.engine  # with a ring, mode FeedForward may change the tokens of a step
+    ring = None if mode.remote is None else mode.remote.ring
+    batches = batches_at_once(wanted_mode, num_stages, first_device, tensor=topology.tensor)
     sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches, ring=ring)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     layers = choose_layers(stage_spec, topology, budgets, sizes)
     untimed_plan = Plan(
         mode=wanted_mode,
         tensor_parallel_size=topology.tensor,
-        pipeline_parallel_size=stages,
+        pipeline_parallel_size=num_stages,
         ranks=(*_assign_layers(topology, layers, budgets, sizes, engine), *mode.feed_forward_ranks()),
         engine=engine,
     )
@@ -200,7 +202,7 @@ def _check_model(
 def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
     """Raises PlanError if the ranks of a stage cannot divide the heads or the vocabulary equally."""
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
-    vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
+    padded_vocab = ceil(profile.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
 
     def undivided_part(ranks: int) -> str:
         """Returns the part of the model that this number of ranks cannot divide equally, or ""."""
@@ -208,7 +210,9 @@ def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
             return f"the model's {heads} attention heads"
         if kv_heads % ranks and ranks % kv_heads:  # several ranks may hold the same key/value head
             return f"the model's {kv_heads} key/value heads"
-        return f"the model's vocabulary of {vocab} rows with padding" if vocab % ranks else ""
+        if padded_vocab % ranks:
+            return f"the model's vocabulary of {padded_vocab} rows with padding"
+        return ""
 
     part = undivided_part(tensor)
     if part:
@@ -228,12 +232,19 @@ def _assign_layers(
     sizes: Sizes,
     engine: EngineSettings,
 ) -> tuple[RankAssignment, ...]:
-    """Returns the assignment of each rank: its pod, its layers, and its bytes."""
+    """Returns the assignment of each rank in a stage: its pod, its layers, and its bytes.
+
+    Predicted times follow later (`predict_ranks`).
+    """
     num_blocks = _choose_num_kv_blocks(layers, budgets, sizes, engine)
-    seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
+    numbered_seats = [
+        (stage, tensor_rank, seat)
+        for stage, seats in enumerate(topology.stages)
+        for tensor_rank, seat in enumerate(seats)
+    ]
     stage_ends = tuple(accumulate(layers))
     ranks: list[RankAssignment] = []
-    for rank, (stage, tensor_rank, seat) in enumerate(seats):
+    for rank, (stage, tensor_rank, seat) in enumerate(numbered_seats):
         first, end = stage_ends[stage] - layers[stage], stage_ends[stage]
         weights = sizes.layer_weight_bytes(first, end, seat.placed.device)
         ranks.append(
@@ -267,6 +278,7 @@ def _choose_num_kv_blocks(
     max_sequences = engine.max_num_seqs if is_known else _UNKNOWN_MEMORY_SEQUENCES
     max_useful = max_sequences * sizes.kv.sequence_blocks + 1  # vLLM keeps one block for itself
     capacities = [blocks for blocks in kv_blocks_by_stage(layers, budgets, sizes) if blocks is not None]
+    # One full-length request always fits: otherwise `choose_layers` would have raised an error.
     return max(min([*capacities, max_useful]), sizes.kv.min_blocks)
 
 
@@ -293,5 +305,6 @@ def _limiting_rank(
     stage = known_blocks.index(min(known_blocks))
     seats, end = topology.stages[stage], sum(layers[: stage + 1])
     role = budgets[stage].tightest(sizes, end - layers[stage], end).role
-    tightest_seat = next(i for i, seat in enumerate(seats) if seat.placed.role.name == role)
-    return stage * topology.tensor + tightest_seat
+    # The first rank of this role stands for the stage's other ranks of the role.
+    rank_in_stage = next(index for index, seat in enumerate(seats) if seat.placed.role.name == role)
+    return stage * topology.tensor + rank_in_stage

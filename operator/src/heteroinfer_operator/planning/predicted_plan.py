@@ -152,10 +152,12 @@ def _find_feed_forward_part(
     feed_forward_ranks = [rank for rank in plan.ranks if rank.feed_forward is not None]
     asking_role = next(role for role in spec.roles if role.name == plan.ranks[0].role)
     plan_roles = {rank.role for rank in plan.ranks}
+    # An empty inventory suffices: only the numbers of ranks matter here, not their memory.
     sets = rank_sets(asking_role, [role for role in spec.roles if role.name in plan_roles], Inventory())
     roles_now = [rank_set.role.name for rank_set in sets for _ in range(rank_set.count)]
     if roles_now != [rank.role for rank in feed_forward_ranks]:
         return None
+    # All parts have the same layers, and differ only in their shares.
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
     remote = build_feed_forward_part(

@@ -100,7 +100,7 @@ def _format_ms(seconds: float) -> str:
 
 
 def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
-    """Returns the predicted decode step of one request. It passes one stage after the other.
+    """Returns the predicted decode step of one request. The step passes one stage after the other.
 
     Args:
         rates: rates by rank with which the plan was predicted; empty if they are unknown, which widens the
@@ -222,17 +222,22 @@ def count_reads(
     tokens = load.requests * load.tokens
     for index, plain_size in zip(range(first, end), plain_bytes(sizes.profile)[first:end], strict=True):
         kind = sizes.profile.layer(index)
-        rank_share = sizes.layer_bytes[index] / max(sizes.profile.layer_bytes[index], 1)
-        routed_plain = 0 if kind.experts_quantized else kind.routed_bytes
         # The classes of weights have the same proportions on this rank as in the checkpoint.
-        dense = sizes.layer_bytes[index] - kind.routed_bytes * rank_share
-        share_plain = (plain_size - routed_plain) * rank_share
-        operations = 2 * tokens / _bytes_per_weight(sizes, kind)
-        plain += _weight_reads(share_plain, tokens, operations)
-        quantized += _weight_reads(dense - share_plain, tokens, operations)
-        chosen = kind.expected_experts(tokens) * kind.expert_bytes * rank_share
-        routed = tokens * kind.experts_per_token * kind.expert_bytes * rank_share
-        experts += WeightReads(bytes=chosen, operations=routed / tokens * operations, row_bytes=routed)
+        rank_share = sizes.layer_bytes[index] / max(sizes.profile.layer_bytes[index], 1)
+        unquantized_experts = 0 if kind.experts_quantized else kind.routed_bytes
+        bytes_without_experts = sizes.layer_bytes[index] - kind.routed_bytes * rank_share
+        unquantized_without_experts = (plain_size - unquantized_experts) * rank_share
+        operations_per_byte = 2 * tokens / _bytes_per_weight(sizes, kind)
+        plain += _weight_reads(unquantized_without_experts, tokens, operations_per_byte)
+        quantized += _weight_reads(
+            bytes_without_experts - unquantized_without_experts, tokens, operations_per_byte
+        )
+        # A step reads each chosen expert once, but each token computes with its own experts.
+        chosen_bytes = kind.expected_experts(tokens) * kind.expert_bytes * rank_share
+        row_bytes = tokens * kind.experts_per_token * kind.expert_bytes * rank_share
+        experts += WeightReads(
+            bytes=chosen_bytes, operations=row_bytes / tokens * operations_per_byte, row_bytes=row_bytes
+        )
         cache += load.requests * _cached_bytes(kind, load.context, engine, sizes.tensor)
         # Each compared element needs a multiplication and an addition for its key, and both for its value.
         attention += (
@@ -251,7 +256,7 @@ def count_reads(
 
 
 def _weight_reads(num_bytes: float, rows: float, operations_per_byte: float) -> WeightReads:
-    """Returns the reads of these bytes, all of which are used by the same number of rows."""
+    """Returns the reads of weights if the same number of rows uses each weight."""
     return WeightReads(
         bytes=num_bytes, operations=num_bytes * operations_per_byte, row_bytes=num_bytes * rows
     )
@@ -278,16 +283,16 @@ def _num_attended_tokens(kind: LayerKind, context: int) -> int:
 def _compared_elements(sizes: Sizes, kind: LayerKind) -> int:
     """Returns the elements that all query heads together compare for each earlier token.
 
-    A query is compared with a key, half of `kv_width`. A latent (one KV head) is a key as a whole.
+    A query is compared with a key, which is half of `kv_width`. A latent (one KV head) is a key as a whole.
     """
     heads = sizes.profile.num_attention_heads
     return heads * (kind.kv_width if kind.kv_heads == 1 else kind.kv_width // 2)
 
 
 def _cached_bytes(kind: LayerKind, context: int, engine: EngineSettings, tensor: int) -> float:
-    """Returns the bytes of one request's cache that a step reads in a layer; a state counts twice.
+    """Returns the bytes of one request's cache that a step moves in a layer.
 
-    A step also writes each state.
+    A state counts twice, because a step reads and writes it.
     """
     tokens = min(context, kind.window) if kind.window else context
     by_token = (token_bytes(kind, engine, tensor) if kind.kv_heads else 0) + kind.index_bytes
@@ -332,7 +337,8 @@ def forecast_first_token(
     """Returns the time to the first token of a prompt.
 
     The prompt's chunks follow each other through the stages: only the first chunk takes the time of all
-    stages, and each further chunk adds the time of the slowest stage.
+    stages, and each further chunk adds the time of the slowest stage. The total is at least the time of the
+    longest chunk through all stages, which may be a later chunk.
     """
     chunk_tokens = plan.engine.max_num_batched_tokens
     total = longest = _ZERO
@@ -358,7 +364,10 @@ def _feed_forward_error(plan: Plan, rates: Sequence[Rates]) -> ErrorRange:
 def _predict_stages(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: StepLoad, feed_forward_wait: FeedForwardWait
 ) -> list[Prediction]:
-    """Returns the time of each stage: its slowest rank, the wait for feed-forward ranks, and collectives."""
+    """Returns the time of each stage: its slowest rank, the wait for feed-forward ranks, and collectives.
+
+    The wait is the same for each stage, because only plans of one stage have feed-forward ranks.
+    """
     feed_forward_time = _with_range(feed_forward_wait(load), _feed_forward_error(plan, rates))
 
     def compute(rank: RankAssignment) -> Prediction:
@@ -385,7 +394,11 @@ def slowest_rank(
     load: StepLoad,
     feed_forward_wait: FeedForwardWait = _no_wait,
 ) -> int:
-    """Returns the rank that computes longest in a step of this load."""
+    """Returns the rank that computes longest in a step of this load.
+
+    Feed-forward ranks count with the time for which the stage waits for them. The first such rank stands for
+    all.
+    """
     feed_forward_ranks = [rank.rank for rank in plan.ranks if rank.feed_forward is not None]
     seconds = {rank.rank: compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks}
     if feed_forward_ranks:
@@ -415,7 +428,8 @@ def _captured_rows_of_graphs(engine: EngineSettings) -> int:
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: StepLoad) -> float:
     """Returns the seconds in which a GPU launches the kernels of a mixture of experts one by one.
 
-    Returns 0 if a CUDA graph starts all kernels of the step.
+    Returns 0 if the step is short enough for a CUDA graph. If the engine uses no CUDA graphs,
+    `eager_launch_s` gives the time of short steps.
     """
     if rank.device is not Device.GPU or load.requests * load.tokens <= _captured_rows_of_graphs(plan.engine):
         return 0.0

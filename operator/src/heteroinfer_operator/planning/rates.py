@@ -254,7 +254,7 @@ def cpu_rates(
 
     Args:
         role: role of the rank; its resources set the CPUs of a pod.
-        has_leader: whether the rank's pod also runs the engine and the API server.
+        has_leader: whether the rank's pod also runs the engine and vLLM's API server.
         sharing_ranks: number of ranks in the pod that compute at the same time, with this rank. They share
             the memory's rate.
         share_by_rate: whether these ranks divide work by their rates, so that none waits for the slowest.
@@ -352,8 +352,8 @@ class _DefaultKernels:
             stored_scheme = (
                 self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
             )
-            bits = stored_scheme.bits or 8
-        elif part is KernelPart.LINEAR:
+            bits = stored_scheme.bits or 8  # 8 if the number is unknown
+        elif part is KernelPart.LINEAR:  # vLLM computes unquantized linear layers, not our kernels
             decoded, products = rates.plain, rates.plain_products
             if self.dtype != "bfloat16":
                 memory_bytes_per_s *= CPU_OTHER_TYPES_RATIO
@@ -365,7 +365,7 @@ class _DefaultKernels:
             scheme=scheme,
             dtype=self.dtype,
             kernel="default",
-            threads=1,
+            threads=1,  # the rates below are those of all threads
             bytes_per_s=one_row,
             more_rows=tuple(min(one_row, each) for each in many_rows),
         )
@@ -482,7 +482,7 @@ def gpu_rates(
     nominal, error = GPU_NOMINAL.get(known), GPU_ERROR
     default_link = LINK_BYTES_PER_S if known else LINK_BYTES_PER_S / 2
     link = _OLDER_LINKS.get(known.partition("-")[0], default_link)  # all variants of a product have one link
-    if calibration is not None:
+    if calibration is not None:  # even a calibration without GPU rates may have a rate of the link
         link = calibration.link_rate() or link
     if calibration is not None and calibration.gpu is not None:
         rate, operations = calibration.gpu.bytes_per_s, calibration.gpu.operations_per_s
@@ -510,7 +510,7 @@ def count_compute_threads(role: RoleSpec, *, has_leader: bool) -> float | None:
     """Returns the compute threads of one rank of a role, or None if its resources set no CPUs.
 
     Args:
-        has_leader: whether the rank's pod also runs the engine and the API server, which get CPUs of their
+        has_leader: whether the rank's pod also runs the engine and vLLM's API server, which get CPUs of their
             own.
     """
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():

@@ -109,7 +109,10 @@ def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory)
 
 
 def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]:
-    """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it."""
+    """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it.
+
+    If the role sets no memory, the field is the one that a message may ask the user to set.
+    """
     pod_bytes = pod_memory(role, inventory)
     limits = role.resources.limits if role.resources else None
     field = "limits" if limits and "memory" in limits else "requests"
@@ -124,38 +127,41 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int =
     Args:
         speeds: speed of each rank. Speeds that differ little count as equal.
         max_parts: largest part of a layer that fits the memory of each rank, from 0 to 1.
-        units: units in which ranks divide a layer; 0 if they can divide it anywhere.
+        units: number of equal units of a layer that ranks divide among themselves; 0 if unknown.
 
     Returns:
         The shares, relative to each other: numbers of units, or 1 for each rank if all are equal. If the
         memory of all ranks together is too small, parts exceed `max_parts`.
     """
     parts = _limited_parts(shares_by_rate(speeds), max_parts)
-    whole = _whole_units(parts, max_parts, units)
-    if whole is not None:
-        return whole if len(set(whole)) > 1 else (1,) * len(whole)
-    most = max(parts)
-    return tuple(max(round(_PART_STEPS * part / most), 1) for part in parts)
+    whole_units = _whole_units(parts, max_parts, units)
+    if whole_units is not None:
+        all_equal = len(set(whole_units)) == 1
+        return (1,) * len(whole_units) if all_equal else whole_units
+    largest_part = max(parts)
+    return tuple(max(round(_PART_STEPS * part / largest_part), 1) for part in parts)
 
 
 def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[float]:
-    """Divides 1.0 among ranks by speed, each limited to its `max_parts`.
+    """Divides 1.0 among ranks by speed. Each part is at most the rank's value in `max_parts`.
 
-    If all limits together are too small, ranks may exceed them.
+    A rank whose part by speed exceeds its limit gets its limit, and the other ranks divide the rest again. If
+    all limits together are too small, ranks may exceed them.
     """
     parts = [0.0] * len(speeds)
     free_ranks = set(range(len(speeds)))
     left_part = 1.0
     while free_ranks:
-        total = sum(speeds[each] for each in free_ranks)
-        full_ranks = {each for each in free_ranks if left_part * speeds[each] / total > max_parts[each]}
-        if not full_ranks or full_ranks == free_ranks:
-            for each in free_ranks:
-                parts[each] = left_part * speeds[each] / total
+        total = sum(speeds[rank] for rank in free_ranks)
+        full_ranks = {rank for rank in free_ranks if left_part * speeds[rank] / total > max_parts[rank]}
+        limits_too_small = full_ranks == free_ranks
+        if not full_ranks or limits_too_small:
+            for rank in free_ranks:
+                parts[rank] = left_part * speeds[rank] / total
             break
-        for each in full_ranks:
-            parts[each] = max_parts[each]
-        left_part -= sum(max_parts[each] for each in full_ranks)
+        for rank in full_ranks:
+            parts[rank] = max_parts[rank]
+        left_part -= sum(max_parts[rank] for rank in full_ranks)
         free_ranks -= full_ranks
     return parts
 
@@ -169,9 +175,14 @@ def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int)
     counts = [max(min(floor(part * units), limit), 1) for part, limit in zip(parts, limits, strict=True)]
     while sum(counts) != units:
         step = 1 if sum(counts) < units else -1
-        able = [i for i, count in enumerate(counts) if (count < limits[i] if step > 0 else count > 1)]
-        if not able:
+        changeable_ranks = [
+            rank
+            for rank, count in enumerate(counts)
+            if (step > 0 and count < limits[rank]) or (step < 0 and count > 1)
+        ]
+        if not changeable_ranks:
             return None
         # Adds a unit to the rank that is furthest below its part, or takes one from the rank furthest above.
-        counts[max(able, key=lambda i: step * (parts[i] * units - counts[i]))] += step
+        rank = max(changeable_ranks, key=lambda rank: step * (parts[rank] * units - counts[rank]))
+        counts[rank] += step
     return tuple(counts)

@@ -37,7 +37,7 @@ from heteroinfer_operator.vllm_support.cpu_kernels import name_activation
 BATCH_TOKENS: Final = (16384, 8192, 4096, CPU_BATCH_TOKENS)
 """Tokens of a step that the plan tries."""
 _LARGE_STEP_TOKENS: Final = 8192
-"""A step gets more tokens only with a full ring, and if a prompt can have more."""
+"""A step gets more tokens than this only if the ring is full and a prompt can have more tokens."""
 _SHOWN_TOKENS: Final = (2048,)
 """Tokens of a step for which users see the GPU's part, besides the fewest and the most."""
 _SLOT_PART: Final = 0.2
@@ -92,10 +92,13 @@ def predict_wait(
 ) -> SharedWait:
     """Predicts the wait for feed-forward ranks in a step of this load.
 
+    CPUs compute all experts if the GPU has no ring, if the step has too few rows for the ring, or if the GPU
+    would not save enough time.
+
     Args:
         gpu: rates of the rank with attention.
         rates: rates of each feed-forward rank, in rank order.
-        gap_s: seconds of the step in which the GPU does other work and copies experts.
+        gap_s: seconds of the step in which the GPU does other work. It can copy experts at the same time.
     """
     cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
     rows = load.requests * load.tokens
@@ -126,7 +129,9 @@ def predict_plan_wait(
 def describe_long_prompts(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart | None
 ) -> str:
-    """Describes the GPU's part of the experts, by tokens of a step; "" if the GPU has no ring.
+    """Describes which part of the experts the GPU computes in steps of different lengths, for users.
+
+    Returns "" if the GPU has no ring.
 
     Args:
         sizes: sizes of the rank with attention.
@@ -140,21 +145,23 @@ def describe_long_prompts(
 
     engine = plan.engine
     most = engine.max_num_batched_tokens
-    first = next((tokens for tokens in _step_sizes(least_rows(engine), most) if gpu_part(tokens)), None)
-    if first is None:
+    fewest = next((tokens for tokens in _step_sizes(least_rows(engine), most) if gpu_part(tokens)), None)
+    if fewest is None:
         return "CPUs compute all experts, by the predicted rates"
-    shown = dict.fromkeys((first, *(tokens for tokens in _SHOWN_TOKENS if first < tokens < most), most))
+    between = [tokens for tokens in _SHOWN_TOKENS if fewest < tokens < most]
+    shown = dict.fromkeys((fewest, *between, most))  # once each, if `fewest` equals `most`
     parts = ", ".join(f"{gpu_part(tokens):.0%} with {tokens:,}" for tokens in shown)
     return (
-        f"in steps of {first:,} tokens or more, the GPU computes a part of the experts and the CPUs the rest "
-        f"({parts}); in shorter steps, CPUs compute all experts"
+        f"in steps of {fewest:,} tokens or more, the GPU computes a part of the experts and the CPUs the "
+        f"rest ({parts}); in shorter steps, CPUs compute all experts"
     )
 
 
 def least_rows(engine: EngineSettings) -> int:
-    """Returns the fewest rows of a step in which the GPU may compute experts: more than a CUDA graph has.
+    """Returns the fewest rows of a step in which the GPU may compute experts.
 
-    A captured step cannot copy a varying number of experts.
+    The number is at least LEAST_ROWS, and larger than the rows of any CUDA graph: a graph always copies the
+    same number of experts, but the GPU's part changes from step to step.
     """
     return max(captured_rows(engine) + 1, LEAST_ROWS)
 
@@ -189,8 +196,8 @@ class RingChooser:
     def choose(self, remote: FeedForwardPart) -> tuple[FeedForwardPart, EngineSettings]:
         """Returns the part of the model with a ring, and the settings; both unchanged if no ring saves time.
 
-        The memory of a ring comes from the KV cache, or from one more layer that moves to the CPUs. Of these
-        options and the plan without a ring, the one with which the load takes the least time is chosen.
+        The memory of a ring comes from the KV cache, or from one more layer that moves to the CPUs. The plan
+        without a ring is the third option. Chooses the option with which the load takes the least time.
         """
         if not _can_gpu_take_experts(self.topology, remote):
             return remote, self.engine
@@ -209,7 +216,8 @@ class RingChooser:
         Args:
             remote: the part of the plan without a ring.
         """
-        left_bytes = stage_rank_left_bytes(self.topology, remote, self.engine, self.inventory) or 0
+        left_bytes = stage_rank_left_bytes(self.topology, remote, self.engine, self.inventory)
+        left_bytes = left_bytes or 0  # None if the memory is unknown: then no ring fits anyway
         kv = stage_sizes(self.topology, remote, self.engine).kv
         one_request_bytes = kv.block_bytes(0, remote.remaining.num_layers) * kv.sequence_blocks
         whole_cache_bytes = one_request_bytes + left_bytes
@@ -251,25 +259,26 @@ class RingChooser:
             ring = self._largest_ring(remote, engine, kept_bytes, must_be_full=is_large)
             if ring is None:
                 continue
-            shared = replace(remote, ring=ring)
-            if self._step_s(shared, engine, tokens) <= step_limit_s:
-                yield shared, engine
+            with_ring = replace(remote, ring=ring)
+            if self._step_s(with_ring, engine, tokens) <= step_limit_s:
+                yield with_ring, engine
 
     def _largest_ring(
         self, remote: FeedForwardPart, engine: EngineSettings, kept_bytes: int, *, must_be_full: bool
     ) -> ExpertRing | None:
-        """Returns the largest ring, up to a full one, for which the memory of GPU and pod suffices, or None.
+        """Returns the largest ring for which the memory of GPU and pod suffices, or None if none fits.
 
-        A slot of a full ring has room for _SLOT_PART of a layer's experts.
+        A ring is never larger than a *full* ring, whose slots have room for _SLOT_PART of a layer's experts.
 
         Args:
             kept_bytes: free memory that the ring leaves to the KV cache.
             must_be_full: whether to return None instead of a smaller ring.
         """
+        # Even an empty ring needs memory of GPU and pod: page tables, and intermediate values of a step.
         empty_ring = build_ring(remote, engine, 0)
-        shared = replace(remote, ring=empty_ring)
-        free_bytes = stage_rank_left_bytes(self.topology, shared, engine, self.inventory)
-        if free_bytes is None or free_bytes <= 0 or not ranks_fit(shared, engine):
+        with_empty_ring = replace(remote, ring=empty_ring)
+        free_bytes = stage_rank_left_bytes(self.topology, with_empty_ring, engine, self.inventory)
+        if free_bytes is None or free_bytes <= 0 or not ranks_fit(with_empty_ring, engine):
             return None
         most_bytes = min(
             max(int(free_bytes * _LARGE_PART), _SMALL_RING_BYTES),
@@ -303,18 +312,20 @@ class RingChooser:
         return predict_wait(remote, engine, self._gpu, rates, load, gap_s), gap_s
 
     def _load_s(self, remote: FeedForwardPart, engine: EngineSettings) -> float:
-        """Returns the predicted seconds of the load.
+        """Returns the predicted seconds of the load, to compare the options of `choose`.
 
-        For prompts, only the wait for feed-forward ranks counts, not the other work of the GPU.
+        For prompts, only the wait for feed-forward ranks counts: the other work of the GPU is about the same
+        with each option.
         """
         prompt = min(self.load.prompt_tokens, max(engine.max_model_len - 1, 1))
         output = min(self.load.output_tokens, max(engine.max_model_len - prompt, 1))
-        chunks, rest = divmod(prompt, engine.max_num_batched_tokens)
-        prompt_s = chunks * self._step_s(remote, engine, engine.max_num_batched_tokens)
-        if rest:
-            prompt_s += self._step_s(remote, engine, rest)
+        full_chunks, last_chunk_tokens = divmod(prompt, engine.max_num_batched_tokens)
+        prompt_s = full_chunks * self._step_s(remote, engine, engine.max_num_batched_tokens)
+        if last_chunk_tokens:
+            prompt_s += self._step_s(remote, engine, last_chunk_tokens)
         sizes = stage_sizes(self.topology, remote, engine)
         requests = min(self.load.requests, self._requests_at_once(remote, engine, sizes, prompt + output))
+        # On average, a request has half of its output when a step computes its next token.
         load = StepLoad(requests=requests, context=prompt + output // 2)
         wait, gap_s = self._predict_step(remote, engine, load)
         return self.load.requests * (prompt_s + output * (wait.seconds + gap_s) / requests)
@@ -331,9 +342,10 @@ class RingChooser:
         """
         free_bytes = stage_rank_left_bytes(self.topology, remote, engine, self.inventory) or 0
         block_bytes = sizes.kv.block_bytes(0, remote.remaining.num_layers)
-        if not block_bytes:
+        if not block_bytes:  # a model without a KV cache
             return engine.max_num_seqs
         # The memory for one full-length request is not part of `free_bytes`.
         blocks = sizes.kv.sequence_blocks + free_bytes // block_bytes
+        # The KV cache for a maximum length of `tokens` gives the blocks of one such request.
         request_sizes = stage_sizes(self.topology, remote, replace(engine, max_model_len=tokens))
         return max(min(blocks // max(request_sizes.kv.sequence_blocks, 1), engine.max_num_seqs), 1)

@@ -17,8 +17,8 @@ from heteroinfer_operator.planning.prediction import Prediction, StepLoad, forec
 from heteroinfer_operator.planning.ring_choice import least_rows
 from heteroinfer_operator.quantity import parse_duration_s
 
-_FALLBACK: Final = 1.05
-"""If even the smallest step exceeds the limit, the longest step may take this many times its time."""
+_MAX_TIME_RATIO: Final = 1.05
+"""Time of the longest step, relative to the smallest step, if even the smallest step exceeds the limit."""
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
@@ -37,7 +37,7 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     sizes = list(_smaller_steps(planned.plan.engine))
     smallest = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
     smallest_s = exceeding_s(smallest)  # 0 if the smallest step keeps the limit
-    longest_s = _FALLBACK * smallest_s if smallest_s else parse_duration_s(limit)
+    longest_s = _MAX_TIME_RATIO * smallest_s if smallest_s else parse_duration_s(limit)
     best = _find_largest_step(request, inventory, sizes[1:], longest_s) or smallest
     return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if smallest_s else best
 
@@ -77,6 +77,7 @@ def time_between_tokens(planned: Planned) -> Prediction:
     def predict(load: StepLoad) -> Prediction:
         return forecast(plan, planned.sizes, planned.rates, load, wait)
 
+    # On average, a token of the last chunk attends to all earlier chunks and half of its own.
     chunks = [
         predict(StepLoad(context=longest - min(tokens, longest) // 2, tokens=tokens))
         for tokens in _longest_steps(plan)
@@ -116,9 +117,10 @@ def _longest_steps(plan: Plan) -> Iterator[int]:
 
 
 def _smaller_steps(engine: EngineSettings) -> Iterator[int]:
-    """Yields numbers of tokens below those of the settings, ascending.
+    """Yields numbers of tokens of a step below that of the settings, ascending.
 
-    A step must have at least a token for each running request, and the tokens of a whole block.
+    The smallest step has a token for each running request, and at least the tokens of one KV block. Each next
+    step is about a quarter larger, by a multiple of 64 tokens.
     """
     tokens = max(engine.max_num_seqs, engine.block_size)
     while tokens < engine.max_num_batched_tokens:
@@ -127,7 +129,11 @@ def _smaller_steps(engine: EngineSettings) -> Iterator[int]:
 
 
 def _plan_with_tokens(request: GroupRequest, inventory: Inventory, tokens: int) -> Planned:
-    """Makes the plan with this many tokens of a step. The result has the request as the user wrote it."""
+    """Makes the plan with this many tokens of a step.
+
+    The result has the original request, not the request with this number: `engine.maxBatchedTokens` stays as
+    the user set it.
+    """
     engine = request.spec.engine.changed(max_batched_tokens=tokens)
     planned = make_plan(replace(request, spec=request.spec.changed(engine=engine)), inventory)
     return replace(planned, request=request)

@@ -90,11 +90,11 @@ def build_topology(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encod
     tensor = tensor_size(spec)
     pods = _order_pods(spec, placed, tensor, has_encoder=has_encoder)
     seats = [
-        Seat(pod=pod, local_rank=local_rank, placed=p)
-        for pod, p in enumerate(pods)
-        for local_rank in range(p.role.ranks_per_pod)
+        Seat(pod=pod, local_rank=local_rank, placed=placed_role)
+        for pod, placed_role in enumerate(pods)
+        for local_rank in range(placed_role.role.ranks_per_pod)
     ]
-    stages = tuple(tuple(seats[i : i + tensor]) for i in range(0, len(seats), tensor))
+    stages = tuple(tuple(seats[first : first + tensor]) for first in range(0, len(seats), tensor))
     topology = Topology(tensor=tensor, stages=stages, notes=notes)
     if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
         refused = TENSOR_CPU_FIRST
@@ -117,7 +117,8 @@ def _order_pods(
         return _expand_to_pods(placed)
     pods = _order_by_device(spec, placed, tensor)
     first_gpu_pod = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
-    if not has_encoder or not first_gpu_pod:
+    is_gpu_first = first_gpu_pod == 0
+    if not has_encoder or first_gpu_pod is None or is_gpu_first:
         return pods
     # Moves the first stage of GPUs to the front for the encoder: as many GPU pods as have a whole number of
     # stages. All other pods keep their order, so that the head is on another GPU if there is one.
@@ -131,20 +132,26 @@ def _order_pods(
 def _order_by_device(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int
 ) -> list[PlacedRole]:
-    """Returns the role of each pod so that stages begin and end with the devices that suit them."""
+    """Returns the role of each pod, in an order in which each stage has devices that suit it."""
     # The last stage is on a GPU, because each step reads the head there (1 GB for an 8B model). A CPU would
     # take 16 to 20 ms more for it (H200 host, 2026-11-20).
-    gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
-    stages = spec.world_size // tensor
+    gpus_last = sorted(placed, key=lambda each: each.device is Device.GPU)
+    num_stages = spec.world_size // tensor
+    # In mode Pipeline, and with `layers` in the roles, each role has whole stages (`_check_role_size`).
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
         return _expand_to_pods(gpus_last)
-    gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
-    if all(p.role.pods % stages == 0 for p in placed):
-        # Every stage has the same mix and begins with a GPU.
-        return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
+    gpus_first = sorted(placed, key=lambda each: each.device is Device.CPU)
+    if all(each.role.pods % num_stages == 0 for each in placed):
+        # Every stage gets equally many pods of each role, and begins with a GPU.
+        return [
+            each
+            for _ in range(num_stages)
+            for each in gpus_first
+            for _ in range(each.role.pods // num_stages)
+        ]
     # If CPU ranks do not fill whole stages, one stage has both devices. Such a stage must begin with a GPU
     # (`build_topology`), so GPUs come first.
-    cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
+    cpu_ranks = sum(each.role.num_ranks for each in placed if each.device is Device.CPU)
     return _expand_to_pods(gpus_first if cpu_ranks % tensor else gpus_last)
 
 
@@ -168,24 +175,28 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
     Raises:
         PlanError: the number of ranks in the roles does not fit these fields.
     """
-    sizes, world = spec.parallelism, spec.world_size
-    stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
-    if sizes.tensor:
-        tensor = Fraction(sizes.tensor)
-    elif stages:
-        tensor = Fraction(world, stages)
+    parallelism, num_ranks = spec.parallelism, spec.world_size
+    # `layers` of the roles has an entry for each stage. The number is 0 if neither field is set.
+    num_stages = parallelism.pipeline or sum(len(role.layers or ()) for role in spec.roles)
+    if parallelism.tensor:
+        tensor = Fraction(parallelism.tensor)
+    elif num_stages:
+        tensor = Fraction(num_ranks, num_stages)
     else:
-        tensor = Fraction(world if sizes.mode in (Mode.TENSOR, Mode.FEED_FORWARD) else 1)
-    if tensor.denominator != 1 or world % tensor:
-        num_stages = f"{stages or 'any number of'} stages"
-        ranks_per_stage = f", {sizes.tensor} ranks per stage" if sizes.tensor else ""
+        has_one_stage = parallelism.mode in (Mode.TENSOR, Mode.FEED_FORWARD)
+        tensor = Fraction(num_ranks if has_one_stage else 1)
+    is_whole_number = tensor.denominator == 1
+    if not is_whole_number or num_ranks % tensor:
+        stages = f"{num_stages or 'any number of'} stages"
+        ranks_per_stage = f", {parallelism.tensor} ranks per stage" if parallelism.tensor else ""
         raise PlanError(
-            f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {world} ranks, "
-            f"{num_stages}{ranks_per_stage}). Change roles, parallelism or the number of entries of layers",
+            f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {num_ranks} "
+            f"ranks, {stages}{ranks_per_stage}). Change roles, parallelism or the number of entries of "
+            "layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:
-        _check_role_size(role, int(tensor), sizes.mode)
+        _check_role_size(role, int(tensor), parallelism.mode)
     return int(tensor)
 
 

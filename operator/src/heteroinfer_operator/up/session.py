@@ -84,7 +84,8 @@ class Session:
         self._cluster = LocalCluster(
             document, local, on_change=self._request_reconcile, on_event=self._print_event
         )
-        # `nodes_may_come` is False, because this machine gets no more GPUs during the run.
+        # `nodes_may_come` is False, because this machine gets no more GPUs during the run. `names_come_again`
+        # is False, because each run has a single resource.
         reconcile_options = Options(
             addressing=self._addressing,
             images=_IMAGES,
@@ -140,7 +141,7 @@ class Session:
         timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
         try:
             async with asyncio.timeout(timeout_s):
-                while not (self._cluster.gone.is_set() or self._kill.is_set()):
+                while not (self._cluster.deleted.is_set() or self._kill.is_set()):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             self._display.print_line(
@@ -178,7 +179,10 @@ class Session:
         self._stop.set()
 
     def _print_status(self, status: HeteroInferenceStatus) -> None:
-        """Prints the changes of the status, and ends this run if the resource cannot serve."""
+        """Prints the changes of the status, and ends this run if the resource cannot serve.
+
+        Prints the URLs again each time another group begins to serve.
+        """
         if self._stop.is_set():
             return
         self._print_download(status.model)
@@ -187,13 +191,15 @@ class Session:
         self._print_predictions(status)
         available = status.condition(ConditionType.AVAILABLE.value)
         serves = available is not None and available.status is ConditionStatus.TRUE
-        serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
+        serving = frozenset(group.index for group in status.groups if group.phase is GroupPhase.READY)
         if serves and serving - self._serving_groups:
             self._print_endpoints(status, serving)
         self._serving_groups = serving if serves else frozenset()
+        if serves:
+            return
         for kind, state in _FINAL_CONDITIONS:
             condition = status.condition(kind.value)
-            if condition is not None and condition.status is state and not serves and _is_final(condition):
+            if condition is not None and condition.status is state and _is_final(condition):
                 self._fail(SessionFailedError(condition.message, reason=condition.reason))
                 return
 
@@ -237,18 +243,18 @@ class Session:
         """Prints the URLs of the groups that serve."""
         model = self._served_name
         self._display.print_table(self._build_resource_line())
-        current, plans = self._addressing.current_addresses(), self._cluster.plans()
+        addresses, plans = self._addressing.current_addresses(), self._cluster.plans()
         for group in status.groups:
-            if group.index not in serving & current.keys():
+            if group.index not in serving & addresses.keys():
                 continue
             url = self._addressing.group_endpoint(group.index)
             self._display.print_plain(f"OpenAI API of group {group.index}: {url} (model {model})")
             plan = plans.get(group.plan_hash or "")
-            for line in _describe_urls(current[group.index], plan.ranks if plan else ()):
+            for line in _describe_urls(addresses[group.index], plan.ranks if plan else ()):
                 self._display.print_plain(line)
-        first = self._addressing.group_endpoint(min(serving))
+        first_url = self._addressing.group_endpoint(min(serving))
         self._display.print_plain(
-            f"  curl {first}/completions -H 'Content-Type: application/json' "
+            f"  curl {first_url}/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
 

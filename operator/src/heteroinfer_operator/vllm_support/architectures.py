@@ -60,7 +60,7 @@ IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     """
 )
 """Models whose image tokens attend to each other in both directions, which CPU attention does not support
-(vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0). Of Gemma-4, only some sizes
+(vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0). Only some sizes of Gemma-4
 are such models."""
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
 """Classes that claim SupportsPP, but fail to load if tensors belong to other stages, and call layers of those

@@ -24,7 +24,7 @@ _FORMATS_WITH_SHARED_SCALES: Final = frozenset(
     {SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4, SchemeName.FP8_BLOCK}
 )
 """Formats in which a group of intermediate columns shares a scale that ranks cannot divide."""
-_SUPPORTED_GROUPS: Final = "the kernel requires a multiple of 32, and in FP8 blocks of 128"
+_SUPPORTED_GROUPS: Final = "the kernel requires groups of a multiple of 32 weights, and in FP8 blocks of 128"
 _FP8_BLOCK: Final = 128
 """Number of columns, and of inputs, in a block of experts in FP8."""
 _SILU_ONLY: Final = frozenset({"silu"})
@@ -163,14 +163,16 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
     quantized_layers = [kind for kind in profile.layers if kind.experts_quantized]
     if not quantized_layers:
         return
-    if scheme.bits not in CODED_BITS.get(scheme.name, ()) or (
-        scheme.name is SchemeName.INT4 and scheme.bits != 4
-    ):
+    is_supported_format = scheme.bits in CODED_BITS.get(scheme.name, ())
+    # CODED_BITS also contains 8 bits of INT4, which only linear layers may have.
+    is_wide_int4 = scheme.name is SchemeName.INT4 and scheme.bits != 4
+    if not is_supported_format or is_wide_int4:
         raise build_cpu_error(f"experts in {describe_format(profile)}", NO_KERNEL, remedy)
     # 0 if a group is a whole column of weights. Then only the kernel's block counts.
     unit_columns = scheme.group if scheme.name in _FORMATS_WITH_SHARED_SCALES else KERNEL_BLOCK
-    if unit_columns % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit_columns != _FP8_BLOCK):
-        groups = f", groups of {unit_columns} weights" if scheme.name is SchemeName.FP8_BLOCK else ""
+    is_fp8 = scheme.name is SchemeName.FP8_BLOCK
+    if unit_columns % KERNEL_BLOCK or (is_fp8 and unit_columns != _FP8_BLOCK):
+        groups = f", groups of {unit_columns} weights" if is_fp8 else ""
         raise build_cpu_error(f"experts in {scheme}{groups}", _SUPPORTED_GROUPS, remedy)
     multiple = unit_columns or KERNEL_BLOCK
     unsupported_columns = [kind.columns for kind in quantized_layers if kind.columns % multiple]
@@ -185,57 +187,61 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
 def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_whole_layers: bool) -> None:
     """Raises PlanError if CPU ranks in stages do not support a model's experts.
 
+    Our own kernels compute quantized experts of ranks that hold whole layers. vLLM's kernels compute all
+    other experts.
+
     Args:
-        has_whole_layers: whether each rank holds whole layers, so that our kernels compute quantized experts.
+        has_whole_layers: whether each rank holds whole layers.
     """
     if not profile.experts:
         return
-    remedy = "use GPU roles only"
+    remedy = "use GPU roles only"  # the end of a sentence; `remedy_sentence` is the same as a sentence
     if name_activation(profile) in FEED_FORWARD_ACTIVATIONS:
         remedy += ", or compute only experts on CPUs (parallelism.mode: FeedForward)"
-    remedy_alone = f"{remedy[0].upper()}{remedy[1:]}"
+    remedy_sentence = f"{remedy[0].upper()}{remedy[1:]}"
     if profile.architecture in ZERO_EXPERTS:
         raise build_cpu_error(
             f"{profile.architecture} with zero experts (experts that compute nothing)",
             "vLLM's router for them needs a GPU",
-            remedy_alone,
+            remedy_sentence,
         )
     quantized = any(kind.experts_quantized for kind in profile.layers)
     scheme = profile.scheme_of_experts
-    kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
+    vllm_kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
     bf16_remedy = f"Use the same model {describe_in_bf16(profile)}, {remedy}"
     if quantized and has_whole_layers:
-        _check_activation(profile, _GATED_ACTIVATIONS, remedy_alone)
+        _check_activation(profile, _GATED_ACTIVATIONS, remedy_sentence)
         _check_coded_experts(profile, bf16_remedy)
         return
     if profile.limited_experts and profile.architecture not in STEP_LIMITS:
         raise build_cpu_error(
             f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
             "vLLM's CPU kernels silently ignore the limit, so answers would be wrong",
-            remedy_alone,
+            remedy_sentence,
         )
-    if kernel is None:
+    if vllm_kernel is None:
         raise build_cpu_error(
             f"experts in {describe_format(profile)}", "vLLM has no CPU kernel for this format", bf16_remedy
         )
-    _check_activation(profile, kernel.activations, remedy_alone)
-    if kernel.group and scheme.group != kernel.group:
+    _check_activation(profile, vllm_kernel.activations, remedy_sentence)
+    if vllm_kernel.group and scheme.group != vllm_kernel.group:
         raise build_cpu_error(
             f"experts in {scheme}",
-            f"vLLM's expert kernel for CPU stages supports only group size {kernel.group}",
-            f"Use the same model quantized with group size {kernel.group}, or {describe_in_bf16(profile)}, "
-            f"{remedy}",
+            f"vLLM's expert kernel for CPU stages supports only group size {vllm_kernel.group}",
+            f"Use the same model quantized with group size {vllm_kernel.group}, or "
+            f"{describe_in_bf16(profile)}, {remedy}",
         )
-    if kernel.dtypes and engine.dtype not in kernel.dtypes:
+    if vllm_kernel.dtypes and engine.dtype not in vllm_kernel.dtypes:
         raise build_cpu_error(
             f"experts in {scheme}, with engine.dtype {engine.dtype}",
-            f"vLLM's expert kernel for CPU stages supports {' and '.join(sorted(kernel.dtypes))} only",
+            f"vLLM's expert kernel for CPU stages supports {' and '.join(sorted(vllm_kernel.dtypes))} only",
             "Set engine.dtype: bfloat16",
         )
-    if kernel.routing is not None and profile.routing not in kernel.routing:
+    if vllm_kernel.routing is not None and profile.routing not in vllm_kernel.routing:
         raise build_cpu_error(
             f"experts in {scheme} with {profile.routing} routing",
-            f"vLLM's expert kernel for CPU stages supports {', '.join(sorted(kernel.routing))} routing only",
+            "vLLM's expert kernel for CPU stages supports "
+            f"{', '.join(sorted(vllm_kernel.routing))} routing only",
             bf16_remedy,
         )
 

@@ -175,9 +175,9 @@ def _check_classes(profile: ModelProfile) -> None:
     remedy = "Use GPU roles only, or another model"
     unsupported = GPU_CLASSES & set(class_names(profile))
     if unsupported:
-        raise build_cpu_error(min(unsupported), "vLLM's classes for it are for GPUs only", remedy)
+        raise build_cpu_error(min(unsupported), "vLLM's classes for this model are for GPUs only", remedy)
     if profile.architecture in OWN_CPU_BLOCKS:
-        why = "on CPUs vLLM always uses KV blocks of 256 tokens for it, which plans do not count yet"
+        why = "on CPUs vLLM always uses KV blocks of 256 tokens for this model, which plans do not count yet"
         raise build_cpu_error(profile.architecture, why, remedy)
 
 
@@ -315,6 +315,7 @@ def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple
     """
     scheme = profile.scheme
     online_method = EngineOptions.of(engine.extra_args).quantization
+    # A profile without `kinds` is of version 0.1.0, whose groups must be able to restart.
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:
         raise build_cpu_error(
             f"engine.args --quantization {online_method}",

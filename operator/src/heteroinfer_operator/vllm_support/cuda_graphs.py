@@ -26,12 +26,12 @@ def most_captured_rows(args: tuple[str, ...], max_num_seqs: int, max_num_batched
     if config.get("cudagraph_mode") in ("NONE", 0):
         return 0
     sizes, most = config.get("cudagraph_capture_sizes"), config.get("max_cudagraph_capture_size")
-    if isinstance(sizes, list):
+    if isinstance(sizes, list):  # the user listed all sizes
         numbers = (size for size in sizes if isinstance(size, int))
         return max((size for size in numbers if size <= max_num_batched_tokens), default=0)
     if not isinstance(most, int):
         most = min(2 * max_num_seqs, _DEFAULT_MOST)
-    if most >= max_num_batched_tokens:
+    if most >= max_num_batched_tokens:  # vLLM then also captures a step with all its tokens
         return max_num_batched_tokens
     return _floor_to_captured(most)
 
@@ -48,19 +48,22 @@ def _floor_to_captured(rows: int) -> int:
 
 @lru_cache(maxsize=256)
 def _read_config(args: tuple[str, ...]) -> Mapping[str, Any]:
-    """Returns the settings of CUDA graphs in the arguments, as keys of --compilation-config."""
+    """Returns the settings of CUDA graphs in the arguments, as keys of --compilation-config.
+
+    If several arguments set a key, the last argument counts.
+    """
     config: dict[str, Any] = {}
     for option in given_options(args):
         if option.may_mean(_SIZES):
             sizes = [int(text) for text in takewhile(str.isdecimal, option.values)]
-            config["cudagraph_capture_sizes"] = sizes or None
+            config["cudagraph_capture_sizes"] = sizes or None  # None: the option has no sizes
         elif option.may_mean(_MOST):
             config["max_cudagraph_capture_size"] = _read_json(option.value)
         elif option.may_mean(_LEVEL) and option.value == "0":
             config["cudagraph_mode"] = "NONE"
         elif option.may_mean(_CONFIG):
             value = _read_json(option.value)
-            if option.path:
+            if option.path:  # --compilation-config.KEY=VALUE
                 config[option.path[0]] = value
             elif isinstance(value, dict):
                 config |= value

@@ -70,14 +70,12 @@ def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:
     Raises:
         PlanError: vLLM would fail to load the model; the message names the method and a fix.
     """
-    checkpoint_method = profile.quantization.lower()
-    methods = {
-        "model: quantization_config.quant_method": _CHECKPOINT_ALIASES.get(
-            checkpoint_method, checkpoint_method
-        )
+    written_method = profile.quantization.lower()
+    method_by_source = {
+        "model: quantization_config.quant_method": _CHECKPOINT_ALIASES.get(written_method, written_method),
+        "engine.args --quantization": EngineOptions.of(engine.extra_args).quantization,
     }
-    methods["engine.args --quantization"] = EngineOptions.of(engine.extra_args).quantization
-    for source, method in methods.items():
+    for source, method in method_by_source.items():
         if method:
             _check_method(source, method, engine)
 

@@ -57,8 +57,8 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
     """
     if not profile.architecture:
         raise _build_error(
-            "model: config.json must have the list architectures, because vLLM finds the model's class by "
-            "it. Add the list with the name of the class, or use the original files of the model"
+            "model: config.json must have the list architectures, in which vLLM finds the model's class. Add "
+            "the list with the name of the class, or use the original files of the model"
         )
     return run_all_checks(*(partial(_check_class, name, profile) for name in class_names(profile)))
 
@@ -73,8 +73,9 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
             "has no class for this type, and text_config in config.json has no architectures. Use another "
             "model, or an image whose vLLM has such a class"
         )
-    assumed_tasks = [task for ending, task in ENDINGS.items() if name.endswith(ending)]
-    if name in OTHER_TASKS or assumed_tasks[:1] == ["pooling"]:
+    # vLLM gives an unknown class the task of the first ending that matches the name.
+    assumed_task = next((task for ending, task in ENDINGS.items() if name.endswith(ending)), None)
+    if name in OTHER_TASKS or assumed_task == "pooling":
         raise _build_error(
             f"model: must generate text, but vLLM uses {name} for embeddings or scores, or as the draft of "
             "another model. Use another model"
