@@ -292,6 +292,13 @@ def test_an_mlp_layer_needs_twice_its_memory_while_it_is_packed() -> None:
     assert peak_extra_bytes(remote, engine, (0,)) == GIB + DENSE.mlp_bytes
 
 
+def test_kernel_scratch_of_an_mlp_is_counted_for_each_token_of_a_long_step() -> None:
+    remote = build_feed_forward_part(one_rank(), replace(mixture(24), kinds=(DENSE, DENSE)), range(6))
+    engine = replace(plan(feed_forward(), mixture()).plan.engine, max_num_batched_tokens=16384)
+    columns = DENSE.mlp_bytes // (3 * 2 * 2048)
+    assert peak_extra_bytes(remote, engine, (0,)) >= GIB + 16384 * (8 * 2048 + 12 * columns)
+
+
 def test_a_step_waits_for_the_largest_share() -> None:
     def computes_s(model: ModelProfile) -> float:
         planned = plan(of_ranks(4), model)

@@ -689,7 +689,7 @@ def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
     """Returns the intermediate columns of an expert or MLP, from its bytes if the number is unknown."""
     bits = (profile.scheme.bits if kind.experts_quantized else 0) or 16
     # An expert has three matrices (gate, up and down) of `hidden_size` weights for each column.
-    return kind.columns or kind.expert_bytes * 8 // (3 * profile.hidden_size * bits)
+    return kind.columns or (kind.expert_bytes or kind.mlp_bytes) * 8 // (3 * profile.hidden_size * bits)
 
 
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
@@ -697,7 +697,7 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
 
     While a rank packs an MLP, it holds two copies of the layer. It packs experts one by one, without a second
     copy of the layer. While it serves, its kernels hold the inputs and sums of the longest batch: a row for
-    each token and chosen expert (kernels/source/experts.cpp).
+    each token and chosen expert, or for each token of an MLP (kernels/source/experts.cpp).
 
     Args:
         ranks: indices among the feed-forward ranks.
@@ -707,7 +707,7 @@ def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seq
     for index in remote.layers:
         kind = remote.profile.layer(index)
         packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
-        rows = engine.max_num_batched_tokens * kind.experts_per_token
+        rows = engine.max_num_batched_tokens * max(1, kind.experts_per_token)
         if remote.by_experts:  # a rank does not divide the columns of its experts with other ranks of its GPU
             share_of_columns = Fraction(1, remote.tensor)
         else:
