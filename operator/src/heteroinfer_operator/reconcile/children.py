@@ -35,7 +35,7 @@ class Child:
     """A wanted child: an object that the operator creates for a resource.
 
     Attributes:
-        last: whether the operator writes the child after the pods.
+        last: whether the operator writes the child after the pods, as it does with disruption budgets.
     """
 
     manifest: Manifest
@@ -75,7 +75,7 @@ def find_children(
     `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
-    in_use: dict[str, set[str]] = {}  # scopes of the groups that use a revision, by its name
+    in_use: dict[str, set[str]] = {}  # from the name of a revision to the scopes of the groups that use it
     wanted: list[Child] = []
     kept_names: set[str] = set()
     kept_groups: set[str] = set()
@@ -95,7 +95,9 @@ def find_children(
             wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        if decision.runs:  # keep the gang object by name: a cluster may list it under several API versions
+        if decision.runs:
+            # The gang object of a running epoch is kept by its name, because a cluster may list the object
+            # under several API versions.
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
@@ -153,6 +155,7 @@ def _build_group_children(context: Context, decision: GroupDecision, revision: R
         children += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in spec.roles)
     if pods > 1 and context.replicas == 1 and index == 0:
+        # Pods of a group that sleeps or cannot start must not block the drain of a node.
         cannot_start = decision.status.stuck_pods or decision.unplaced
         protects_unready_pods = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
         budget = build_disruption_budget(group, pods=pods, protects_unready_pods=protects_unready_pods)
@@ -165,33 +168,35 @@ def _build_shared_budget(
 ) -> list[Child]:
     """Builds the disruption budget that several groups share.
 
-    It allows the eviction of one pod while all groups with pods serve, if at least two groups have pods or
-    all other groups sleep. A group without pods (it waits for capacity or for its next start) does not count,
-    so that it does not block a drain. A sleeping group does not count either, because a user put it to sleep.
-    While a rollout stops a group, the budget allows no eviction.
+    While all groups with pods serve, the budget allows the eviction of one pod, if at least two groups have
+    pods or all other groups sleep. A group without pods waits for capacity or for its next start. It does not
+    count, so that it does not block a drain. A sleeping group does not count either, because a user put it to
+    sleep. While a rollout stops a group, the budget allows no eviction.
     """
     wanted = [decision for decision in decisions if decision.status.index < context.replicas]
     if len(wanted) < 2:
         return []
     awake = [decision for decision in wanted if decision.status.phase is not GroupPhase.SLEEPING]
-    pods_of_groups = [
+    # The number of pods of each awake group that has pods or gets them now. The plan's number includes pods
+    # that are missing.
+    pod_counts = [
         len(decision.plan.pods) if decision.plan is not None else len(by_group.get(decision.status.index, ()))
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    may_evict = (len(pods_of_groups) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    may_evict = (len(pod_counts) > 1 or len(awake) == 1) and not context.eviction_block.wanted
     num_evictable = 1 if may_evict else 0
-    manifest = build_shared_budget(context.owner, min_available=max(sum(pods_of_groups) - num_evictable, 0))
+    manifest = build_shared_budget(context.owner, min_available=max(sum(pod_counts) - num_evictable, 0))
     return [Child(manifest=manifest, last=True)]
 
 
 def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
     """Builds the records of the revisions in use whose mode is known.
 
-    A record is immutable and contains the mode, so it cannot be written earlier.
+    A record is immutable and contains the mode, so it cannot be written before the mode is known.
 
     Args:
-        in_use: scopes of the groups that use a revision, by its name.
+        in_use: for each name of a revision, the scopes of the groups that use the revision.
     """
     scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
     return [
@@ -265,11 +270,12 @@ def decide_children(
     before_pods: list[Action] = []
     after_pods: list[Action] = []
     for child in children.wanted:
+        # After the loop, `by_name` has only the unwanted objects.
         stored_object = by_name.pop(_kind_and_name(child.manifest), None)
         if stored_object is not None and _is_damaged(stored_object, children.readable):
             if "deletionTimestamp" not in stored_object["metadata"]:
                 before_pods.append(_build_delete(stored_object))
-            stored_object = None
+            stored_object = None  # so the write creates the object again
         action = _build_write(child, stored_object, children.signer)
         if action is None:
             continue
@@ -277,22 +283,21 @@ def decide_children(
             before_pods.append(action)
         elif has_pods:
             after_pods.append(action)
-    lacks_policy = any(
+    creates_policy = any(
         isinstance(action, ApplyObject)
         and action.manifest["kind"] == POLICY_KIND
         and _kind_and_name(action.manifest) in missing
         for action in before_pods
     )
-    after_pods += [
-        _build_delete(manifest)
-        for manifest in by_name.values()
-        if _is_forged(manifest, children.forged)
-        or (
+    for manifest in by_name.values():
+        is_policy_still_needed = creates_policy and manifest["kind"] == POLICY_KIND
+        is_unneeded = (
             _may_be_deleted(manifest, used_plans)
             and not _must_stay(manifest, children)
-            and not (lacks_policy and manifest["kind"] == POLICY_KIND)
+            and not is_policy_still_needed
         )
-    ]
+        if is_unneeded or _is_forged(manifest, children.forged):
+            after_pods.append(_build_delete(manifest))
     return before_pods, after_pods
 
 
@@ -320,7 +325,7 @@ def _build_delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Reports whether an object is an unreadable plan or revision, which must be created again."""
+    """Reports whether an object is an unreadable plan or revision, which the operator must create again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
@@ -336,11 +341,12 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
     """Returns the action that creates or corrects a child, or None if the stored object is correct."""
     manifest = child.manifest
     if stored_object is None:
+        # Plans and records of revisions are ConfigMaps. Only these children need a signature.
         manifest = signer.sign(manifest) if manifest["kind"] == "ConfigMap" else manifest
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             return CreateObject(manifest=manifest, scopes=child.scopes)
         return ApplyObject(manifest=manifest, scopes=child.scopes)
-    if manifest["kind"] == CLAIM:
+    if manifest["kind"] == CLAIM:  # the user may have enlarged it
         return None
     if manifest.get("immutable"):
         # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already

@@ -45,9 +45,9 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Reports whether the Service for clients selects no pod of the epoch, because the leader lost labels.
+    """Reports whether the Service for clients does not select the leader, because the leader lost labels.
 
-    The Service selects only the leader, the pod with index 0.
+    The leader is the pod with index 0, and the only pod of an epoch that the Service can select.
     """
     return not any(index_of(pod) == 0 and _CLIENT_LABELS.isdisjoint(pod.lost_labels) for pod in pods)
 

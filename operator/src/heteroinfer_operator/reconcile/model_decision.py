@@ -199,7 +199,7 @@ def _is_status_of_model(status: ModelStatus, key: str) -> bool:
 def _read_stored_profile(context: ModelContext, stored: ModelStatus) -> ModelProfile | None:
     """Returns the stored profile of the model, or None if a pod must inspect the model (again).
 
-    A profile is outdated if a group could not read the model after the last inspection.
+    The profile is outdated if a group failed to read the model after the profile was made.
     """
     since = context.unreadable_since
     is_outdated = since is not None and (stored.checked_time is None or stored.checked_time < since)
@@ -237,15 +237,15 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
 
 def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
     """Returns the decision about the model while its pod exists."""
-    if pod.termination is not None and not pod.deleting:
+    if pod.termination is not None and not pod.deleting:  # a pod in deletion has stopped early
         return _decide_ended(context, stored, pod)
     look_again_s = context.node_loss.next_check_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        deleting = _decide_in_progress(context, stored, f"pod {pod.name} is being deleted")
+        decision = _decide_in_progress(context, stored, f"pod {pod.name} is being deleted")
         return replace(
-            deleting, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
+            decision, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
         )
-    if pod.ended:
+    if pod.ended:  # without a termination: for example, the node rejected or evicted the pod
         cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
         return _decide_failed(
             context, stored, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {cause or pod.phase}"
@@ -298,7 +298,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up to a byte. Rounded down, the bytes would belong to the step before.
+    # -(-a // b) rounds up to a whole byte. Rounded down, the result would be less than these steps.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
@@ -407,8 +407,9 @@ def _decide_failed(
     and the failure is counted.
     """
     failures = stored.failures or 0
+    # The exponent is limited, because a large power would overflow.
     retry_after_s = min(_FIRST_RETRY_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
-    wait_s = retry_after_s - (context.now - pod.created).total_seconds()
+    wait_s = retry_after_s - (context.now - pod.created).total_seconds()  # from the start of the attempt
     is_retry_due = wait_s <= 0
     return ModelDecision(
         status=stored.changed(

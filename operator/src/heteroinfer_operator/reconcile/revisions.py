@@ -123,6 +123,7 @@ def _choose_name(
     with_same_pods = {
         record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
+    # A revision in use comes first, because its pods can stay. Sorted, so that each reconcile chooses alike.
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
@@ -165,8 +166,8 @@ class KeptRecords:
         Until all records are signed, returns the fingerprint of the last status, or None.
 
         Once the status has the fingerprint, the operator ignores records without a valid code. So the
-        operator waits until it has read all records with their codes. If it wrote the fingerprint earlier and
-        then crashed before it signed the records, it would lose them.
+        operator writes the fingerprint only after it has read all records with their codes. Otherwise a crash
+        before it has signed the records would make it lose the records.
 
         Args:
             revisions: revisions from which pods can be created; the operator signs their records.
@@ -205,6 +206,7 @@ def read_records(
             if not is_signed:
                 unsigned.add(record.name)
         elif signer.key is not None and not is_signed and not may_lack_code:
+            # A record that may lack the code but has a forbidden spec is only ignored, not forged.
             forged.append(name)
     return KeptRecords(
         records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed
@@ -265,9 +267,10 @@ def with_modes_of_plans(
     plans: Mapping[str, Plan],
     defaults: PodResources,
 ) -> Mapping[str, Revision]:
-    """Adds the modes of revisions whose record is lost. The plans of their pods have these modes.
+    """Adds the modes of revisions whose record is lost, from the plans of their pods.
 
-    The status cannot give the plan of a revision: between epochs it has the next revision and the last plan.
+    The plan in the status may belong to another revision: between epochs the status has the next revision and
+    the last plan.
     """
     with_modes = dict(revisions)
     for pod in pods:

@@ -25,12 +25,12 @@ MAX_CAPACITY_WAIT: Final = timedelta(seconds=30)
 
 def decide_unwanted(
     context: Context,
-    old: Mapping[int, GroupStatus],
+    last_statuses: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
     wanted: Sequence[GroupDecision],
 ) -> list[GroupDecision]:
-    """Stops each group that is no longer wanted, except one that serves while no wanted group does.
+    """Stops the groups that are no longer wanted. Keeps one serving group while no wanted group serves.
 
     Args:
         wanted: decisions about the wanted groups in this reconcile.
@@ -40,9 +40,9 @@ def decide_unwanted(
     for index, pods in sorted(by_group.items()):
         if index < context.replicas:
             continue
-        status = old.get(index, GroupStatus(index=index))
-        kept = _keep(context, status, pods, reports.get(index)) if keeps_one else None
-        keeps_one = keeps_one and kept is None
+        status = last_statuses.get(index, GroupStatus(index=index))
+        kept = _keep_if_serving(context, status, pods, reports.get(index)) if keeps_one else None
+        keeps_one = keeps_one and kept is None  # one kept group is enough
         decisions.append(kept or stop_group(context, status, pods, "stopping: scaled down"))
     return decisions
 
@@ -68,7 +68,7 @@ def _capacity_wait(context: Context, decision: GroupDecision) -> timedelta:
     return context.now - startup.since
 
 
-def _keep(
+def _keep_if_serving(
     context: Context,
     status: GroupStatus,
     pods: Sequence[PodView],

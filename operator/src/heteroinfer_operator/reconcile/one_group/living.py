@@ -38,7 +38,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         )
     blocked = context.node_loss.describe_blocked(current)
     message = blocked or (_wake_message(current) if asleep else None)
-    if startup_status is not None:
+    if startup_status is not None:  # the group starts: the first pod without a node delays it most
         message = (
             _describe_unplaced(current)
             or blocked
@@ -77,7 +77,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         deletes=context.node_loss.build_deletes(replaceable, grace_s=0, after_status=True),
         key_creates=build_key_create(context, status) if lacks_configuration else (),
         creates=creates,
-        events=_events(before, status, newly_stuck, replaceable),
+        events=_build_events(before, status, newly_stuck, replaceable),
         runs=True,
         plan=origin.plan,
         unplaced=_describe_unplaced(current),
@@ -97,19 +97,19 @@ def _create_missing_pods(
     gang = build_epoch_gang_object(context, origin.revision, status, origin.plan, read_gang(epoch.pods))
     if not epoch.missing:
         return (), gang
-    conditions = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
-    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, conditions), gang
+    assignment = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
+    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, assignment), gang
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
     """Reports whether the leader reports a sleeping rank."""
     if report is None:
-        # The leader may miss a single request of the operator, so the group keeps its phase.
+        # A single request to the leader may fail, so the group keeps its phase.
         return status.phase is GroupPhase.SLEEPING
     return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
 
-def _events(
+def _build_events(
     before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], replaceable: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
     """Returns the events about changes of an active epoch.
@@ -144,11 +144,11 @@ def _wake_message(pods: Sequence[PodView]) -> str:
 
 def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
     """Describes the resources that a LimitRange added to the pods of each role, or ""."""
-    given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
+    defaults_by_role = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
         f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "
         "Set resources of the role"
-        for role, values in sorted(given.items())
+        for role, values in sorted(defaults_by_role.items())
     )[:MAX_TEXT]
 
 
