@@ -228,7 +228,7 @@ class Spending:
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "
-            f"{max_pods_per_minute(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
+            f"{max_pods_per_minute(wanted)} pods a minute for this resource (2 x {wanted} wanted pods + 10)"
             f"{self._describe_last_failure(scopes)}"
         )
 

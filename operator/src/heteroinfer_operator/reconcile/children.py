@@ -75,23 +75,17 @@ def find_children(
     `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
-    in_use: dict[str, set[str]] = {}  # from the name of a revision to the scopes of the groups that use it
+    # A group that was scaled away needs its children until its last pod is gone.
+    remaining = [d for d in decisions if d.status.index < context.replicas or by_group.get(d.status.index)]
+    revisions = {
+        decision.status.index: _find_revision(context, decision, by_group.get(decision.status.index, ()))
+        for decision in remaining
+    }
     wanted: list[Child] = []
     kept_names: set[str] = set()
-    kept_groups: set[str] = set()
-    for decision in decisions:
+    for decision in remaining:
         index = decision.status.index
-        pods = by_group.get(index, ())
-        if index >= context.replicas and not pods:
-            continue  # the group was scaled away, and its last pod is gone
-        revision = _find_revision(context, decision, pods)
-        revisions_of_group = {decision.status.revision, revision.name if revision is not None else None}
-        for name in revisions_of_group:
-            if name is not None:
-                in_use.setdefault(name, set()).add(group_scope(index))
-        if revision is None:  # its children cannot be built, so the existing children stay
-            kept_groups.add(str(index))
-        else:
+        if (revision := revisions[index]) is not None:
             wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
@@ -101,9 +95,7 @@ def find_children(
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
-    target = context.revisions.get(context.target.name or "")
-    if target is not None and target.chosen is not None:  # keep the chosen mode even without groups
-        in_use.setdefault(target.name, set())
+    in_use = _find_revisions_in_use(context, remaining, revisions)
     kept_names |= {identity.revision_record(owner, name) for name in in_use}
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
@@ -119,12 +111,38 @@ def find_children(
     return Children(
         wanted=tuple(wanted),
         kept=frozenset(kept_names),
-        kept_groups=frozenset(kept_groups),
+        kept_groups=frozenset(str(index) for index, revision in revisions.items() if revision is None),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
         forged=frozenset(context.forged),
         signer=context.signer,
     )
+
+
+def _find_revisions_in_use(
+    context: Context, decisions: Sequence[GroupDecision], revisions: Mapping[int, Revision | None]
+) -> dict[str, set[str]]:
+    """Returns, for each name of a revision in use, the scopes of the groups that use the revision.
+
+    A group uses the revision of its pods. The revision in its status may already be that of the next epoch.
+
+    Args:
+        revisions: revision of each group's pods, by group index; None if it is not stored.
+    """
+    in_use: dict[str, set[str]] = {}
+    for decision in decisions:
+        index = decision.status.index
+        revision = revisions[index]
+        names_of_group = {decision.status.revision, revision.name if revision is not None else None}
+        for name in names_of_group:
+            if name is not None:
+                in_use.setdefault(name, set()).add(group_scope(index))
+    target = context.revisions.get(context.target.name or "")
+    if (
+        target is not None and target.chosen is not None
+    ):  # the record keeps the chosen mode, even without groups
+        in_use.setdefault(target.name, set())
+    return in_use
 
 
 def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:

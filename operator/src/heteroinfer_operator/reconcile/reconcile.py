@@ -301,17 +301,7 @@ def _decide_groups(
     The operator runs the actions in their order: status and events, deletes of pods, objects that pods need,
     creates of pods, and last the budgets and deletes of other children.
     """
-    by_group, last_statuses = pods_by_group(observation.pods), known_groups(status)
-    # The next lines remove the pods and status values that do not come from the operator.
-    checked = {
-        index: check_against_pods(
-            context, last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
-        )
-        for index in range(context.replicas)
-    }
-    strangers = [pod for group in checked.values() for pod in group.strangers]
-    by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
-    last_statuses |= {index: checked[index].status for index in last_statuses if index in checked}
+    by_group, last_statuses, strangers = _check_groups(context, observation.pods, status)
     context = replace(context, admission=decide_admission(context, observation, last_statuses, by_group))
     context = replace(context, eviction_block=decide_eviction_block(context, last_statuses, by_group))
     wanted_groups = decide_wanted(context, last_statuses, by_group, observation.groups)
@@ -355,6 +345,27 @@ def _decide_groups(
             (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
         ),
     )
+
+
+def _check_groups(
+    context: Context, pods: Sequence[PodView], status: HeteroInferenceStatus
+) -> tuple[dict[int, list[PodView]], dict[int, GroupStatus], list[PodView]]:
+    """Checks pods and status of each wanted group, in case another user wrote them.
+
+    Returns:
+        The pods of each group, the last status of each group, and the pods that the operator did not create.
+    """
+    by_group, last_statuses = pods_by_group(pods), known_groups(status)
+    checked = {
+        index: check_against_pods(
+            context, last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        )
+        for index in range(context.replicas)
+    }
+    strangers = [pod for group in checked.values() for pod in group.strangers]
+    by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
+    last_statuses |= {index: checked[index].status for index in last_statuses if index in checked}
+    return by_group, last_statuses, strangers
 
 
 def _with_observations(

@@ -171,6 +171,21 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
     return revision, planned, status.plan_hash or plan.hash
 
 
+def _choose_epoch_number(context: Context, status: GroupStatus, *, waits_for_refusal: bool) -> int:
+    """Returns the number of a group's next epoch.
+
+    Args:
+        waits_for_refusal: whether the epoch waits because an object was refused.
+    """
+    # If the last epoch has begun, pods that the operator never saw may have run. So a new epoch needs a new
+    # number.
+    number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
+    first_pod = EpochRef(owner=context.owner, index=status.index, epoch=number).pod_name(0)
+    keeps_number = number > 0 and (waits_for_refusal or first_pod in context.never_requested)
+    return number if keeps_number else max(number, context.first_epoch)
+
+
 def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     """Returns the decision that starts the next epoch; without a plan, the reason why the group waits.
 
@@ -188,15 +203,9 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     # An epoch begins when the operator requests its first pod. So the epoch does not begin while an object
     # that pods need is refused, or before the next attempt at a refused pod.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
-    # If the last epoch has begun, pods that the operator never saw may have run. So a new epoch needs a new
-    # number.
-    next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
-    # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
-    first_pod = EpochRef(owner=context.owner, index=status.index, epoch=next_number).pod_name(0)
-    keeps_number = next_number > 0 and (waits_for_refusal or first_pod in context.never_requested)
     status = transitions.starting(
         status,
-        epoch=next_number if keeps_number else max(next_number, context.first_epoch),
+        epoch=_choose_epoch_number(context, status, waits_for_refusal=waits_for_refusal),
         revision=revision.name,
         plan_hash=plan_hash,
         refusal=None if refusal is None else refusal.message,

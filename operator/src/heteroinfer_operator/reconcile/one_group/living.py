@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
-from heteroinfer_operator.api import GroupPhase, GroupStatus
+from heteroinfer_operator.api import GroupPhase, GroupStatus, StartupStatus
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.reconcile import startup, transitions
@@ -24,25 +24,11 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     """Decides the changes that a group with an active epoch needs."""
     context, before, current, origin = epoch.context, epoch.status, epoch.pods, epoch.origin
     missing, replaceable = epoch.missing, epoch.replaceable_pods
-    ready = not missing and all(pod.ready and not pod.ended for pod in current)
-    asleep = not ready and not missing and _is_asleep(before, report)
+    phase = _find_phase(epoch, report)
     startup_status = None
-    if ready:
-        phase = GroupPhase.READY
-    elif asleep:
-        phase = GroupPhase.SLEEPING
-    else:
-        phase = GroupPhase.STARTING
+    if phase is GroupPhase.STARTING:
         startup_status = startup.observe_startup(
             before.startup, current, report, all_pods_exist=not missing, now=context.now
-        )
-    blocked = context.node_loss.describe_blocked(current)
-    message = blocked or (_wake_message(current) if asleep else None)
-    if startup_status is not None:  # the group starts: the first pod without a node delays it most
-        message = (
-            _describe_unplaced(current)
-            or blocked
-            or startup.describe_progress(startup_status, current, report, len(origin.pods))
         )
     ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
     # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
@@ -53,7 +39,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     status = transitions.with_active_epoch(
         before,
         phase=phase,
-        message=message,
+        message=_build_message(epoch, phase, startup_status, report),
         revision=origin.revision_name,
         plan_hash=origin.plan_hash,
         startup=startup_status,
@@ -85,6 +71,32 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
+
+
+def _find_phase(epoch: BegunEpoch, report: GroupReport | None) -> GroupPhase:
+    """Returns the phase of a group with an active epoch: Ready, Sleeping or Starting."""
+    if epoch.missing:
+        return GroupPhase.STARTING
+    if all(pod.ready and not pod.ended for pod in epoch.pods):
+        return GroupPhase.READY
+    return GroupPhase.SLEEPING if _is_asleep(epoch.status, report) else GroupPhase.STARTING
+
+
+def _build_message(
+    epoch: BegunEpoch, phase: GroupPhase, startup_status: StartupStatus | None, report: GroupReport | None
+) -> str | None:
+    """Returns the message of a group with an active epoch, or None.
+
+    Args:
+        startup_status: progress of a starting group; None in other phases.
+    """
+    blocked = epoch.context.node_loss.describe_blocked(epoch.pods)
+    if startup_status is not None:
+        # While the group starts, a pod without a node comes first: the group waits for it in any case.
+        unplaced = _describe_unplaced(epoch.pods)
+        num_pods = len(epoch.origin.pods)
+        return unplaced or blocked or startup.describe_progress(startup_status, epoch.pods, report, num_pods)
+    return blocked or (_wake_message(epoch.pods) if phase is GroupPhase.SLEEPING else None)
 
 
 def _create_missing_pods(
@@ -139,15 +151,16 @@ def _build_events(
 def _wake_message(pods: Sequence[PodView]) -> str:
     """Returns the message of a sleeping group, with the request that wakes it."""
     leader = min(pods, key=index_of)
-    return f"asleep. To wake it, send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
+    request = f"send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
+    return f"asleep. To wake the group, {request}"
 
 
 def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
     """Describes the resources that a LimitRange added to the pods of each role, or ""."""
     defaults_by_role = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
-        f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "
-        "Set resources of the role"
+        f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count these "
+        "values. Set roles[].resources"
         for role, values in sorted(defaults_by_role.items())
     )[:MAX_TEXT]
 
