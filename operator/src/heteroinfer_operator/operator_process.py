@@ -256,7 +256,7 @@ class Operator:
     async def _report_caches(self, cluster_state: ClusterState) -> None:
         """Reports faulty caches in /readyz and a metric. Logs unreadable namespaces when they change."""
         self._health.describe_missing = lambda: _describe_missing_functions(cluster_state)
-        reported: set[str] = set()
+        reported: set[str] = set()  # namespaces that the log has reported as not served
         while True:
             failing = [cache for cache in cluster_state.awaited_caches() if cache.is_failing]
             for state, caches in (

@@ -53,7 +53,7 @@ def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty for null; raises UnreadableError."""
     items = _as_list(value, field)
     for item in items:
-        if not isinstance(item, dict | Mapping):
+        if not isinstance(item, dict | Mapping):  # JSON has only dicts, and their check is much faster
             raise _unreadable(field, item, "an object")
     return items
 

@@ -174,7 +174,7 @@ def build_line(
         ready=ready.status.value if ready else ConditionStatus.UNKNOWN.value,
         reason=ready.reason if ready else "",
         message=ready.message if ready else "",
-        groups=status.summary.groups or "" if status.summary else "",
+        groups=(status.summary.groups or "") if status.summary else "",
         lines=tuple(
             _group_line(
                 group,

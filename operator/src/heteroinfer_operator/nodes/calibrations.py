@@ -48,7 +48,8 @@ class MeasuredKind:
             return False
         measured_gpu = _words_of_gpu(self.calibration.hardware.gpu)
         labelled_gpu = _words_of_gpu(labels.get(_GPU_PRODUCT, ""))
-        return not measured_gpu or not labelled_gpu or measured_gpu == labelled_gpu
+        is_gpu_unknown = not measured_gpu or not labelled_gpu
+        return is_gpu_unknown or measured_gpu == labelled_gpu
 
     def to_entry(self) -> dict[str, str]:
         """Builds the entry of the ConfigMap."""
@@ -189,10 +190,10 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
 def _read_version(text: str) -> str:
     """Returns the version of HeteroInfer that wrote an entry, in any format; "" if it cannot be read."""
     try:
-        measured = json.loads(text)["calibration"]["versions"]["heteroinfer"]
+        version = json.loads(text)["calibration"]["versions"]["heteroinfer"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return measured[:MAX_TEXT] if isinstance(measured, str) else ""
+    return version[:MAX_TEXT] if isinstance(version, str) else ""
 
 
 def _words_of_gpu(name: str) -> list[str]:

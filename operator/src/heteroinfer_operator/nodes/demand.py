@@ -317,8 +317,9 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
 
     For each resource, the scheduler takes the larger of two sums: the requests of all containers and
     sidecars, and the requests of an init container with the sidecars before it. A request for the whole pod
-    replaces this amount. Then it adds the pod's overhead (`k8s.io/component-helpers/resource.PodRequests`).
-    The API server copies a limit without a request into the request.
+    replaces this amount. The scheduler then adds the pod's overhead
+    (`k8s.io/component-helpers/resource.PodRequests`).
+    A limit without a request counts as a request, because the API server copies it into the request.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.

@@ -295,7 +295,7 @@ class _Search:
         self.before.setdefault(free_node, dict(free_node.free))
         self._reserve(kind, free_node, 1)
         if any(num_fit < waiting for num_fit, waiting in zip(self.num_fit, self.waiting, strict=True)):
-            self._undo(kind, pod)
+            self._undo(kind, pod)  # the pods of some kind would no longer fit
             return False
         return True
 

@@ -119,7 +119,7 @@ def _without_impossible_members(
     """Removes the entries of pods that the epoch cannot have."""
 
     def is_possible(entry: RankEntry) -> bool:
-        """Reports whether the pod's name belongs to this group and epoch, with an index of the plan."""
+        """Reports whether the name of the entry's pod is that of a pod of this group and epoch."""
         parsed_name = identity.parse_worker_name(context.owner, entry.pod)
         if parsed_name is None:
             return False

@@ -123,7 +123,7 @@ class Budget:
         was_sent_here = _digest(stored) in {digest for _, digest in self._sent}
         if was_sent_here or not is_consecutive:
             self.undone = 0
-        elif self._is_stored:
+        elif self._is_stored:  # a write that was not stored cannot be undone
             self.undone += 1
         self._is_stored = False
         self._sent = [*self._sent, (now, _digest(sent))][-_SENT_KEPT:]

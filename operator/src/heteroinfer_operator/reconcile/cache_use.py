@@ -193,7 +193,9 @@ def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: st
 
 
 def _commits_in_spec(spec: object, claim: str) -> set[Any]:
-    """Returns the commits that a stored spec names; other values in its fields, such as tags or None, too.
+    """Returns the values of the fields of a stored spec that may name a commit.
+
+    A value may also be a tag or None.
 
     Raises:
         _UnknownUseError: the spec may use any commit of the claim.

@@ -137,10 +137,9 @@ def _find_revisions_in_use(
         for name in names_of_group:
             if name is not None:
                 in_use.setdefault(name, set()).add(group_scope(index))
+    # The target's record stays even without groups, because it has the chosen mode.
     target = context.revisions.get(context.target.name or "")
-    if (
-        target is not None and target.chosen is not None
-    ):  # the record keeps the chosen mode, even without groups
+    if target is not None and target.chosen is not None:
         in_use.setdefault(target.name, set())
     return in_use
 
@@ -158,7 +157,7 @@ def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[Pod
 def _build_group_children(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
     """Builds the Service and the policies of a group, and the disruption budget of a single group.
 
-    Several groups share one budget (`_build_shared_budget`). A group of one pod needs none.
+    Several groups share one budget (`_build_shared_budget`). A group of one pod needs no budget.
     """
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
@@ -348,7 +347,10 @@ def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
 
 
 def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
-    """Reports whether another user wrote or damaged a plan or revision; False while it is being deleted."""
+    """Reports whether an object is a plan or revision that another user wrote or damaged.
+
+    Returns False while the object is being deleted.
+    """
     metadata = stored["metadata"]
     return (
         stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata

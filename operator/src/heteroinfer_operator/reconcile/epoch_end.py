@@ -57,7 +57,7 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     if not ended:
         return None
     epoch_end = _find_first_cause(ended)
-    orderly = all(pod.deleting and pod.termination is None for pod in ended)
+    orderly = all(pod.deleting and pod.termination is None for pod in ended)  # deleted, and no worker failed
     return replace(epoch_end, orderly=orderly)
 
 

@@ -42,7 +42,8 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
     """
     if nodes is None or not mounts_images(spec, None):
         return ImageNodes()
-    demand = pod_demand("model", {}, template_fields(model_template(spec)), {})
+    # Only the fields of the template restrict the nodes, so labels and requests may be empty.
+    demand = pod_demand("model", labels={}, spec=template_fields(model_template(spec)), requests={})
     demand_with_image = replace(demand, mounts_images=True)
     # The nodes that suit the pod in all other respects.
     candidates = [node for node in nodes if find_lasting_obstacle(demand, node) is None]

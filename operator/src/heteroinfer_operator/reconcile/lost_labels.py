@@ -85,9 +85,10 @@ def _effects_of_loss(pod: PodView, lost: frozenset[str]) -> list[str]:
     if pod.labels.get(names.LABEL_COMPONENT) != names.COMPONENT_WORKER:
         return []
     effects = []
-    if index_of(pod) == 0 and lost & _CLIENT_LABELS:
+    is_leader = index_of(pod) == 0
+    if is_leader and lost & _CLIENT_LABELS:
         effects.append(older_statuses.NO_CLIENTS)
-    if index_of(pod) != 0 and names.LABEL_LEADER in lost:
+    if not is_leader and names.LABEL_LEADER in lost:  # a follower has the label of a leader
         effects.append(older_statuses.NO_API)
     if lost & _GROUP_LABELS:
         effects.append(older_statuses.NO_POLICY)

@@ -51,6 +51,7 @@ def lost_label_events(
 
 def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
     """Returns an event for each ConfigMap that the operator deletes because another user wrote it."""
+    # The operator does not delete an object now if the last delete was refused and its retry is not due.
     waiting_for_retry = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
     deletes = {action.name for action in actions if isinstance(action, DeleteObject)}
     deleted_now = deletes - waiting_for_retry

@@ -180,7 +180,7 @@ class ActionPermits:
     _budget_waits_s: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Drops old refusals whose objects were not tried again."""
+        """Keeps the refusals that have not expired. A refusal expires if its object is not tried again."""
         before = limit_retry_times(self.refusals, self.now)
         unexpired = [refusal for refusal in before if _time_of_expiry(refusal) > self.now]
         self.known = {
@@ -219,7 +219,8 @@ class ActionPermits:
     def record_success(self, action: Write) -> None:
         """Records that an action succeeded, which ends its refusal.
 
-        If another operator undoes each status write, the success of such a write is recorded as a refusal.
+        If another operator undoes each status write, the success of such a write is recorded as a refusal, so
+        that the conditions report the other operator.
         """
         if self.spending is not None and isinstance(action, PatchStatus):
             self.spending.budget.record_stored_status()

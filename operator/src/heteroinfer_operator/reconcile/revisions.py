@@ -129,6 +129,7 @@ def _choose_name(
         return reusable[0]
     names_of_others = {record.name for record in recorded} - with_same_pods
     name_in_0_1_0, name = identity.first_revision(spec), identity.revision(spec)
+    # Groups from before an upgrade keep their name, so that the upgrade starts no rollout.
     if name_in_0_1_0 in in_use and name_in_0_1_0 not in names_of_others:
         return name_in_0_1_0
     # The hash has 40 bits, so a user can construct a spec with the hash of another revision. With the same

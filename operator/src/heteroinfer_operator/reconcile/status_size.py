@@ -69,6 +69,7 @@ def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
 
 def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
     """Replaces the messages of the oldest failures by LEFT_OUT until all messages fit FAILURE_BYTES."""
+    # Failure j of group i, by (i, j).
     by_position = {
         (i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)
     }

@@ -183,6 +183,7 @@ def _choose_epoch_number(context: Context, status: GroupStatus, *, waits_for_ref
     # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
     first_pod = EpochRef(owner=context.owner, index=status.index, epoch=number).pod_name(0)
     keeps_number = number > 0 and (waits_for_refusal or first_pod in context.never_requested)
+    # An earlier epoch may have had any number below `first_epoch`.
     return number if keeps_number else max(number, context.first_epoch)
 
 
