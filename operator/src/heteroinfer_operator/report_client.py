@@ -51,7 +51,7 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            # The first answer has only the leader's challenge. The second request answers this challenge.
+            # Without a report, the first answer has the leader's challenge. The second request answers it.
             for _ in range(2):
                 text, headers = await self._get(
                     host, port, names.PATH_GROUP, timeout_s, reader.request_headers()

@@ -100,10 +100,7 @@ class SupportBundle:
     async def _add_events(self, pods: Iterable[Manifest]) -> None:
         """Adds the events about the resource and its objects."""
         key = self._resource.key
-        known = {
-            key.name,
-            *(str(pod["metadata"]["name"]) for pod in pods),
-        }
+        known = {key.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         events = [
             redact_object(event)
             for event in await self._list(EVENT.path(key.namespace))

@@ -32,7 +32,7 @@ class LostPod(NamedTuple):
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
     """Returns the first pod that lost a label, otherwise the first that lost its owner; None without one.
 
-    The result has the message for the user. `older_statuses` has its wording, because older versions parse
+    The result has the message for the user. The wording is in `older_statuses`, because older versions parse
     the message.
     """
     without_label = next((pod for pod in pods if _lost_selector_labels(pod)), None)

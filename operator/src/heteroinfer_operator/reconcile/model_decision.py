@@ -128,18 +128,19 @@ def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
 def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
     """Returns the decision about the model of this spec.
 
+    Without a stored profile, a pod fetches or inspects the model. Pods of other models are always deleted.
+
     Args:
         status: last written status, perhaps of another model.
         pods: pods that fetch or inspect a model of the resource.
     """
     model_key = identity.model_key(context.spec)
-    last_status = (
-        status
-        if status is not None and _is_status_of_model(status, model_key)
-        else ModelStatus(key=model_key)
-    )
+    last_status = ModelStatus(key=model_key)
+    if status is not None and _is_status_of_model(status, model_key):
+        last_status = status
+    pod_name = model_pod_name(context.spec, context.owner)
+    other_pods = [pod for pod in pods if pod.name != pod_name]
     if context.blocking_pod is not None:
-        other_pods = [pod for pod in pods if pod.name != model_pod_name(context.spec, context.owner)]
         return _decide_during_cleanup(last_status, context.blocking_pod, _build_deletes(context, other_pods))
     profile = _read_stored_profile(context, last_status)
     if profile is not None:
@@ -155,8 +156,6 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         return ModelDecision(
             status=last_status, holds=None, reason="Suspended", deletes=_build_deletes(context, pods)
         )
-    pod_name = model_pod_name(context.spec, context.owner)
-    other_pods = [pod for pod in pods if pod.name != pod_name]
     if any(not pod.ended for pod in other_pods):
         context = replace(context, progress=None)  # the progress may belong to another model
     pod = next((pod for pod in pods if pod.name == pod_name), None)

@@ -75,6 +75,6 @@ class Options:
         It is one day (in milliseconds) above `first_epoch`, because the operator's clock may have been set
         back by up to a day since the write.
         """
-        if not self.names_come_again:
+        if not self.names_come_again:  # epochs count from 1, without a limit
             return _MAX_EXACT_VERSION
         return self.first_epoch(resource_version, now) + _MAX_CLOCK_STEP // timedelta(milliseconds=1)

@@ -110,7 +110,7 @@ def add_failure(failures: Sequence[FailureStatus], failure: FailureStatus) -> tu
     """
     shortened = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
     kept = [*failures, shortened]
-    while len(kept) > MAX_FAILURES:
+    while len(kept) > MAX_FAILURES:  # the new failure always stays
         dropped = next((old for old in kept[:-1] if not old.counted), kept[0])
         kept.remove(dropped)
     return tuple(kept)

@@ -235,7 +235,8 @@ def find_revisions(
     """Finds the revisions from which pods can be created, by name.
 
     These are the revision of the current spec and all stored revisions. If the current spec's revision is
-    stored too, the spec and source of the resource count, and the record adds the mode and the commit.
+    stored too, its spec and source come from the resource. Its record adds the mode and the commit if they are
+    unknown.
     """
     revisions: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:

@@ -67,10 +67,8 @@ def decide_eviction_block(
         or not _may_continue(context)
     ):
         return EvictionBlock()
-    serving, outdated = (
-        _find_serving(context, last_statuses, by_group),
-        _find_outdated_groups(context, last_statuses, by_group),
-    )
+    serving = _find_serving(context, last_statuses, by_group)
+    outdated = _find_outdated_groups(context, last_statuses, by_group)
     may_stop_none = context.life.rollout.max_unavailable <= context.replicas - len(serving)
     if not serving & outdated or may_stop_none:  # the rollout stops no serving group now
         return EvictionBlock()
@@ -136,10 +134,8 @@ def decide_wanted(
     groups start one at a time: a group waits until the other groups in `incomplete` have all their pods.
     """
     num_groups = context.replicas
-    serving, outdated = (
-        _find_serving(context, last_statuses, by_group),
-        _find_outdated_groups(context, last_statuses, by_group),
-    )
+    serving = _find_serving(context, last_statuses, by_group)
+    outdated = _find_outdated_groups(context, last_statuses, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
     may_continue = problem is None and _may_continue(context)
     num_may_stop = 0  # serving groups that the rollout may stop now

@@ -61,9 +61,11 @@ def observe_startup(
     loaded_bytes = sum(rank.loaded_bytes for rank in report.ranks)
     total_bytes = sum(rank.total_bytes for rank in report.ranks)
     measured_before = last if last is not None and last.measured_time is not None else None
-    keeps_old = measured_before is not None and _keeps_progress(measured_before, loaded_bytes, now)
-    if not total_bytes or keeps_old:
-        return status if measured_before is None else _with_old_measurement(status, measured_before)
+    if measured_before is not None:
+        if not total_bytes or _keeps_progress(measured_before, loaded_bytes, now):
+            return _with_old_measurement(status, measured_before)
+    elif not total_bytes:
+        return status
     return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
 
 

@@ -33,8 +33,8 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
     # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
     # only after it has seen the name free. So each rejection is counted once.
-    counted = ended_before_run & set(before.rejected_pods)
-    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted
+    counted_before = ended_before_run & set(before.rejected_pods)
+    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted_before
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
     status = transitions.with_active_epoch(
         before,
@@ -47,7 +47,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         now=context.now,
         # Pods that were never created are not stored: only this process of the operator knows them for sure.
         spare_pods=ended_before_run | (missing & set(before.spare_pods)),
-        rejected_pods=counted | newly_rejected,
+        rejected_pods=counted_before | newly_rejected,
         newly_rejected=len(newly_rejected),
         stuck_pods=stuck,
     )
@@ -140,7 +140,7 @@ def _build_events(
             warning=True,
         )
         for pod in replaceable
-        if not pod.deleting
+        if not pod.deleting  # a requested deletion needs no warning
     ]
     if stuck:
         waits = "; ".join(map(startup.describe_wait, stuck))

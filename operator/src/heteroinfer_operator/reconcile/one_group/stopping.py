@@ -86,6 +86,7 @@ def end_epoch(
             blocked_pod=context.node_loss.describe_blocked(pods),
             next_epoch_time=restarts.next_epoch_time(failures, context.life.restart),
         ),
+        # After an orderly end, the pods have their own grace period to finish running requests.
         deletes=context.node_loss.build_deletes(
             deleted_pods, grace_s=None if epoch_end.orderly else ENDED_EPOCH_GRACE_S, after_status=True
         ),
