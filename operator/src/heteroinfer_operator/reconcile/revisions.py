@@ -235,8 +235,8 @@ def find_revisions(
     """Finds the revisions from which pods can be created, by name.
 
     These are the revision of the current spec and all stored revisions. If the current spec's revision is
-    stored too, its spec and source come from the resource. Its record adds the mode and the commit if they are
-    unknown.
+    stored too, its spec and source come from the resource. Its record adds the mode and the commit if these
+    are unknown.
     """
     revisions: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
