@@ -376,7 +376,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
     """Describes the most important function that is missing while the operator works, or returns ""."""
     unreadable = cluster_state.errors_by_namespace()
     if unreadable:
-        return f"cannot read the namespaces {list_some(sorted(unreadable))}"
+        return f"the operator cannot read the namespaces {list_some(sorted(unreadable))}"
     unlisted = cluster_state.unsynced()
     if unlisted:
         return f"the operator has not listed {list_some(unlisted)} yet"

@@ -256,9 +256,7 @@ def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
     phase = reported.phase.value
     if reported.phase is RankPhase.LOADING and reported.total_bytes:
         phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
-    if (
-        reported.locked_memory_bytes is not None
-    ):  # an older worker reports none: keep the values of the status
+    if reported.locked_memory_bytes is not None:  # otherwise keep the values of the status
         line = replace(
             line,
             locked_memory_bytes=reported.locked_memory_bytes,

@@ -271,7 +271,7 @@ def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
     if not expressions and not fields:
         return False  # an empty term selects nothing (k8s.io/component-helpers/.../nodeaffinity.go)
     return all(_is_requirement_met(item, labels) for item in expressions) and all(
-        _is_requirement_met(item, {"metadata.name": name}) for item in fields
+        _is_requirement_met(item, {_NODE_NAME: name}) for item in fields
     )
 
 

@@ -229,6 +229,7 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
     plans = {}
     for decision in decisions:
         plan = decision.new_plan or decision.plan
+        # Another hash: another version wrote the plan, and the stored ConfigMap stays as it is.
         if plan is not None and plan.hash == decision.status.plan_hash:
             plans[plan.hash] = plan
             scopes.setdefault(plan.hash, set()).add(group_scope(decision.status.index))
@@ -322,6 +323,7 @@ def _must_stay(manifest: Manifest, children: Children) -> bool:
     """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
+    # Objects of an epoch, such as gang objects, are kept by their names instead.
     belongs_to_kept_group = (
         labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
     )

@@ -353,6 +353,7 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
             facts.build(planned, False, refusal.reason, refusal.message),
             capacity_condition if running else facts.build(capacity, None, refusal.reason),
         )
+    # The model is unknown. If this delays no group (`refusals` is empty), the plans of running groups count.
     if refusal is not None and (refusals or not running):
         return (
             facts.build(planned, None, refusal.reason, refusal.message),

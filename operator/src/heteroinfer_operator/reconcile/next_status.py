@@ -126,7 +126,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
     refusals: list[Refusal] = []
     for refusal in context.refusals:
         is_of_group = bool(scopes & refusal.scopes)
-        is_of_resource = refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
+        is_of_resource = refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}  # also if it has no scopes
         if refusal.kind == REVISION:
             is_reported = refusal.name == context.target.name
         else:
@@ -189,11 +189,11 @@ def _build_plans(
 
 
 def _choose_notes(
-    decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus
+    decision: GroupDecision, last_plan: PlanStatus | None, status: HeteroInferenceStatus
 ) -> str | None:
     """Returns the notes on a plan from this reconcile, otherwise from the last status; None without notes."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
-    if before is None:
+    if last_plan is None:
         return None
-    return older_statuses.plan_notes(status) if before.notes is None else before.notes
+    return older_statuses.plan_notes(status) if last_plan.notes is None else last_plan.notes

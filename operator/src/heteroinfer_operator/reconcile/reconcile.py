@@ -166,12 +166,17 @@ def _decide_living_resource(
         never_created=observation.never_created,
         never_requested=observation.never_requested,
         never_placed=observation.never_placed,
-        isolation=None
-        if observation.restricted_selectors is None
-        else Isolation.from_setting(options.egress, observation.restricted_selectors),
+        isolation=_build_isolation(observation, options),
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
+
+
+def _build_isolation(observation: ResourceObservation, options: Options) -> Isolation | None:
+    """Returns which pods have restricted egress; None while the policies of the namespace are unknown."""
+    if observation.restricted_selectors is None:
+        return None
+    return Isolation.from_setting(options.egress, observation.restricted_selectors)
 
 
 def _has_target_used_up_restarts(status: HeteroInferenceStatus, target: Target, restart: RestartSpec) -> bool:

@@ -89,23 +89,23 @@ def find_target(
     An older version may have accepted a spec that this version refuses. The revision of such a spec gets a
     name too, so that the operator recognizes groups that run with it.
     """
-    raw, refusal = observation.resource.spec, None
+    raw, spec_error = observation.resource.spec, None
     try:
         spec = parse_spec(raw)
     except SpecError as error:
-        refusal = error
+        spec_error = error
         try:
-            spec = parse_stored_spec(raw)
+            spec = parse_stored_spec(raw)  # accepts what an older version accepted
         except SpecError:
-            return Target(refusal=refusal)
+            return Target(refusal=spec_error)
     name = _choose_name(spec, recorded, _revisions_in_use(observation.pods, status))
     source = None
-    problem: HeteroInferError | None = refusal or options.allowed.find_forbidden(spec)
+    refusal: HeteroInferError | None = spec_error or options.allowed.find_forbidden(spec)
     try:
         source = options.addressing.model(spec, owner)
     except PlanError as error:
-        problem = problem or error
-    return Target(name=name, spec=spec, source=source, refusal=problem)
+        refusal = refusal or error  # the first error is reported
+    return Target(name=name, spec=spec, source=source, refusal=refusal)
 
 
 def _choose_name(

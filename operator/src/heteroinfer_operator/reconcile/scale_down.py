@@ -48,7 +48,11 @@ def decide_unwanted(
 
 
 def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool:
-    """Reports whether no wanted group serves although one can start without the nodes of other groups."""
+    """Reports whether a group that is no longer wanted must keep serving.
+
+    This is so if no wanted group serves, unless all wanted groups have waited long for nodes: then they may
+    need the nodes of the kept group.
+    """
     if context.life.suspend or any(
         decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
     ):

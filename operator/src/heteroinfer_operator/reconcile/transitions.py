@@ -166,7 +166,7 @@ def without_failures(status: GroupStatus) -> GroupStatus:
 def with_uncounted_failure(
     status: GroupStatus, failures: tuple[FailureStatus, ...], *, next_epoch_time: datetime | None
 ) -> GroupStatus:
-    """Replaces the failures after the last one was attributed to a lost node, so that it no longer counts."""
+    """Replaces the failures after the last failure was attributed to a lost node and no longer counts."""
     return status.changed(
         failures=failures,
         restarts=max(0, status.restarts - 1),  # `ended` had counted the restart

@@ -52,9 +52,11 @@ def kueue_holds_pod_name(epoch: BegunEpoch) -> EpochEnd | None:
     first = replaceable[0]
     message = f"{startup.describe_end(first)}; Kueue cannot replace one pod, so the whole group restarts"
     lost_node = epoch.context.node_loss.find_epoch_end(replaceable)
-    return lost_node or EpochEnd(
-        reason=POD_DELETED if first.deleting else POD_ENDED, message=message, counted=not first.deleting
-    )
+    if lost_node is not None:
+        return lost_node
+    if first.deleting:
+        return EpochEnd(reason=POD_DELETED, message=message, counted=False)
+    return EpochEnd(reason=POD_ENDED, message=message)  # the node rejected the pod
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
