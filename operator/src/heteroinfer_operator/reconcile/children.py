@@ -90,8 +90,8 @@ def find_children(
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         if decision.runs:
-            # The gang object of a running epoch is kept by its name, because a cluster may list the object
-            # under several API versions.
+            # The gang object of a running epoch stays because of its name: a cluster may list the object under
+            # several API versions.
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
@@ -242,7 +242,7 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
 def _build_resource_children(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
     """Builds the clients' Service, the claims of models, and the policies of a fetch pod.
 
-    Groups that run with an older revision still need its port and its claim.
+    Groups with an older revision still need the port and the claim of that revision.
 
     Args:
         in_use: names of the revisions of groups.
@@ -323,7 +323,7 @@ def _must_stay(manifest: Manifest, children: Children) -> bool:
     """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
-    # Objects of an epoch, such as gang objects, are kept by their names instead.
+    # Objects of an epoch, such as gang objects, stay because of their names instead (`kept`).
     belongs_to_kept_group = (
         labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
     )

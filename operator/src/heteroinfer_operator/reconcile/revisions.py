@@ -95,7 +95,7 @@ def find_target(
     except SpecError as error:
         spec_error = error
         try:
-            spec = parse_stored_spec(raw)  # accepts what an older version accepted
+            spec = parse_stored_spec(raw)  # accepts the specs of older versions
         except SpecError:
             return Target(refusal=spec_error)
     name = _choose_name(spec, recorded, _revisions_in_use(observation.pods, status))
@@ -123,7 +123,7 @@ def _choose_name(
     with_same_pods = {
         record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
-    # A revision in use comes first, because its pods can stay. Sorted, so that each reconcile chooses alike.
+    # A revision in use comes first, because its pods can stay. Sorted, so that the choice stays the same.
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
