@@ -90,8 +90,8 @@ def find_children(
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         if decision.runs:
-            # The gang object of a running epoch stays because of its name, since a cluster may list the object
-            # under several API versions.
+            # The gang object of a running epoch stays because of its name: a cluster may list it under several
+            # API versions.
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
