@@ -73,7 +73,7 @@ class MeasuredKind:
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
-        # These errors have a message of their own. They come first, because ContractError is a ValueError.
+        # These errors have useful messages. They come first, because ContractError is also a ValueError.
         except (CalibrationError, ContractError) as error:
             raise CalibrationError(f"{key}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:

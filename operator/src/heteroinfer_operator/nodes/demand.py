@@ -334,7 +334,7 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
         largest_init = _larger_amounts(largest_init, while_it_starts)
     for container in as_objects(spec.get("containers"), "containers"):
         running = sum_requests((running, _requests_of_holder(container)))
-    # The requests in the spec are those for the whole pod.
+    # The spec itself has only requests for the whole pod.
     without_overhead = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
     return sum_requests((without_overhead, as_amounts(spec.get("overhead"), "overhead")))
 

@@ -90,8 +90,8 @@ def find_children(
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         if decision.runs:
-            # The gang object of a running epoch stays because of its name: a cluster may list it under several
-            # API versions.
+            # The gang object of a running epoch stays because of its name: a cluster may list it under
+            # several API versions.
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
@@ -103,7 +103,8 @@ def find_children(
     # While the policies of the namespace are unknown, the operator's own policies stay.
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:
-        # A refused spec gives no port and no claim, and a pod may still fetch the model of the previous spec.
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So the
+        # clients' Service, the claims and the policies stay.
         kept_names.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
@@ -372,7 +373,7 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
         return None
     if manifest.get("immutable"):
         # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already
-        # checked it, so the operator may sign the stored data.
+        # checked the stored data, so the operator may sign it.
         stored_data = {"data": stored_object["data"]} if "data" in stored_object else {}
         signed = signer.sign({**manifest, **stored_data})
         drift = find_drift(stored_object, signed).get("metadata")

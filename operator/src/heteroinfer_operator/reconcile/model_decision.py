@@ -297,7 +297,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up to a whole byte. Rounded down, the result would be less than these steps.
+    # -(-a // b) rounds up to a whole byte. Rounded down, the bytes would be less than the finished steps.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
