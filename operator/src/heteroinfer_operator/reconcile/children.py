@@ -103,8 +103,8 @@ def find_children(
     # While the policies of the namespace are unknown, the operator's own policies stay.
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:
-        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So the
-        # clients' Service, the claims and the policies stay.
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
+        # the clients' Service, the claims and the policies stay.
         kept_names.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
