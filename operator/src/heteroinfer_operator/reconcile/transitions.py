@@ -169,7 +169,7 @@ def with_uncounted_failure(
     """Replaces the failures after the last failure was attributed to a lost node and no longer counts."""
     return status.changed(
         failures=failures,
-        restarts=max(0, status.restarts - 1),  # `ended` had counted the restart
+        restarts=max(0, status.restarts - 1),  # the failure was counted before
         next_epoch_time=next_epoch_time,
         message=describe_failure(failures[-1]),
     )
