@@ -164,14 +164,14 @@ class CleanupPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceObservation:
-    """All state that one reconcile decides on.
+    """The state of the cluster that one reconcile uses.
 
     Attributes:
         pods: all pods of the resource: of every group and epoch, and pods that fetch or inspect the model.
         objects: other children as stored (Service, NetworkPolicy, ConfigMap).
         nodes: nodes of the cluster; None if the operator may not read nodes.
         reserved: demands of the operator's pods without a node, of all resources.
-        priority_classes: classes of the cluster; None if the operator may not read them.
+        priority_classes: priority classes of the cluster; None if the operator may not read them.
         unknown_gangs: served API versions of gang schedulers that the operator does not support.
         groups: report of each running leader, by group index.
         silences: seconds without a successful connection to a leader that answered before, by group index and
@@ -225,9 +225,8 @@ class Refusal:
     A later attempt may succeed. Otherwise a user or another controller must act.
 
     Attributes:
-        kind: kind of the object. The resource's own kind for its status and finalizer.
-        reason: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers, MadeByOthers or
-            NotAnswered.
+        kind: kind of the object; for the status and the finalizer, the kind of the resource.
+        reason: a reason that `reconcile.refusals` defines, such as ObjectRefused.
         message: the refused object and the answer of the API server.
         scopes: scopes of the action.
         tries: number of consecutive failed attempts.
@@ -382,7 +381,6 @@ class Cluster(Protocol):
 
         Raises:
             ConflictError: an object is in another state than the decision assumed. Actions that depend on
-            this
-                object were not run.
+                this object were not run.
         """
         ...

@@ -76,7 +76,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
     """Serves the HTTP port while the context is open; yields the port's number.
 
     Raises:
-        HeteroInferError: the port is in use.
+        HeteroInferError: the port cannot be opened, for example because it is in use.
     """
 
     async def healthz(request: web.Request) -> web.Response:
@@ -93,7 +93,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
 
     async def exposition(request: web.Request) -> web.Response:
         # In a thread, because a thousand resources have tens of thousands of lines, and reconciles must not
-        # wait.
+        # wait for them.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -108,7 +108,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
             await web.SockSite(runner, _listen(port)).start()
         except OSError as error:
             raise HeteroInferError(
-                f"port {port} is in use ({error.strerror}). Set HETEROINFER_HTTP_PORT to a free port",
+                f"port {port}: cannot listen ({error.strerror}). Set HETEROINFER_HTTP_PORT to a free port",
                 reason="PortTaken",
             ) from error
         yield runner.addresses[0][1]

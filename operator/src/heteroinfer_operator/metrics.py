@@ -258,7 +258,9 @@ def _build_group_families(
         "1 while all ranks of the group are ready. Even then, clients may be unable to reach the group: see "
         "the conditions Available and Stalled.",
     )
-    phase = gauge(metric_names.GROUP_PHASE, "Phase of the group, as a label. Always 1.", "phase")
+    phase = gauge(
+        metric_names.GROUP_PHASE, "Phase of the group, in the label phase. The value is always 1.", "phase"
+    )
     epoch = gauge(metric_names.GROUP_EPOCH, "Epoch of the group. Increases with each start.")
     ranks = gauge(metric_names.GROUP_RANKS, "Number of ranks in the group's plan.")
     failed = gauge(

@@ -46,7 +46,9 @@ NODES_SETTLE_S: Final = 5.0
 """Delay between a change of a node and the reconcile of the resources, so that one reconcile handles several
 changes."""
 POLL_S: Final = 2.0
+"""Seconds between reports about caches."""
 RETRY_S: Final = 5.0
+"""Longest pause after a failed resync."""
 MAX_RECURSION: Final = 25_000
 """Python's recursion limit; the default is 1,000.
 
@@ -125,7 +127,7 @@ class Operator:
     async def _serve_resources(
         self, group: asyncio.TaskGroup, server: ApiServer, configuration: client.Configuration
     ) -> None:
-        """Starts the parts of the operator one after the other. Then resyncs until it is cancelled."""
+        """Starts the parts of the operator one after the other, then resyncs without end."""
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
         operator_key = await self._read_operator_key(server)
@@ -164,8 +166,9 @@ class Operator:
         settings = self._settings
         if not settings.key_secret:
             logger.warning(
-                "HETEROINFER_KEY_SECRET is not set, so groups start without keys. Any program that can reach "
-                "the ports of a group can send it commands. Set the variable to the name of a Secret"
+                "HETEROINFER_KEY_SECRET is not set, so groups start without keys. Any program that reaches "
+                "the ports of a group can send commands to the group. Set the variable to the name of "
+                "a Secret"
             )
             return None
         self._health.waits_for = f"the key in Secret {settings.key_secret}"
@@ -253,7 +256,7 @@ class Operator:
     async def _report_caches(self, cluster_state: ClusterState) -> None:
         """Reports faulty caches in /readyz and a metric. Logs unreadable namespaces when they change."""
         self._health.describe_missing = lambda: _describe_missing_functions(cluster_state)
-        reported: set[str] = set()
+        reported: set[str] = set()  # namespaces that the log has reported as not served
         while True:
             failing = [cache for cache in cluster_state.awaited_caches() if cache.is_failing]
             for state, caches in (
@@ -289,9 +292,9 @@ class Operator:
             self._without_capacity.discard(key)
 
     def _reconcile_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
-        """Reconciles the resources that `keys` contains after NODES_SETTLE_S.
+        """Queues the resources in `keys` after NODES_SETTLE_S.
 
-        Until then, further calls with the same cause do nothing.
+        Until then, further calls with the same cause do nothing, and `keys` may still change.
         """
 
         def reconcile_keys() -> None:
@@ -304,7 +307,7 @@ class Operator:
             asyncio.get_running_loop().call_later(NODES_SETTLE_S, reconcile_keys)
 
     def _record_resync(self, cluster_state: ClusterState) -> None:
-        """Records the end of a resync, unless caches are stale: then its decisions used an old state."""
+        """Records the end of a resync, unless caches are stale: its decisions then used an old state."""
         self._health.stale_caches = tuple(cluster_state.stale_cache_names())
         if self._health.stale_caches:
             logger.error(
@@ -319,7 +322,7 @@ class Operator:
     async def _list_resources(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
         """Lists all resources, and returns the resources that a resync must reconcile.
 
-        If the list differs from a cache, the next reconcile of the resource reads it from the API server.
+        If the list and the cache differ about a resource, the next reconcile reads it from the API server.
         """
         resources = cluster_state.resources
         cached_versions = resources.versions()
@@ -373,7 +376,7 @@ def _describe_missing_functions(cluster_state: ClusterState) -> str:
     """Describes the most important function that is missing while the operator works, or returns ""."""
     unreadable = cluster_state.errors_by_namespace()
     if unreadable:
-        return f"cannot read the namespaces {list_some(sorted(unreadable))}"
+        return f"the operator cannot read the namespaces {list_some(sorted(unreadable))}"
     unlisted = cluster_state.unsynced()
     if unlisted:
         return f"the operator has not listed {list_some(unlisted)} yet"

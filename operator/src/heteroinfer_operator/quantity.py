@@ -40,7 +40,7 @@ PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
 """Error message for a text that does not match the pattern."""
 
 _QUANTITY: Final = re.compile(
-    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"
+    r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<decimals>[0-9]*+))?+"
     r"(?:[eE](?P<exponent>[+-]?[0-9]++)|(?P<suffix>[a-zA-Z]*+))"
 )
 _MAX_QUANTITY: Final = Fraction(2**63 - 1)
@@ -67,6 +67,7 @@ def parse_quantity(text: object) -> Fraction:
         ValueError: the text is not a quantity.
     """
     written = str(text)
+    # `__wrapped__` is the function without its cache.
     parse = _parse_bounded if len(written) <= _MAX_CACHED_LENGTH else _parse_bounded.__wrapped__
     value = parse(written)
     if value is None:
@@ -79,13 +80,13 @@ def parse_quantity(text: object) -> Fraction:
 def _parse_bounded(text: str) -> Fraction | None:
     """Returns the value of a quantity within the bounds, or None if the text is not a quantity."""
     match = _QUANTITY.fullmatch(text)
-    if match is None or not (match["whole"] or match["part"]):
+    if match is None or not (match["whole"] or match["decimals"]):
         return None
     factor = _SUFFIX.get(match["suffix"] or "")
     if factor is None:
         return None
     exponent = _bounded_integer(match["exponent"] or "0")
-    amount = _bounded_amount(match["whole"], match["part"] or "", exponent, factor)
+    amount = _bounded_amount(match["whole"], match["decimals"] or "", exponent, factor)
     return -amount if match["sign"] == "-" else amount
 
 
@@ -96,25 +97,24 @@ def _bounded_integer(text: str) -> int:
     return -size if text.startswith("-") else size
 
 
-def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> Fraction:
-    """Returns `whole.part` * 10**`exponent` * `factor`, at least _MIN_QUANTITY and at most _MAX_QUANTITY.
+def _bounded_amount(whole: str, decimals: str, exponent: int, factor: Fraction) -> Fraction:
+    """Returns `whole.decimals` * 10**`exponent` * `factor`, from _MIN_QUANTITY to _MAX_QUANTITY.
 
-    Returns 0 for zero. The number may have any number of digits.
+    Returns 0 for zero. The texts may have any number of digits.
     """
-    written = whole + part
-    digits = written.lstrip("0")
+    digits = (whole + decimals).lstrip("0")
     if not digits:
         return Fraction(0)
     # The number is 0.DIGITS * 10**power, so `power` gives its size. The factor is from 10**-9 (n) to 1024**6
     # (Ei). Beyond this power, no factor brings the number back within the bounds.
-    power = len(digits) - len(part) + exponent
+    power = len(digits) - len(decimals) + exponent
     decisive_power = len(str(_MAX_QUANTITY)) + len(str(10**9))
     if power > decisive_power:
         return _MAX_QUANTITY
     if power < -decisive_power:
         return _MIN_QUANTITY
-    read = digits[:_DIGITS_READ]
-    amount = Fraction(int(read)) * Fraction(10) ** (power - len(read)) * factor
+    significant = digits[:_DIGITS_READ]
+    amount = Fraction(int(significant)) * Fraction(10) ** (power - len(significant)) * factor
     return min(max(math.ceil(amount / _MIN_QUANTITY) * _MIN_QUANTITY, _MIN_QUANTITY), _MAX_QUANTITY)
 
 
@@ -131,7 +131,7 @@ def exact_quantity(text: str) -> Fraction:
     match = _QUANTITY.fullmatch(text)
     if match is None or value < _MAX_QUANTITY or match["exponent"] or (match["suffix"] or "").endswith("i"):
         return value
-    return Fraction(f"{match['whole']}.{match['part'] or 0}") * _SUFFIX[match["suffix"] or ""]
+    return Fraction(f"{match['whole']}.{match['decimals'] or 0}") * _SUFFIX[match["suffix"] or ""]
 
 
 def parse_bytes(text: str) -> int:

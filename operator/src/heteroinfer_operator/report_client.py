@@ -51,8 +51,7 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            # At the first request the reader has no challenge of the leader, and the answer contains only
-            # one.
+            # Without a report, the first answer has the leader's challenge. The second request answers it.
             for _ in range(2):
                 text, headers = await self._get(
                     host, port, names.PATH_GROUP, timeout_s, reader.request_headers()

@@ -193,7 +193,7 @@ class InstallationSettings:
         if settings.leader_election and not (settings.namespace and settings.identity):
             raise _settings_error(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
-                "is not set. Set both, to the operator's namespace and to the name of its pod"
+                "is not set. Set them to the namespace and to the name of the operator's pod"
             )
         return settings
 

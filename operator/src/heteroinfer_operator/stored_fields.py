@@ -53,7 +53,7 @@ def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty for null; raises UnreadableError."""
     items = _as_list(value, field)
     for item in items:
-        if not isinstance(item, dict | Mapping):
+        if not isinstance(item, dict | Mapping):  # JSON has only dicts, and their check is much faster
             raise _unreadable(field, item, "an object")
     return items
 
@@ -114,10 +114,10 @@ def as_moment(value: object, field: str) -> datetime | None:
     except ValueError:
         raise _unreadable(field, value, "a time such as 2026-01-31T12:00:00Z") from None
     # Compare without the time zone, because a conversion to UTC may leave the range of `datetime`.
-    bare = moment.replace(tzinfo=UTC)
-    if not EARLIEST < bare < _LATEST:
-        return min(max(bare, EARLIEST), _LATEST)
-    return bare if moment.tzinfo is None else moment.astimezone(UTC)
+    without_zone = moment.replace(tzinfo=UTC)
+    if not EARLIEST < without_zone < _LATEST:
+        return min(max(without_zone, EARLIEST), _LATEST)
+    return without_zone if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def as_amounts(value: object, field: str) -> dict[str, float]:

@@ -147,7 +147,8 @@ class WorkQueue:
 
     A key that is added several times before its turn is processed once. A key that is added while it is
     processed is processed once more. After a failure, changes by others shorten the key's back-off. Changes
-    by its own reconcile do not, so that a failing reconcile does not restart itself. Use from one event loop.
+    by the key's own reconcile do not shorten it, so that a failing reconcile does not restart itself. Use the
+    queue from one event loop only.
 
     Args:
         workers: maximum number of concurrent reconciles, without those that have run for `slow_s`.
@@ -175,7 +176,7 @@ class WorkQueue:
         self._keys: dict[ResourceKey, _KeyState] = {}
 
     def add(self, key: ResourceKey) -> None:
-        """Queues a reconcile of a resource. After a failure, it waits at least until `not_before`."""
+        """Queues a reconcile of a resource. After a failure, it does not start before `not_before`."""
         state = self._keys.setdefault(key, _KeyState())
         if state.run is not None:
             state.changed = True
@@ -205,7 +206,7 @@ class WorkQueue:
                     waiter.cancel()
 
     async def process_all(self, keys: Iterable[ResourceKey]) -> None:
-        """Reconciles resources and waits until all are done. The caller sets the deadline."""
+        """Reconciles resources and waits until all are done, without a time limit."""
         done: list[asyncio.Future[None]] = []
         for key in keys:
             self.add(key)
@@ -216,7 +217,7 @@ class WorkQueue:
             await asyncio.wait(done)
 
     def _enqueue(self, key: ResourceKey, state: _KeyState) -> None:
-        """Adds a resource to the queue unless it is there, and cancels its timer."""
+        """Adds a resource to the queue unless the queue has it already, and cancels its timer."""
         self._cancel_timer(state)
         if not state.waiting:
             state.waiting = True
@@ -224,7 +225,7 @@ class WorkQueue:
             self._metrics.queue_length.set(self._ready.qsize())
 
     def _start_timer(self, key: ResourceKey, state: _KeyState, due_s: float) -> None:
-        """Schedules a reconcile, unless an earlier one is scheduled."""
+        """Schedules a reconcile, unless an earlier reconcile is scheduled."""
         if state.waiting or (state.timer is not None and state.timer.when() <= due_s):
             return
         self._cancel_timer(state)
@@ -234,6 +235,7 @@ class WorkQueue:
         """Queues a resource whose timer has run out, or marks it as changed if its reconcile runs."""
         state.timer = None
         if state.run is not None:
+            # This counts as a change by others, so it starts the next reconcile even after a failure.
             state.changed = state.changed_by_others = True
         else:
             self._enqueue(key, state)
@@ -296,7 +298,8 @@ class WorkQueue:
                 key,
                 state,
                 "PassTimeout",
-                f"the reconcile did not finish within {self._reconcile_timeout_s:g} s",
+                f"the reconcile did not finish within {self._reconcile_timeout_s:g} s. If this repeats, "
+                "check the API server and its webhooks",
             )
         except asyncio.CancelledError:
             if _is_cancelled():  # the process stops
@@ -330,6 +333,7 @@ class WorkQueue:
         self._count_error(reason)
         state.failures += 1
         delay_s = self._backoff.delay_s(state.failures)
+        # A change by others may start the next attempt before the back-off is over.
         state.not_before = asyncio.get_running_loop().time() + min(delay_s, self._backoff.changed_s)
         logger.warning("%s: %s: %s. Trying again in %.1f s", key, reason, message, delay_s)
         self.add_after(key, delay_s)

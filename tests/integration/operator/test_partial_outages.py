@@ -142,7 +142,8 @@ async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
     settings = {"watch_namespaces": f"{namespace},{other}", "resync_seconds": "1"}
 
     async def leaves_out(process: OperatorProcess) -> bool:
-        return await process.http("/readyz") == (200, f"ok, but cannot read the namespaces {other}")
+        text = f"ok, but the operator cannot read the namespaces {other}"
+        return await process.http("/readyz") == (200, text)
 
     async with operator(installed.kubeconfig, tmp_path / "one", **settings) as process:
         await process.working()

@@ -87,7 +87,7 @@ def test_a_resource_that_serves_has_no_conditions_that_need_attention() -> None:
     assert "Groups       1 of 1 ready" in text
     assert "Decode step  43.1 ms (predicted 40.0 ms), slowest rank 0 (cpu)" in text
     assert "Age          2d" in text
-    assert text.endswith("Next step\n  watch its ranks: heteroinfer top llama -n ml")
+    assert text.endswith("Next step\n  watch the ranks: heteroinfer top llama -n ml")
     assert "llama-0-3-1" not in text
     detailed = shown(summary(), verbose=True)
     assert "0.0 MiB of 0.1 MiB  ranks:nccl_net_socket  llama-0-3-1" in detailed
@@ -122,7 +122,7 @@ def test_a_suspended_resource_counts_as_healthy() -> None:
         {"Available": "False", "Planned": "Unknown", "CapacityAvailable": "Unknown"}, spec={"suspend": True}
     )
     assert found.unexpected_conditions == ()
-    assert found.next_steps == ("start its groups again: heteroinfer resume llama -n ml",)
+    assert found.next_steps == ("start the groups again: heteroinfer resume llama -n ml",)
 
 
 def test_the_last_failure_is_shown_and_with_verbose_all_failures() -> None:

@@ -84,7 +84,7 @@ def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
     (refusal,) = permits.known.values()
     assert refusal.reason == TOO_MANY_PODS
     assert refusal.retry_at == NOW + MINUTE
-    assert "at most 18 pods a minute for this resource (2 x 4 wanted + 10)" in refusal.message
+    assert "at most 18 pods a minute for this resource (2 x 4 wanted pods + 10)" in refusal.message
 
 
 def test_waiting_pods_name_the_newest_failure_of_their_groups() -> None:

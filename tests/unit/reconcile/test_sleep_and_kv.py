@@ -55,7 +55,7 @@ def test_a_sleeping_group_is_not_ready_and_reports_how_to_wake_it(world: World) 
     (group,) = world.status["groups"]
     assert group["phase"] == "Sleeping"
     assert group["message"] == (
-        "asleep. To wake it, send POST /wake_up to the API of pod demo-0-1-0 (kubectl port-forward)"
+        "asleep. To wake the group, send POST /wake_up to the API of pod demo-0-1-0 (kubectl port-forward)"
     )
     assert world.status["readyReplicas"] == 0
     assert world.status["summary"]["groups"] == "0/1"

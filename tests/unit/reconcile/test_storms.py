@@ -108,7 +108,7 @@ def test_a_large_group_that_keeps_failing_waits_and_the_condition_reports_the_ca
         words = world.message("Progressing")
         held = held or world.condition("Progressing") == ("False", "TooManyNewPods")
         if held and "TooManyNewPods" in world.condition("Progressing"):
-            assert "at most 26 pods a minute for this resource (2 x 8 wanted + 10)" in words
+            assert "at most 26 pods a minute for this resource (2 x 8 wanted pods + 10)" in words
             assert "PodFailed: " in words
             assert "no such device" in words
     assert held

@@ -238,8 +238,8 @@ class _ClusterChecks:
 async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> list[str]:
     """Asks the API server which rights the service account of an operator lacks.
 
-    Returns a description of each missing right. If the operator's settings are wrong, returns only their
-    error, because the settings decide which rights the operator needs.
+    Returns a description of each missing right. If the operator's settings are wrong, returns only the error
+    in the settings, because they decide which rights the operator needs.
     """
     try:
         # The Deployment has no values for these two variables, because Kubernetes takes them from the pod.
@@ -281,7 +281,10 @@ def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
 
 
 def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) -> CheckAnswer:
-    """Checks that each operator has a ready pod and the same version as the CRD."""
+    """Checks that each operator has a ready pod and the same version as the CRD.
+
+    Reports only the most serious kind of problem: no replicas, no ready pod, then other versions.
+    """
     if not operators:
         return CheckState.FAILED, "no operator is installed. Install HeteroInfer's chart"
     stopped = [
@@ -323,7 +326,7 @@ def _usable_gpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Counts the GPUs of the nodes that can run the images. Without a GPU, the result is a note."""
+    """Counts the GPUs of the nodes that can run the images. No GPU is only a note: GPUs are optional."""
     counts: dict[str, int] = {}
     with_gpus = _usable_gpu_nodes(nodes)
     for node in with_gpus:
@@ -343,15 +346,16 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     with_gpus = _usable_gpu_nodes(nodes)
     if not with_gpus:
         return CheckState.OK, "not needed: no node with Linux on x86-64 offers GPUs"
-    without = [
+    unlabelled = [
         _name(node)
         for node in with_gpus
         if not any(f"{resource}.memory" in _labels(node) for resource in _gpu_counts(node))
     ]
-    if without:
+    if unlabelled:
         return CheckState.WARNING, (
-            f"{_count_nodes(len(without))} with GPUs ({_list_first(without)}) {_lack_verb(without)} the "
-            f"label {DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set roles[].deviceMemory"
+            f"{_count_nodes(len(unlabelled))} with GPUs ({_list_first(unlabelled)}) {_lack_verb(unlabelled)} "
+            f"the label {DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set "
+            "roles[].deviceMemory"
         )
     return CheckState.OK, f"the memory of GPUs is known on {_count_nodes(len(with_gpus))}"
 
@@ -361,12 +365,12 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     usable = [node for node in nodes if not describe_other_platform(IMAGE_PLATFORM, _labels(node))]
     if not usable:
         return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images. Add such a node"
-    without = [
+    unlabelled = [
         _name(node) for node in usable if not any(key.startswith(CPUID_LABEL) for key in _labels(node))
     ]
-    if without:
+    if unlabelled:
         return CheckState.WARNING, (
-            f"{_count_nodes(len(without))} ({_list_first(without)}) {_lack_verb(without)} labels "
+            f"{_count_nodes(len(unlabelled))} ({_list_first(unlabelled)}) {_lack_verb(unlabelled)} labels "
             f"{CPUID_LABEL}*, so plans do not know whether their CPUs have AMX or AVX-512. Install "
             "node-feature-discovery"
         )
@@ -378,7 +382,8 @@ def judge_shared_storage(
 ) -> CheckAnswer:
     """Looks for a StorageClass with ReadWriteMany: several nodes can mount its volumes for writing.
 
-    A volume proves this for its class. Without such a volume, the name of the provisioner makes it likely.
+    A volume with ReadWriteMany proves that its class supports this mode. Without such a volume, the name of
+    the provisioner makes it likely.
     """
     proven = {
         str(volume["spec"].get("storageClassName") or "(none)")

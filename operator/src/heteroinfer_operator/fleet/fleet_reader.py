@@ -125,8 +125,8 @@ class LeaderReader:
                 report = parse_report(text)
             except ContractError as error:
                 self.problem = (
-                    f"pod {leader}: this client cannot read its report ({error}). Use a client with the "
-                    "version of this pod"
+                    f"pod {leader}: this client cannot read the report of the pod ({error}). Use a client "
+                    "with the version of this pod"
                 )
                 return LeaderAnswer()
             if not report.ready:

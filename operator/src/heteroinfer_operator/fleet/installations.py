@@ -30,8 +30,8 @@ class InstalledOperator:
     Attributes:
         replicas: wanted pods.
         ready: ready pods.
-        account: name of its service account, in its own namespace.
-        environment: environment variables of its container, except those that Kubernetes fills in.
+        account: name of the operator's service account, in the operator's namespace.
+        environment: environment variables of the operator's container, except those that Kubernetes fills in.
     """
 
     name: NamespacedName
@@ -104,7 +104,7 @@ def describe_crd_skew(operator: InstalledOperator, crd_version: str) -> str:
     """Describes the difference between the versions of an operator and of the CRD, and its fix."""
     return (
         f"{operator.name} has version {operator.version}, but the CRD has version {crd_version}. Upgrade the "
-        "older one. The release with crds.install=true installs the CRD"
+        "older of the two. The release with crds.install=true installs the CRD"
     )
 
 
@@ -120,7 +120,7 @@ def skew_warnings(
     ]
     if crd is None:
         warnings.append("the CRD is not installed. Install the chart with crds.install=true")
-    elif crd.version != UNKNOWN_VERSION:
+    elif crd.version != UNKNOWN_VERSION:  # the version decides, so the schemas need no comparison
         warnings += [
             f"operator {describe_crd_skew(operator, crd.version)}"
             for operator in operators

@@ -174,7 +174,7 @@ def build_line(
         ready=ready.status.value if ready else ConditionStatus.UNKNOWN.value,
         reason=ready.reason if ready else "",
         message=ready.message if ready else "",
-        groups=status.summary.groups or "" if status.summary else "",
+        groups=(status.summary.groups or "") if status.summary else "",
         lines=tuple(
             _group_line(
                 group,
@@ -237,7 +237,7 @@ def _stored_ranks(group: GroupStatus) -> Iterable[RankLine]:
 
 
 def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
-    """Yields the ranks of a plan, which have no pod and no times yet."""
+    """Yields the ranks of a plan, without pods and times, which a plan does not contain."""
     for rank in plan.ranks:
         yield RankLine(
             rank=rank.rank,

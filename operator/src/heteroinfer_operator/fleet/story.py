@@ -45,6 +45,7 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
     def order(pod: PodView) -> tuple[bool, bool, int]:
         return index_of(pod) != culprit, not _has_failed(pod), index_of(pod)
 
+    # A pod that still runs did not end this epoch, even if it comes first.
     return tuple(
         _build_story(
             pod, ranks.get(pod.name, ()), culprit=index_of(pod) == culprit and pod.termination is not None

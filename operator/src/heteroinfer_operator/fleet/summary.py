@@ -184,19 +184,19 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
     elif not summary.line.has_status:
         yield "find out whether an operator runs: heteroinfer check"
     elif summary.manifest["spec"].get("suspend"):
-        yield f"start its groups again: heteroinfer resume {name}"
+        yield f"start the groups again: heteroinfer resume {name}"
     elif summary.manifest["spec"].get("replicas") == 0:
         yield f"start a group: kubectl scale {names.SHORT_NAME}/{key.name} -n {key.namespace} --replicas=1"
     else:
         steps = list(_problem_steps(status, name))
-        yield from steps or [f"watch its ranks: heteroinfer top {name}"]
+        yield from steps or [f"watch the ranks: heteroinfer top {name}"]
 
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
     """Yields the commands and actions for the most urgent problem of the resource; nothing without one."""
     if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):
         yield f"find the cause: heteroinfer logs {name} --previous"
-        yield f"after the fix, start its groups again: heteroinfer restart {name}"
+        yield f"after the fix, start the groups again: heteroinfer restart {name}"
     elif _has_condition(status, ConditionType.STALLED, ConditionStatus.TRUE):
         yield "correct the spec as the condition Stalled describes. Test it: heteroinfer plan -f FILE"
     elif _has_condition(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):

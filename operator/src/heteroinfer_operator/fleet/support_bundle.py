@@ -125,7 +125,9 @@ class SupportBundle:
             if ((state.get("lastState") or {}).get("terminated") or {}).get("containerID"):
                 await self._add_log(file, path, {"container": container, "previous": "true"})
             else:
-                self.missing.append(f"{file}: its node has no log of the previous run of this container")
+                self.missing.append(
+                    f"{file}: the pod's node has no log of the previous run of this container"
+                )
 
     async def _add_log(self, file: str, path: str, query: Query) -> None:
         """Adds the last lines of a log to the bundle, without secrets."""

@@ -48,7 +48,8 @@ class MeasuredKind:
             return False
         measured_gpu = _words_of_gpu(self.calibration.hardware.gpu)
         labelled_gpu = _words_of_gpu(labels.get(_GPU_PRODUCT, ""))
-        return not measured_gpu or not labelled_gpu or measured_gpu == labelled_gpu
+        is_gpu_unknown = not measured_gpu or not labelled_gpu
+        return is_gpu_unknown or measured_gpu == labelled_gpu
 
     def to_entry(self) -> dict[str, str]:
         """Builds the entry of the ConfigMap."""
@@ -72,7 +73,8 @@ class MeasuredKind:
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
-        except (CalibrationError, ContractError) as error:  # first, because ContractError is a ValueError
+        # These errors have useful messages. They come first, because ContractError is also a ValueError.
+        except (CalibrationError, ContractError) as error:
             raise CalibrationError(f"{key}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CalibrationError(f"{key}: must contain nodeSelector and calibration: {error!r}") from error
@@ -112,9 +114,12 @@ class Calibrations:
     missing: str = ""
 
     def of_nodes(self, labels: Iterable[Mapping[str, str]]) -> tuple[Calibration, ...]:
-        """Returns the calibrations of these nodes without duplicates; empty if a node has none.
+        """Returns the calibrations of these nodes without duplicates; empty if a node has no calibration.
 
         A node of several kinds has the calibrations of all these kinds.
+
+        Args:
+            labels: labels of each node.
         """
         if self.this_machine is not None:
             return (self.this_machine,)
@@ -128,7 +133,7 @@ class Calibrations:
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
-    """Returns the calibration of the slowest machine, because all ranks of a role wait for it.
+    """Returns the calibration of the slowest machine, because all ranks of a role wait for this machine.
 
     Args:
         by_gpu: whether to compare GPUs instead of CPUs. A machine without a measured GPU counts as the
@@ -156,10 +161,10 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
     kinds: list[MeasuredKind] = []
     problems: list[str] = []
     for key, text in sorted(data.items()):
-        measured = _read_version(text)
-        if measured not in ("", version):
+        writer = _read_version(text)
+        if writer not in ("", version):
             problems.append(
-                f"{key}: ignored, because HeteroInfer {measured} measured these rates and the operator has "
+                f"{key}: ignored, because HeteroInfer {writer} measured these rates and the operator has "
                 f"version {version}. Plans use default rates for these nodes until the chart's Job of "
                 f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
             )
@@ -185,14 +190,14 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
 def _read_version(text: str) -> str:
     """Returns the version of HeteroInfer that wrote an entry, in any format; "" if it cannot be read."""
     try:
-        measured = json.loads(text)["calibration"]["versions"]["heteroinfer"]
+        version = json.loads(text)["calibration"]["versions"]["heteroinfer"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return measured[:MAX_TEXT] if isinstance(measured, str) else ""
+    return version[:MAX_TEXT] if isinstance(version, str) else ""
 
 
 def _words_of_gpu(name: str) -> list[str]:
-    """Returns the words of a GPU's name. They are equal for the label and for the driver's name of a GPU."""
+    """Returns the words of a GPU's name. The label and the driver write the same words in other forms."""
     return [word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "shared"]
 
 

@@ -32,7 +32,7 @@ def best_instructions(features: Iterable[str] | None) -> str:
     """
     if features is None:
         return AVX512_BF16
-    return next((each for each in CPUID_OF if each in features), AVX2)
+    return next((feature for feature in CPUID_OF if feature in features), AVX2)
 
 
 def measured_features(calibration: Calibration) -> frozenset[str]:

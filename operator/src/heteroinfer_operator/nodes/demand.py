@@ -155,17 +155,18 @@ def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     return _add_to_affinity(affinity, "matchExpressions", [expression])
 
 
-def exclude_nodes(affinity: Manifest, names: Iterable[str], others: Sequence[str]) -> dict[str, Any]:
-    """Returns an affinity with the added requirement that a pod uses none of the nodes `names`.
+def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[str]) -> dict[str, Any]:
+    """Returns an affinity with the added requirement that a pod does not use the excluded nodes.
 
     The API server accepts only one name in each requirement, so thousands of excluded nodes would make the
     pod too large for the API server. If the affinity would exceed MAX_AFFINITY_BYTES, it instead requires one
-    of the first nodes of `others`, as many as fit. Then the pod cannot use nodes that join the cluster later.
+    of the first nodes in `able`, as many as fit. Then the pod cannot use nodes that join the cluster later.
 
     Args:
-        others: nodes that the pod may use; not empty.
+        excluded: names of the nodes that the pod must not use.
+        able: names of the nodes that the pod may use, the best first; not empty.
     """
-    fields = [{"key": _NODE_NAME, "operator": "NotIn", "values": [name]} for name in names]
+    fields = [{"key": _NODE_NAME, "operator": "NotIn", "values": [name]} for name in excluded]
     excluding = _add_to_affinity(affinity, "matchFields", fields)
     if len(json.dumps(excluding)) <= MAX_AFFINITY_BYTES:
         return excluding
@@ -173,7 +174,7 @@ def exclude_nodes(affinity: Manifest, names: Iterable[str], others: Sequence[str
     given_terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
     terms: list[dict[str, Any]] = []
     num_bytes = 0
-    for name in others:
+    for name in able:  # each node is an alternative with all requirements of the given terms
         field = {"key": _NODE_NAME, "operator": "In", "values": [name]}
         new_terms = _add_to_terms(given_terms, "matchFields", [field])
         num_bytes += len(json.dumps(new_terms))
@@ -223,7 +224,7 @@ def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
         preference = as_object(term.get("preference"), "preference")
         for wanted in as_objects(preference.get("matchFields"), "matchFields"):
             values = as_texts(wanted.get("values"), "matchFields.values")
-            if wanted.get("key") == "metadata.name" and wanted.get("operator") == "In" and values:
+            if wanted.get("key") == _NODE_NAME and wanted.get("operator") == "In" and values:
                 return values[0]
     return ""
 
@@ -270,7 +271,7 @@ def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
     if not expressions and not fields:
         return False  # an empty term selects nothing (k8s.io/component-helpers/.../nodeaffinity.go)
     return all(_is_requirement_met(item, labels) for item in expressions) and all(
-        _is_requirement_met(item, {"metadata.name": name}) for item in fields
+        _is_requirement_met(item, {_NODE_NAME: name}) for item in fields
     )
 
 
@@ -316,8 +317,9 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
 
     For each resource, the scheduler takes the larger of two sums: the requests of all containers and
     sidecars, and the requests of an init container with the sidecars before it. A request for the whole pod
-    replaces this amount. Then it adds the pod's overhead (`k8s.io/component-helpers/resource.PodRequests`).
-    The API server copies a limit without a request into the request.
+    replaces this amount. The scheduler then adds the pod's overhead
+    (`k8s.io/component-helpers/resource.PodRequests`).
+    A limit without a request counts as a request, because the API server copies it into the request.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.
@@ -332,6 +334,7 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
         largest_init = _larger_amounts(largest_init, while_it_starts)
     for container in as_objects(spec.get("containers"), "containers"):
         running = sum_requests((running, _requests_of_holder(container)))
+    # The spec itself has only requests for the whole pod.
     without_overhead = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
     return sum_requests((without_overhead, as_amounts(spec.get("overhead"), "overhead")))
 

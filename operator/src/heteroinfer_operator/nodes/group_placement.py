@@ -17,7 +17,7 @@ from heteroinfer_operator.nodes.placement import (
 )
 
 _MAX_GPU_SIZES: Final = 16
-"""At most this many sizes of GPUs are tried as the smallest size. Node labels may contain thousands."""
+"""At most this many sizes of GPUs are excluded in turn. Node labels may contain thousands of sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ def assign_nodes(
 ) -> Placement | None:
     """Returns nodes on which all pods fit together, or None. Does not reserve capacity.
 
-    Compares the placements for all values of the topology key. If several are equally good, returns the one
-    whose value sorts first.
+    Compares the placements for all values of the topology key. If several placements are equally good,
+    returns the placement whose value sorts first.
 
     Args:
         topology_key: node label that must have one value on all nodes; "" for any nodes.
@@ -76,21 +76,23 @@ def find_farther_placements(
     by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
 
     def nearness(found: Placement) -> tuple[int, int]:
+        """Returns how near a placement is to the other groups, as a sort key: the worst node, the sum."""
         of_nodes = [others.nearness(by_name[name]) for name in found.nodes]
         return max(of_nodes), sum(of_nodes)
 
     devices = {name for demand in demands for name in demand.devices}
-    far = replace(others, outweigh_devices=True, spare_devices=bool(devices))
-    sizes: dict[str, set[int]] = {}
+    distance_first = replace(others, outweigh_devices=True, spare_devices=bool(devices))
+    sizes_mib: dict[str, set[int]] = {}
+    """For each labelled kind of GPU, its sizes on the nodes."""
     for node, name in product(by_name.values(), devices):
-        if (size := device_memory_mib(node, name)) is not None:
-            sizes.setdefault(name, set()).add(size)
+        if (size_mib := device_memory_mib(node, name)) is not None:
+            sizes_mib.setdefault(name, set()).add(size_mib)
     tried = {placement.nodes}
-    all_sizes_mib: set[int] = set().union(*sizes.values())
+    all_sizes_mib: set[int] = set().union(*sizes_mib.values())
     for more_than_mib in (None, *sorted(all_sizes_mib)[:_MAX_GPU_SIZES]):
-        limited = [_with_larger_gpus(demand, sizes, more_than_mib) for demand in demands]
-        found = assign_nodes(limited, free_nodes, topology_key, far)
-        if found is None:
+        limited_demands = [_with_larger_gpus(demand, sizes_mib, more_than_mib) for demand in demands]
+        found = assign_nodes(limited_demands, free_nodes, topology_key, distance_first)
+        if found is None:  # still larger GPUs would not fit either
             return
         if found.nodes not in tried and nearness(found) < nearness(placement):
             tried.add(found.nodes)
@@ -132,6 +134,7 @@ def _assign_within(
         for zone in zones.values()
         if (found := search_nodes(demands, zone, others, searches=searches * len(zones))) is not None
     ]
+    # Of equal costs, `min` returns the first, so a single zone comes before nodes anywhere.
     return min([*in_zones, anywhere], key=lambda nodes: _placement_cost(demands, nodes, by_name, others))
 
 

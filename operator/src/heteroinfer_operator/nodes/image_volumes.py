@@ -48,6 +48,7 @@ def describe_old_program(runtime: str, kubelet: str) -> str:
                 f"({name} {first_major}.{first_minor} can)"
             )
     version = _KUBELET.match(kubelet)
+    # A kubelet from 1.31 to 1.34 is not too old, because its feature gate may be on.
     if version is not None and (int(version[1]), int(version[2])) < _FIRST_KUBELET:
         return f"kubelet {version[1]}.{version[2]}, which cannot mount image volumes (kubelet 1.35 can)"
     return ""

@@ -59,8 +59,8 @@ def _describe_affinity_conflict(
 def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
     """Describes the capacity that these nodes lack for the pods.
 
-    Describes the first kind of pods that does not fit alone, otherwise an affinity that cannot be met,
-    otherwise all pods together.
+    The first cause in this order is described: a kind of pods that does not fit even alone, an affinity that
+    cannot be met, and the sum of all pods.
     """
     for kind in group_equal_pods(demands):
         count, requests = len(kind.pods), kind.demand.requests

@@ -31,7 +31,7 @@ def platform_selector(template: PodTemplate | None) -> dict[str, str]:
 
 
 def describe_other_platform(selector: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Describes how a node's platform differs from a selector's; "" if it does not."""
+    """Describes how a node's platform differs from the platform that a selector requires, or ""."""
     for label, noun in _LABEL_NOUNS.items():
         node_value, required_value = labels.get(label), selector.get(label)
         if required_value is not None and node_value is not None and node_value != required_value:

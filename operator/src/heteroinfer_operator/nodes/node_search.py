@@ -1,8 +1,8 @@
-"""Searches nodes on which all pods of a group fit. Pure.
+"""Searches for nodes on which all pods of a group fit. Pure.
 
-The search places the pods that are hard to place first, and backtracks. Up to its limit of attempts, it finds
-a placement if there is one. It knows only the requests of pods outside the group, so it checks affinity terms
-only among the pods of the group (`pod_affinity`).
+The search places the pods that are hard to place first, and backtracks. It finds a placement if one exists,
+unless it reaches its limit of attempts. It knows only the requests of pods outside the group, so it checks
+affinity terms only among the pods of the group (`pod_affinity`).
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -78,9 +78,10 @@ def search_nodes(
             return None
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
     choices = [find_topology_values(series, kinds) for series in terms.series]
-    tries = max(_MAX_TRIES // max(searches * prod(map(len, choices)), 1), _MIN_TRIES, 4 * len(demands))
-    for chosen in islice(product(*choices), _MAX_CHOICES):
-        found = _search_with_values(demands, kinds, terms, chosen, tries)
+    num_searches = max(searches * prod(map(len, choices)), 1)  # one for each combination of topology values
+    max_tries = max(_MAX_TRIES // num_searches, _MIN_TRIES, 4 * len(demands))
+    for chosen_values in islice(product(*choices), _MAX_CHOICES):
+        found = _search_with_values(demands, kinds, terms, chosen_values, max_tries)
         if found is not None:
             return found
     return None
@@ -99,7 +100,7 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
     """Returns the topology values whose nodes have capacity for the pods of a series, preferred values first.
 
-    Checks the capacity for each kind of these pods alone.
+    Checks the capacity for each kind of these pods alone: the search then checks all kinds together.
     """
     members = [kinds[index] for index in sorted(series.kinds)]
     values_of_nodes = dict.fromkeys(
@@ -208,20 +209,20 @@ class _Search:
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
     """Free capacity of each used node before the search."""
-    room_on: list[dict[FreeNode, int]] = field(init=False)
+    num_fit_on: list[dict[FreeNode, int]] = field(init=False)
     """For each kind and each of its nodes, the number of pods of this kind that still fit on the node."""
-    room: list[int] = field(init=False)
-    """For each kind, the sum of `room_on`."""
+    num_fit: list[int] = field(init=False)
+    """For each kind, the sum of `num_fit_on`."""
     waiting: list[int] = field(init=False)
     """For each kind, the number of pods that are not placed yet."""
 
     def __post_init__(self) -> None:
         """Counts the pods of each kind that fit, and the pods to place."""
-        self.room_on = [
+        self.num_fit_on = [
             {free_node: free_node.max_pods(kind.demand.requests) for free_node in kind.free_nodes}
             for kind in self.kinds
         ]
-        self.room = [sum(room_on.values()) for room_on in self.room_on]
+        self.num_fit = [sum(num_fit_on.values()) for num_fit_on in self.num_fit_on]
         self.waiting = [len(kind.pods) for kind in self.kinds]
 
     def run(self) -> tuple[str, ...] | None:
@@ -278,7 +279,7 @@ class _Search:
             free_node = kind.free_nodes[index]
             if not free_node.has(kind.demand.requests):
                 continue
-            accepted_kinds = tuple(free_node in room_on for room_on in self.room_on)
+            accepted_kinds = tuple(free_node in num_fit_on for num_fit_on in self.num_fit_on)
             state = (frozenset(free_node.free.items()), accepted_kinds)
             if state in seen and not has_affinity:
                 continue
@@ -293,8 +294,8 @@ class _Search:
             return False
         self.before.setdefault(free_node, dict(free_node.free))
         self._reserve(kind, free_node, 1)
-        if any(room < waiting for room, waiting in zip(self.room, self.waiting, strict=True)):
-            self._undo(kind, pod)
+        if any(num_fit < waiting for num_fit, waiting in zip(self.num_fit, self.waiting, strict=True)):
+            self._undo(kind, pod)  # the pods of some kind would no longer fit
             return False
         return True
 
@@ -305,11 +306,11 @@ class _Search:
     def _reserve(self, kind: int, free_node: FreeNode, pods: int) -> None:
         """Reserves capacity for `pods` pods of a kind on a node. -1 releases the capacity of one pod."""
         free_node.reserve(self.kinds[kind].demand.requests, times=pods)
-        for index, room_on in enumerate(self.room_on):
-            if free_node in room_on:
-                room = free_node.max_pods(self.kinds[index].demand.requests)
-                self.room[index] += room - room_on[free_node]
-                room_on[free_node] = room
+        for index, num_fit_on in enumerate(self.num_fit_on):
+            if free_node in num_fit_on:
+                num_fit = free_node.max_pods(self.kinds[index].demand.requests)
+                self.num_fit[index] += num_fit - num_fit_on[free_node]
+                num_fit_on[free_node] = num_fit
         self.waiting[kind] -= pods
 
     def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
@@ -322,7 +323,7 @@ class _Search:
             return True
         if not all(self._may_be_near(other) for other in self.chosen):
             return False
-        if len(self.chosen) < len(self.demands):
+        if len(self.chosen) < len(self.demands):  # the last check needs the nodes of all pods
             return True
         return self.terms.is_placed_in_any_order(
             [self.kind_of[each] for each in self.chosen],

@@ -34,11 +34,11 @@ class OtherGroups:
     @classmethod
     def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
         """Returns the nodes that other groups occupy, with their zones."""
-        on_these = frozenset(occupied)
+        occupied_nodes = frozenset(occupied)
         zones = frozenset(
-            node.labels[ZONE] for node in nodes if node.name in on_these and ZONE in node.labels
+            node.labels[ZONE] for node in nodes if node.name in occupied_nodes and ZONE in node.labels
         )
-        return cls(nodes=on_these, zones=zones)
+        return cls(nodes=occupied_nodes, zones=zones)
 
     def any_is_shared(self, names: Iterable[str]) -> bool:
         """Returns whether one of these nodes has a pod of another group."""

@@ -51,8 +51,8 @@ class FreeNode:
 
     def has(self, requests: Mapping[str, float]) -> bool:
         """Reports whether the requests fit into the free resources."""
-        for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
-            if self.free_amount(name) + _TOLERANCE < asked:
+        for name, amount in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
+            if self.free_amount(name) + _TOLERANCE < amount:
                 return False
         return True
 
@@ -72,18 +72,18 @@ class FreeNode:
 
     def reserve(self, requests: Mapping[str, float], *, times: int = 1) -> None:
         """Subtracts requests from the free resources; `times` = -1 adds them back."""
-        for name, asked in requests.items():
+        for name, amount in requests.items():
             if name in self.free:
-                self.free[name] -= asked * times
+                self.free[name] -= amount * times
 
     def max_pods(self, requests: Mapping[str, float]) -> int:
         """Returns the number of pods with these requests that fit."""
-        most = 2**31
-        for name, asked in requests.items():
+        num_pods = 2**31  # more than any node runs
+        for name, amount in requests.items():
             free = self.free_amount(name)
-            if asked > 0 and free != float("inf"):
-                most = min(most, int((free + _TOLERANCE) // asked))
-        return max(most, 0)
+            if amount > 0 and free != float("inf"):
+                num_pods = min(num_pods, int((free + _TOLERANCE) // amount))
+        return max(num_pods, 0)
 
 
 def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
@@ -176,7 +176,10 @@ def find_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
 
 
 def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
-    """Returns why a node rejects a pod even while the node is Ready and not cordoned, or None."""
+    """Returns why a node rejects a pod even while the node is Ready and not cordoned, or None.
+
+    A specific cause comes first: a selector that does not match may have one of the other causes.
+    """
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
         return Obstacle(excludes=True, rest=f"tainted {taint}")

@@ -122,7 +122,7 @@ class GroupTerms:
         Like the scheduler, this method tries a pod that does not fit yet again later.
 
         Args:
-            order: may contain a class twice. Then only the first place counts.
+            order: classes of pods. If it contains a class twice, only the first place counts.
         """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:

@@ -43,7 +43,7 @@ class PriorityClassView:
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
     """Returns the priority of a pod of this class if the scheduler may preempt pods for it, otherwise None.
 
-    The scheduler may then preempt all pods of lower priority.
+    The scheduler may preempt all pods of a priority below the result.
 
     Args:
         class_name: name of the class; "" for the cluster's default class.
@@ -52,8 +52,8 @@ def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | 
     if classes is None:
         return None
     if class_name:
-        found = next((class_ for class_ in classes if class_.name == class_name), None)
-        return found.value if found is not None and found.preempts else None
+        class_of_pod = next((class_ for class_ in classes if class_.name == class_name), None)
+        return class_of_pod.value if class_of_pod is not None and class_of_pod.preempts else None
     # If several classes are the default, the API server uses the lowest
     # (plugin/pkg/admission/priority/admission.go@v1.35.4).
     default = min(

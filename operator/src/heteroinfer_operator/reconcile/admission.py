@@ -18,30 +18,27 @@ from heteroinfer_operator.reconcile.revisions import Revision
 def decide_admission(
     context: Context,
     observation: ResourceObservation,
-    old: Mapping[int, GroupStatus],
+    last_statuses: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
     """Decides whether the API server must validate the revision of the current spec (dry run) now.
 
-    Returns the last answer, too. No dry run is needed while all groups have this revision, or after the API
-    server has accepted it. A refused revision is tried again as seldom as a refused pod. Until the API server
-    answers, no group is replaced, and a group that is down starts again with its own revision.
+    The result also has the answer to the last dry run. No dry run is needed while all groups have this
+    revision, or after the API server has accepted the revision. A refused revision is tried again as seldom
+    as a refused pod. Until the API server answers, no group is replaced, and a group that is down starts
+    again with its own revision.
     """
-    target_name, accepted = context.target.name, observation.admitted
-    if (
-        accepted is None
-        or target_name is None
-        or target_name in accepted
-        or context.life.suspend
-        or context.problem is not None
-    ):
+    target_name, admitted_revisions = context.target.name, observation.admitted
+    if admitted_revisions is None or target_name is None:  # no API server, or an unreadable spec
+        return Admission()
+    if target_name in admitted_revisions or context.life.suspend or context.problem is not None:
         return Admission()
     revision = context.revisions.get(target_name)
-    outdated = _find_outdated_group(context, old, by_group)
+    outdated = _find_outdated_group(context, last_statuses, by_group)
     if revision is None or outdated is None:
         return Admission()
     refusal = next(
-        (each for each in context.refusals if (each.kind, each.name) == (REVISION, target_name)), None
+        (known for known in context.refusals if (known.kind, known.name) == (REVISION, target_name)), None
     )
     is_unanswered = refusal is not None and refusal.reason == NOT_ANSWERED
     problem = None
@@ -56,14 +53,14 @@ def decide_admission(
 
 
 def _find_outdated_group(
-    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+    context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> GroupStatus | None:
     """Returns the status of the first wanted group that has, or would start with, an older revision.
 
     Returns None if there is no such group.
     """
     for index in range(context.replicas):
-        status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        status, pods = last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
         revision = revision_of(context, status, pods)
         if revision != context.target.name and (pods or revision in context.revisions):
             return status
@@ -71,14 +68,18 @@ def _find_outdated_group(
 
 
 def _build_example_objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
-    """Builds the objects that a group's next epoch needs, but only one pod of each role and device."""
+    """Builds the objects that a group's next epoch needs, with one pod of each role and device.
+
+    The other pods of a role and device have the same form, so the API server would treat them alike.
+    """
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
     revision = revision.with_mode(None if planned.choice is None else planned.choice.chosen)
     next_epoch = transitions.with_dry_run_epoch(status, plan_hash=plan.hash)
-    first_of_role = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
+    # Reversed, so that the first pod of each role and device replaces the later ones in the dictionary.
+    example_pods = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
     creates = build_pod_creates(
-        context, revision, next_epoch, plan, set(first_of_role.values()), planned.node_assignment
+        context, revision, next_epoch, plan, set(example_pods.values()), planned.node_assignment
     )
     gang = build_epoch_gang_object(context, revision, next_epoch, plan, planned.node_assignment.gang)
     return (

@@ -1,6 +1,6 @@
 """Restrictions of an installation on options, variables, annotations, images, host paths, accounts. Pure.
 
-Because of annotations, webhooks and container runtimes may give pods volumes, devices or security profiles.
+Webhooks and container runtimes act on annotations: they may give a pod volumes, devices or security profiles.
 So an installation allows only annotations without such an effect, and those that its administrator adds.
 """
 
@@ -56,13 +56,13 @@ class Allowed:
     service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Returns the first error of `find_all_forbidden`, or None. The check does not need the model."""
+        """Returns the error for the first part of a spec that is not allowed, or None."""
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         """Yields an error for each part of a spec that this installation does not allow."""
         yield from self.find_forbidden_arguments(spec.engine.args)
-        if self.environment is not None:
+        if self.environment is not None:  # None allows all
             yield from find_unlisted_env(spec.engine.env, self.environment)
         yield from self._find_forbidden_annotations(spec)
         yield from self._find_forbidden_images_and_paths(spec)
@@ -91,7 +91,7 @@ class Allowed:
             if self.images and not _matches_entry(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
                     f"{field}: image {image} must match one of {', '.join(self.images)}. Use such an image, "
-                    "or add it to the chart's allowedWorkerImages",
+                    "or add this image to the chart's allowedWorkerImages",
                     reason="ImageNotAllowed",
                 )
         scheme, _, path = spec.model.uri.partition("://")
@@ -106,8 +106,8 @@ class Allowed:
     def _find_forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         """Yields an error for each service account that is not allowed.
 
-        The pods get no token of the account. But cloud providers and admission grant pods rights by the name
-        of the account, and the user who creates this resource may not have these rights.
+        The pods get no token of the account. But cloud providers and admission webhooks grant rights to pods
+        by the name of their account. Perhaps the user who creates this resource does not have these rights.
         """
         for role in spec.roles:
             name = role.template.service_account_name if role.template else None
@@ -122,7 +122,7 @@ class Allowed:
 
     def _allows_annotation(self, key: str) -> bool:
         """Reports whether pods may have an annotation with this key."""
-        is_plain = "/" not in key and "." not in key
+        is_plain = "/" not in key and "." not in key  # no runtime reads such a key
         return self.annotations is None or is_plain or _matches_entry(key, (*ANNOTATIONS, *self.annotations))
 
 

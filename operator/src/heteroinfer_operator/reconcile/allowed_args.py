@@ -19,6 +19,8 @@ from heteroinfer_contract.word_table import word_set
 from heteroinfer_operator.errors import PlanError
 
 REMOTE_CODE: Final = "--trust-remote-code"
+_REMOTE_CODE_KEY: Final = "trust_remote_code"
+"""Key that has the effect of `--trust-remote-code` in the JSON value of another option."""
 ARGS_BY_TOPIC: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "vLLM's API server, templates and parsers": word_set(
@@ -127,8 +129,8 @@ class _UnlistedOptions:
     """Well-known options that are not allowed, with the cause and an alternative for the message.
 
     Attributes:
-        why: predicate of a sentence about one of these options.
-        remedy: sentences in the imperative.
+        why: cause, which completes the sentence "OPTION is refused: it ...".
+        remedy: alternative, as sentences in the imperative.
     """
 
     options: tuple[str, ...]
@@ -221,47 +223,50 @@ def find_unlisted(
 
 
 def _find_problem(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
-    """Returns why an argument is not allowed, or None; the parameters are those of `find_unlisted`."""
-    # An abbreviation of these options is refused, too, because vLLM accepts it.
+    """Returns the error if an argument is not allowed, or None.
+
+    Args:
+        more: additional options that the installation allows; None allows all but weight offloading.
+        remote_code: whether the model's own code may run.
+    """
+    # Abbreviations of offloading options are refused, too, because vLLM accepts them.
     if any(map(given.may_mean, OFFLOADING.options)):
         return _refusal_error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
         return None
-    if given.option == REMOTE_CODE and not given.path:
+    if given.option == REMOTE_CODE and not given.path:  # a path means --trust-remote-code.KEY, another option
         return None if remote_code or given.is_negated else _remote_code_error(given)
     if given.option in more:
         return None
     if given.option not in ALLOWED_ARGS:
-        known = next((entry for entry in UNLISTED_OPTIONS if given.option in entry.options), None)
-        why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _USE_FULL_NAME)
+        well_known = next((entry for entry in UNLISTED_OPTIONS if given.option in entry.options), None)
+        why, remedy = (well_known.why, well_known.remedy) if well_known else (_NOT_LISTED, _USE_FULL_NAME)
         return _refusal_error(given.arg, why, remedy)
     return _find_value_problem(given, remote_code)
 
 
 def _find_value_problem(given: GivenOption, remote_code: bool) -> PlanError | None:
-    """Returns why the value of a listed option is not allowed, or None."""
+    """Returns the error if the value of an allowed option is not allowed, or None."""
     if (memory_error := _find_uncounted_memory(given)) is not None:
         return memory_error
     value = _parse_json(given.value)
-    all_keys = {*given.path, *_all_keys(value)}
-    remote_code_key = REMOTE_CODE.removeprefix("--").replace(
-        "-", "_"
-    )  # the JSON of an option can have it, too
-    if not remote_code and remote_code_key in all_keys:
+    keys_at_any_depth = {*given.path, *_all_keys(value)}
+    if not remote_code and _REMOTE_CODE_KEY in keys_at_any_depth:
         return _remote_code_error(given)
-    keys = KEYS.get(given.option)
-    if keys is None:
+    allowed_keys = KEYS.get(given.option)
+    if allowed_keys is None:  # all keys are allowed
         return None
     if not given.path and not isinstance(value, Mapping):
         return _refusal_error(given.arg, "must have a JSON object as its value", "Add a JSON object")
-    given_keys = given.path[:1] or tuple(value)  # `--opt.key=...` names one key, a JSON object all its keys
-    unknown_key = next((key for key in given_keys if key not in keys), None)
-    if unknown_key is None:
+    # `--opt.key=...` has one key at the top, a JSON object may have several. Only these keys are limited.
+    top_keys = given.path[:1] or tuple(value)
+    unlisted_key = next((key for key in top_keys if key not in allowed_keys), None)
+    if unlisted_key is None:
         return None
     return _refusal_error(
-        f"{given.option}.{unknown_key}",
+        f"{given.option}.{unlisted_key}",
         "is not an allowed key of this option",
-        f"Remove it. Allowed keys are {', '.join(sorted(keys))}",
+        f"Remove it. Allowed keys are {', '.join(sorted(allowed_keys))}",
     )
 
 
@@ -278,8 +283,8 @@ def _find_uncounted_memory(given: GivenOption) -> PlanError | None:
 
 
 def _is_up_to(value: str | None, limit: int) -> bool:
-    """Reports whether a text is a number from 0 to `limit`, in at most 9 digits."""
-    if value is None or len(value) > 9:
+    """Reports whether a text is a number from 0 to `limit`."""
+    if value is None or len(value) > 9:  # `int` refuses very long texts
         return False
     return value.isascii() and value.isdecimal() and int(value) <= limit
 
@@ -291,7 +296,7 @@ def _remote_code_error(given: GivenOption) -> PlanError:
 
 
 def _refusal_error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
-    """Returns the error for an argument; `why` and `remedy` are those of _UnlistedOptions."""
+    """Returns the error for an argument. `_UnlistedOptions` describes `why` and `remedy`."""
     return PlanError(f"engine.args: {given!r} is refused: it {why}. {remedy}", reason=reason)
 
 

@@ -1,8 +1,8 @@
 """The environment variables that `engine.env` may set in every installation. Pure.
 
 Other variables may load code, take devices, or open closed ports. An administrator can allow more variables.
-An image can set any variable, because a review of the image shows it. `api.env_vars` lists the variables that
-the plan sets; the schema refuses these.
+An image can set any variable, because a review of the image shows its variables. `api.env_vars` lists the
+variables that the plan sets; the schema refuses these variables in `engine.env`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

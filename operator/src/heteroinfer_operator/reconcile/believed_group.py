@@ -35,29 +35,31 @@ class CheckedGroup:
 
 
 def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> CheckedGroup:
-    """Removes status values and pods that the operator cannot have written or created.
+    """Removes status values that the operator cannot have written, and pods that it cannot have created.
 
-    The current epoch is the epoch that runs, otherwise the highest that the operator can have created.
+    The current epoch is the running epoch. If no epoch runs, it is the highest epoch that the operator can
+    have created.
     """
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)
     running_epoch = _find_running_epoch(context, status, by_epoch)
+    # Pods of an older epoch still run: the operator wrote the new epoch, and died before it deleted them.
     is_ahead_of_pods = running_epoch is not None and status.epoch > running_epoch
     if is_ahead_of_pods or not _status_epoch_is_possible(context, status, by_epoch):
         status = transitions.without_epoch(status)
     possible_epochs = [epoch for epoch in by_epoch if _pod_epoch_is_possible(context, status, epoch)]
-    newest = max([status.epoch, *possible_epochs])
-    epoch = newest if running_epoch is None else running_epoch
-    current = by_epoch.get(epoch, ())
-    origin = EpochOrigin.from_pods(context, status, current)
-    # Own pods are the pods of older epochs, and those of the current epoch whose index the epoch can have.
-    own = {pod.uid for pod_epoch, older in by_epoch.items() if pod_epoch < epoch for pod in older}
-    own |= {pod.uid for pod in current if origin.can_have_pod(index_of(pod))}
+    newest_epoch = max([status.epoch, *possible_epochs])
+    epoch = newest_epoch if running_epoch is None else running_epoch
+    current_pods = by_epoch.get(epoch, ())
+    origin = EpochOrigin.from_pods(context, status, current_pods)
+    # Own pods are all pods of older epochs, and those of the current epoch whose index the epoch can have.
+    own_uids = {pod.uid for pod_epoch, older in by_epoch.items() if pod_epoch < epoch for pod in older}
+    own_uids |= {pod.uid for pod in current_pods if origin.can_have_pod(index_of(pod))}
     return CheckedGroup(
         status=_without_impossible_members(context, status, epoch, origin),
-        pods=tuple(pod for pod in pods if pod.uid in own),
-        strangers=tuple(pod for pod in pods if pod.uid not in own),
+        pods=tuple(pod for pod in pods if pod.uid in own_uids),
+        strangers=tuple(pod for pod in pods if pod.uid not in own_uids),
     )
 
 
@@ -66,21 +68,22 @@ def _find_running_epoch(
 ) -> int | None:
     """Returns the epoch whose pods all exist and have not ended; None without such an epoch.
 
-    An epoch whose end is in the status counts only while it serves, which revokes the end. The operator
-    writes an end before it deletes the pods, and may die in between. If the end was right, a pod has ended or
-    is missing, or the operator finds the end again.
+    If the status already contains the end of an epoch, this epoch counts only while all its pods are Ready.
+    This revokes the end: the operator writes an end before it deletes the pods, and may die in between. If
+    the end was right, a pod has ended or is missing, or the operator finds the end again.
 
-    Of several such epochs, an epoch that serves takes precedence, then the epoch of the status, then the
-    highest. The status counts more than the number, because other users can create all pods of a higher
-    epoch.
+    Of several such epochs, an epoch with only Ready pods takes precedence, then the epoch of the status, then
+    the highest. The epoch of the status comes before a higher one, because other users can create all pods of
+    a higher epoch.
     """
     ended_epochs = {failure.epoch for failure in status.failures}
     candidates: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
         origin = EpochOrigin.from_pods(context, status, pods)
         own = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
-        serves = origin.knows_pod_count and all(pod.ready for pod in own)
         is_whole = bool(own) and not origin.missing_indices(own) and not any(pod.ended for pod in own)
+        # Without the number of pods, a missing pod would go unnoticed.
+        serves = origin.knows_pod_count and all(pod.ready for pod in own)
         if is_whole and (serves or epoch not in ended_epochs):
             candidates.append((serves, epoch == status.epoch, epoch))
     if not candidates:
@@ -105,7 +108,7 @@ def _status_epoch_is_possible(
 def _pod_epoch_is_possible(context: Context, status: GroupStatus, epoch: int) -> bool:
     """Reports whether the operator can have created a pod of this epoch.
 
-    The number must be at most `largest_epoch`, or be the epoch in the status or the one before it.
+    The number must be at most `largest_epoch`, or be the epoch in the status or the epoch before that.
     """
     return epoch <= context.largest_epoch or epoch in {status.epoch, status.epoch - 1}
 
@@ -116,7 +119,7 @@ def _without_impossible_members(
     """Removes the entries of pods that the epoch cannot have."""
 
     def is_possible(entry: RankEntry) -> bool:
-        """Reports whether the pod's name belongs to this group and epoch, with an index of the plan."""
+        """Reports whether the name of the entry's pod is that of a pod of this group and epoch."""
         parsed_name = identity.parse_worker_name(context.owner, entry.pod)
         if parsed_name is None:
             return False

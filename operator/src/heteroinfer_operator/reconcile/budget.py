@@ -68,19 +68,19 @@ class Window:
     _moments: list[datetime] = field(default_factory=list)
 
     def time_until_space(self, count: int, limit: int, now: datetime) -> timedelta:
-        """Returns the time that `count` more actions must wait until the window has space for them.
+        """Returns how long `count` more actions must wait until the window has space for them.
 
-        The window has space for `limit` actions. If `count` alone is larger, the actions wait until the
-        window is empty; otherwise they would never run.
+        The window has space for `limit` actions. If `count` is larger than `limit`, the actions wait until
+        the window is empty; otherwise they would never run.
         """
         # A clock that was set back must not prolong the wait.
         recent = [min(moment, now) for moment in self._moments if now - moment < self.within]
         self._moments = recent
-        num_must_leave = min(len(recent) + count - limit, len(recent))
-        if num_must_leave <= 0:
+        num_to_leave = min(len(recent) + count - limit, len(recent))
+        if num_to_leave <= 0:
             return timedelta()
-        # The wait ends when the last of these oldest actions leaves the window.
-        return recent[num_must_leave - 1] + self.within - now
+        # The oldest `num_to_leave` actions must leave the window. The wait ends when the last of them leaves.
+        return recent[num_to_leave - 1] + self.within - now
 
     def add(self, now: datetime) -> None:
         """Records that an action runs now."""
@@ -110,10 +110,10 @@ class Budget:
     """Whether the last sent status was stored, so that another writer can have changed it."""
 
     def record_sent_status(self, stored: Manifest, sent: Manifest, now: datetime) -> None:
-        """Records a status that is sent now, and counts whether another writer changed the one before.
+        """Records a status that is sent now, and counts if another writer changed the status sent before.
 
-        If the stored status is one that this operator sent, no other writer changed it. (The API server may
-        have stored a status even if its write got no answer.)
+        If the stored status is a status that this operator sent, no other writer changed it. (The API server
+        may have stored a status even if the write got no answer.)
 
         Args:
             stored: status of the resource that the decision has read.
@@ -123,19 +123,20 @@ class Budget:
         was_sent_here = _digest(stored) in {digest for _, digest in self._sent}
         if was_sent_here or not is_consecutive:
             self.undone = 0
-        elif self._is_stored:
+        elif self._is_stored:  # a write that was not stored cannot be undone
             self.undone += 1
         self._is_stored = False
-        self._sent = [*self._sent[1 - _SENT_KEPT :], (now, _digest(sent))]
+        self._sent = [*self._sent, (now, _digest(sent))][-_SENT_KEPT:]
 
     def record_stored_status(self) -> None:
         """Records that the API server has stored a sent status."""
         self._is_stored = True
 
     def status_wait(self, status: Manifest, now: datetime) -> timedelta:
-        """Returns the time that the write of this status must wait.
+        """Returns how long the write of this status must wait.
 
-        While another writer undoes each write, the wait before the same status doubles each time.
+        While another writer undoes each write, the wait before the same status doubles each time. A changed
+        status does not wait longer, so that users see it soon.
         """
         wait = self.status_writes.time_until_space(1, STATUS_WRITES, now)
         if self.undone < UNDONE_BY_OTHERS:
@@ -143,7 +144,9 @@ class Budget:
         last_sent_at, last_digest = self._sent[-1]
         if last_digest != _digest(status):
             return wait
+        # The exponent is limited, because a large power would overflow.
         backoff = min(timedelta(seconds=2.0 ** min(self.undone - UNDONE_BY_OTHERS, 16)), _LONGEST_WAIT)
+        # A clock that was set back must not prolong the wait.
         return max(wait, min(last_sent_at, now) + backoff - now)
 
 
@@ -162,7 +165,7 @@ class Spending:
     _pods: Counter[frozenset[str]] = field(init=False)
     _granted: set[frozenset[str]] = field(init=False, default_factory=set)
     _reserved: int = field(init=False, default=0)
-    """Number of granted pods that `spend` has not counted yet: groups create their pods in turn."""
+    """Number of granted pods that `spend` has not counted yet: it gets the pods of a group one by one."""
 
     def __post_init__(self) -> None:
         """Counts the pods to create for each group."""
@@ -187,7 +190,11 @@ class Spending:
     def _time_until_pods_allowed(self, scopes: frozenset[str]) -> timedelta:
         """Returns how long the next pod of a group must wait.
 
-        If the budget grants one pod of a group, it grants all pods of the group, and reserves their share.
+        If the budget grants the first pod of a group, it grants all pods of the group, and reserves their
+        share, because a group with only some of its pods cannot start.
+
+        Args:
+            scopes: scopes of the pod, which all pods of its group share.
         """
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
@@ -208,12 +215,12 @@ class Spending:
         return wait.total_seconds()
 
     def uncount(self, action: Action) -> None:
-        """Takes a create of a pod back from the count, because the pod was not created."""
+        """Removes an action from the count if the action was to create a pod. The pod was not created."""
         if creates_pod(action):
             self.budget.pods.remove_newest()
 
     def release_inputs(self) -> None:
-        """Frees the objects that only `spend` reads, because the last Spending stays in memory."""
+        """Frees the objects that only `spend` reads, because this object stays in memory."""
         self.resource, self.actions = self.resource.without_fields(), ()
 
     def describe_pods(self, scopes: frozenset[str]) -> str:
@@ -221,7 +228,7 @@ class Spending:
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "
-            f"{max_pods_per_minute(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
+            f"{max_pods_per_minute(wanted)} pods a minute for this resource (2 x {wanted} wanted pods + 10)"
             f"{self._describe_last_failure(scopes)}"
         )
 

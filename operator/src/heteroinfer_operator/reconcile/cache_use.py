@@ -37,7 +37,9 @@ def claim_to_clean(resource: ResourceView) -> str:
     uri = _read_path(resource.spec, "model", "uri")
     is_ready = _read_path(resource.status, "model", "phase") == ModelPhase.READY.value
     is_current = resource.status.get("observedGeneration") == resource.generation
-    if not (isinstance(uri, str) and uri.startswith(HUB_SCHEME)) or (is_ready and is_current):
+    is_hub_model = isinstance(uri, str) and uri.startswith(HUB_SCHEME)
+    is_fetched = is_ready and is_current
+    if not is_hub_model or is_fetched:
         return ""
     try:
         spec = parse_stored_spec(resource.spec)
@@ -49,7 +51,7 @@ def claim_to_clean(resource: ResourceView) -> str:
 def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime, key: CleanupKey | None
 ) -> CacheCleanup | None:
-    """Returns the rule by which a fetch removes old commits from its cache, or None if it may remove none.
+    """Returns which old commits a fetch may remove from its cache, or None if it may remove none.
 
     Args:
         key: key of the tokens; None if the operator has no key and so cannot confirm a removal.
@@ -67,8 +69,8 @@ def find_cleanup(
 def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> str | None:
     """Returns the token that confirms a question of a fetch pod, or None if the pod does not know this token.
 
-    For example, the operator's key was replaced after the pod was created, or another program created the
-    pod.
+    The pod does not know the token if, for example, the operator's key was replaced after the creation of the
+    pod, or if another program created the pod.
 
     Args:
         number: number of the question.
@@ -106,13 +108,13 @@ def find_blocking_cleanup(observation: ResourceObservation) -> PodView | None:
     """
     for cleanup_pod in observation.cleanup_pods:
         cleanup = cleanup_pod.pod.cleanup
-        listed = () if cleanup is None else cleanup.in_use
+        kept_commits = () if cleanup is None else cleanup.in_use
         for claim in cleanup_pod.claims:
             try:
                 commit = _commit_of_claim(observation.resource.spec, claim)
-            except _UnknownUseError:
+            except _UnknownUseError:  # the resource may use a commit that the pod removes
                 return cleanup_pod.pod
-            if commit is not None and commit not in listed:
+            if commit is not None and commit not in kept_commits:
                 return cleanup_pod.pod
     return None
 
@@ -191,7 +193,9 @@ def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: st
 
 
 def _commits_in_spec(spec: object, claim: str) -> set[Any]:
-    """Returns the commits that a stored spec names.
+    """Returns the values of the fields of a stored spec that may name a commit.
+
+    A value may also be a tag or None.
 
     Raises:
         _UnknownUseError: the spec may use any commit of the claim.
@@ -232,7 +236,8 @@ def _mounted_claims(spec: object) -> Iterator[str]:
 def _may_use_unnamed_commit(resource: ResourceView, uri: str, claim: str) -> bool:
     """Reports whether a resource may use a commit of this model that its status does not name yet.
 
-    It may if it fetches the same model into the same claim and has no current commit in its status.
+    This is so if the resource fetches the same model into the same claim, and its status has no commit of the
+    current spec.
     """
     claim_name = _read_path(resource.spec, "model", "cache", "claimName")
     is_cached_here = claim_name == claim if claim_name else identity.is_model_claim_of(resource.key, claim)

@@ -35,7 +35,7 @@ class Child:
     """A wanted child: an object that the operator creates for a resource.
 
     Attributes:
-        last: whether the operator writes the child after the pods.
+        last: whether the operator writes the child after the pods, as it does with disruption budgets.
     """
 
     manifest: Manifest
@@ -75,33 +75,27 @@ def find_children(
     `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
-    in_use: dict[str, set[str]] = {}  # scopes of the groups that use a revision, by its name
+    # A group that was scaled away needs its children until its last pod is gone.
+    remaining = [d for d in decisions if d.status.index < context.replicas or by_group.get(d.status.index)]
+    revisions = {
+        decision.status.index: _find_revision(context, decision, by_group.get(decision.status.index, ()))
+        for decision in remaining
+    }
     wanted: list[Child] = []
     kept_names: set[str] = set()
-    kept_groups: set[str] = set()
-    for decision in decisions:
+    for decision in remaining:
         index = decision.status.index
-        pods = by_group.get(index, ())
-        if index >= context.replicas and not pods:
-            continue  # the group was scaled away, and its last pod is gone
-        revision = _find_revision(context, decision, pods)
-        revisions_of_group = {decision.status.revision, revision.name if revision is not None else None}
-        for name in revisions_of_group:
-            if name is not None:
-                in_use.setdefault(name, set()).add(group_scope(index))
-        if revision is None:  # its children cannot be built, so the existing children stay
-            kept_groups.add(str(index))
-        else:
+        if (revision := revisions[index]) is not None:
             wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        if decision.runs:  # keep the gang object by name: a cluster may list it under several API versions
+        if decision.runs:
+            # The gang object of a running epoch stays because of its name: a cluster may list it under
+            # several API versions.
             kept_names.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
-    target = context.revisions.get(context.target.name or "")
-    if target is not None and target.chosen is not None:  # keep the chosen mode even without groups
-        in_use.setdefault(target.name, set())
+    in_use = _find_revisions_in_use(context, remaining, revisions)
     kept_names |= {identity.revision_record(owner, name) for name in in_use}
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
@@ -109,7 +103,8 @@ def find_children(
     # While the policies of the namespace are unknown, the operator's own policies stay.
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:
-        # A refused spec gives no port and no claim, and a pod may still fetch the model of the previous spec.
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
+        # the clients' Service, the claims and the policies stay.
         kept_names.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
@@ -117,12 +112,37 @@ def find_children(
     return Children(
         wanted=tuple(wanted),
         kept=frozenset(kept_names),
-        kept_groups=frozenset(kept_groups),
+        kept_groups=frozenset(str(index) for index, revision in revisions.items() if revision is None),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
         forged=frozenset(context.forged),
         signer=context.signer,
     )
+
+
+def _find_revisions_in_use(
+    context: Context, decisions: Sequence[GroupDecision], revisions: Mapping[int, Revision | None]
+) -> dict[str, set[str]]:
+    """Returns, for each name of a revision in use, the scopes of the groups that use the revision.
+
+    A group uses the revision of its pods. The revision in its status may already be that of the next epoch.
+
+    Args:
+        revisions: revision of each group's pods, by group index; None if it is not stored.
+    """
+    in_use: dict[str, set[str]] = {}
+    for decision in decisions:
+        index = decision.status.index
+        revision = revisions[index]
+        names_of_group = {decision.status.revision, revision.name if revision is not None else None}
+        for name in names_of_group:
+            if name is not None:
+                in_use.setdefault(name, set()).add(group_scope(index))
+    # The target's record stays even without groups, because it has the chosen mode.
+    target = context.revisions.get(context.target.name or "")
+    if target is not None and target.chosen is not None:
+        in_use.setdefault(target.name, set())
+    return in_use
 
 
 def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
@@ -138,7 +158,7 @@ def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[Pod
 def _build_group_children(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
     """Builds the Service and the policies of a group, and the disruption budget of a single group.
 
-    Several groups share one budget (`_build_shared_budget`). A group of one pod needs none.
+    Several groups share one budget (`_build_shared_budget`). A group of one pod needs no budget.
     """
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
@@ -153,6 +173,7 @@ def _build_group_children(context: Context, decision: GroupDecision, revision: R
         children += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in spec.roles)
     if pods > 1 and context.replicas == 1 and index == 0:
+        # Pods of a group that sleeps or cannot start must not block the drain of a node.
         cannot_start = decision.status.stuck_pods or decision.unplaced
         protects_unready_pods = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
         budget = build_disruption_budget(group, pods=pods, protects_unready_pods=protects_unready_pods)
@@ -165,33 +186,35 @@ def _build_shared_budget(
 ) -> list[Child]:
     """Builds the disruption budget that several groups share.
 
-    It allows the eviction of one pod while all groups with pods serve, if at least two groups have pods or
-    all other groups sleep. A group without pods (it waits for capacity or for its next start) does not count,
-    so that it does not block a drain. A sleeping group does not count either, because a user put it to sleep.
-    While a rollout stops a group, the budget allows no eviction.
+    While all groups with pods serve, the budget allows the eviction of one pod, if at least two groups have
+    pods or all other groups sleep. A group without pods waits for capacity or for its next start. It does not
+    count, so that it does not block a drain. A sleeping group does not count either, because a user put it to
+    sleep. While a rollout stops a group, the budget allows no eviction.
     """
     wanted = [decision for decision in decisions if decision.status.index < context.replicas]
     if len(wanted) < 2:
         return []
     awake = [decision for decision in wanted if decision.status.phase is not GroupPhase.SLEEPING]
-    pods_of_groups = [
+    # The number of pods of each awake group that has pods or gets them now. The plan's number includes pods
+    # that are missing.
+    pod_counts = [
         len(decision.plan.pods) if decision.plan is not None else len(by_group.get(decision.status.index, ()))
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    may_evict = (len(pods_of_groups) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    may_evict = (len(pod_counts) > 1 or len(awake) == 1) and not context.eviction_block.wanted
     num_evictable = 1 if may_evict else 0
-    manifest = build_shared_budget(context.owner, min_available=max(sum(pods_of_groups) - num_evictable, 0))
+    manifest = build_shared_budget(context.owner, min_available=max(sum(pod_counts) - num_evictable, 0))
     return [Child(manifest=manifest, last=True)]
 
 
 def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
     """Builds the records of the revisions in use whose mode is known.
 
-    A record is immutable and contains the mode, so it cannot be written earlier.
+    A record is immutable and contains the mode, so it cannot be written before the mode is known.
 
     Args:
-        in_use: scopes of the groups that use a revision, by its name.
+        in_use: for each name of a revision, the scopes of the groups that use the revision.
     """
     scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
     return [
@@ -207,6 +230,7 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
     plans = {}
     for decision in decisions:
         plan = decision.new_plan or decision.plan
+        # Another hash: another version wrote the plan, and the stored ConfigMap stays as it is.
         if plan is not None and plan.hash == decision.status.plan_hash:
             plans[plan.hash] = plan
             scopes.setdefault(plan.hash, set()).add(group_scope(decision.status.index))
@@ -219,7 +243,7 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
 def _build_resource_children(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
     """Builds the clients' Service, the claims of models, and the policies of a fetch pod.
 
-    Groups that run with an older revision still need its port and its claim.
+    Groups with an older revision still need the port and the claim of that revision.
 
     Args:
         in_use: names of the revisions of groups.
@@ -265,11 +289,12 @@ def decide_children(
     before_pods: list[Action] = []
     after_pods: list[Action] = []
     for child in children.wanted:
+        # After the loop, `by_name` has only the unwanted objects.
         stored_object = by_name.pop(_kind_and_name(child.manifest), None)
         if stored_object is not None and _is_damaged(stored_object, children.readable):
             if "deletionTimestamp" not in stored_object["metadata"]:
                 before_pods.append(_build_delete(stored_object))
-            stored_object = None
+            stored_object = None  # so the write creates the object again
         action = _build_write(child, stored_object, children.signer)
         if action is None:
             continue
@@ -277,22 +302,21 @@ def decide_children(
             before_pods.append(action)
         elif has_pods:
             after_pods.append(action)
-    lacks_policy = any(
+    creates_policy = any(
         isinstance(action, ApplyObject)
         and action.manifest["kind"] == POLICY_KIND
         and _kind_and_name(action.manifest) in missing
         for action in before_pods
     )
-    after_pods += [
-        _build_delete(manifest)
-        for manifest in by_name.values()
-        if _is_forged(manifest, children.forged)
-        or (
+    for manifest in by_name.values():
+        is_policy_still_needed = creates_policy and manifest["kind"] == POLICY_KIND
+        is_unneeded = (
             _may_be_deleted(manifest, used_plans)
             and not _must_stay(manifest, children)
-            and not (lacks_policy and manifest["kind"] == POLICY_KIND)
+            and not is_policy_still_needed
         )
-    ]
+        if is_unneeded or _is_forged(manifest, children.forged):
+            after_pods.append(_build_delete(manifest))
     return before_pods, after_pods
 
 
@@ -300,6 +324,7 @@ def _must_stay(manifest: Manifest, children: Children) -> bool:
     """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
+    # Objects of an epoch, such as gang objects, stay because of their names instead (`kept`).
     belongs_to_kept_group = (
         labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
     )
@@ -320,12 +345,15 @@ def _build_delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Reports whether an object is an unreadable plan or revision, which must be created again."""
+    """Reports whether an object is an unreadable plan or revision, which the operator must create again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
 def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
-    """Reports whether another user wrote or damaged a plan or revision; False while it is being deleted."""
+    """Reports whether an object is a plan or revision that another user wrote or damaged.
+
+    Returns False while the object is being deleted.
+    """
     metadata = stored["metadata"]
     return (
         stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata
@@ -336,15 +364,16 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
     """Returns the action that creates or corrects a child, or None if the stored object is correct."""
     manifest = child.manifest
     if stored_object is None:
+        # Plans and records of revisions are ConfigMaps. Only these children need a signature.
         manifest = signer.sign(manifest) if manifest["kind"] == "ConfigMap" else manifest
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             return CreateObject(manifest=manifest, scopes=child.scopes)
         return ApplyObject(manifest=manifest, scopes=child.scopes)
-    if manifest["kind"] == CLAIM:
+    if manifest["kind"] == CLAIM:  # the user may have enlarged it
         return None
     if manifest.get("immutable"):
         # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already
-        # checked it, so the operator may sign the stored data.
+        # checked the stored data, so the operator may sign it.
         stored_data = {"data": stored_object["data"]} if "data" in stored_object else {}
         signed = signer.sign({**manifest, **stored_data})
         drift = find_drift(stored_object, signed).get("metadata")

@@ -104,8 +104,8 @@ def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers True if all groups serve this spec and clients reach them; otherwise returns None.
 
     If clients cannot reach the spec's port, the answer is False. If a leader does not answer the operator,
-    the answer is Unknown. Returns None also if a pod has lost labels, because `stalled_but_none_failed`
-    reports such a pod.
+    the answer is Unknown. If a pod has lost labels, this check returns None, because
+    `stalled_but_none_failed` reports such a pod.
     """
     if not facts.serves_spec or facts.lost_labels_message:
         return None
@@ -128,8 +128,9 @@ def stalled_but_none_failed(facts: ConditionFacts) -> ConditionAnswer | None:
 def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if a group waits for an object that the API server refused; otherwise returns None.
 
-    A group waits if too few groups serve and the worst group is Pending. No group waits for the Service for
-    clients (CLIENTS_SCOPE), so its refusal is ignored.
+    A group waits if too few groups serve and the worst group is Pending. No group waits for the clients'
+    Service (CLIENTS_SCOPE), so a refusal of this Service is ignored. The group also does not wait for an
+    object that exists and that others change (`blocks` is False).
     """
     if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
@@ -352,6 +353,7 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
             facts.build(planned, False, refusal.reason, refusal.message),
             capacity_condition if running else facts.build(capacity, None, refusal.reason),
         )
+    # The model is unknown. If this delays no group (`refusals` is empty), the plans of running groups count.
     if refusal is not None and (refusals or not running):
         return (
             facts.build(planned, None, refusal.reason, refusal.message),

@@ -21,7 +21,8 @@ def add_effective_values(
 
     Args:
         spec: current spec, or None if it cannot be read.
-        revision: name of the current spec's revision. Plans of other revisions keep their memory of GPUs.
+        revision: name of the current spec's revision. Plans of other revisions keep the memory that the
+            status has.
     """
     groups_by_plan: dict[str, list[GroupStatus]] = {}
     for group in groups:

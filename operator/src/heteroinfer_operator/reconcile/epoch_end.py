@@ -50,14 +50,14 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     """Returns why an epoch with these pods has ended, or None if it has not ended.
 
     A pod that ended before it ran does not end the epoch. Of several causes, a pod's report about itself
-    takes precedence, then Kubernetes' report about the pod, then the reports of other pods, which see only
-    that the pod is gone.
+    takes precedence, then Kubernetes' report about a pod, then a pod's report about another pod. The other
+    pods see only that a pod is gone.
     """
     ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
         return None
     epoch_end = _find_first_cause(ended)
-    orderly = all(pod.deleting and pod.termination is None for pod in ended)
+    orderly = all(pod.deleting and pod.termination is None for pod in ended)  # deleted, and no worker failed
     return replace(epoch_end, orderly=orderly)
 
 
@@ -91,7 +91,7 @@ def _find_own_report(pod: PodView) -> EpochEnd | None:
     if failure is None or str(failure.pod) != pod.labels.get(names.LABEL_POD_INDEX):
         return None
     epoch_end = _build_from_failure(failure)
-    assert pod.termination is not None  # it holds the report
+    assert pod.termination is not None  # the report is part of the termination
     if pod.termination.reason != OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
         return epoch_end
     # The kernel killed the rank but not the supervisor, and the supervisor sees only a SIGKILL.

@@ -59,7 +59,7 @@ CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CA
 
 @dataclass(slots=True, kw_only=True)
 class GroupPlanner:
-    """Makes the plans of the groups that start in one reconcile; each plan uses up its share of the capacity.
+    """Makes the plans of the groups that start in one reconcile. Each plan reserves its share of the nodes.
 
     Attributes:
         request: spec and model to plan, or None while the spec is refused or the model is unknown.
@@ -120,7 +120,7 @@ class GroupPlanner:
         Args:
             group: index of the group.
             spec: spec that the group was created with.
-            plan: plan of its last epoch.
+            plan: plan of the group's last epoch.
 
         Raises the same errors as `make`.
         """
@@ -130,8 +130,8 @@ class GroupPlanner:
             assignment, missing = assign_existing_plan(spec, plan, capacity, self._gpu_floor(spec, plan))
         except Shortage as shortage:
             raise self._with_reserving_pods(shortage) from None
-        hinted = self._finish_assignment(assignment, gang, group)
-        return EpochPlan(plan=plan, node_assignment=hinted, missing=missing)
+        finished_assignment = self._finish_assignment(assignment, gang, group)
+        return EpochPlan(plan=plan, node_assignment=finished_assignment, missing=missing)
 
     def constrain_added_pods(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
@@ -163,10 +163,10 @@ class GroupPlanner:
     def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
         """Predicts the step times of a group's plan from measurements of the group's nodes.
 
-        A role has no measurements if one of its nodes is unknown; then its ranks get default rates.
+        If one node of a role is unknown, the role has no measurements, and its ranks get default rates.
 
         Returns:
-            None if the plan belongs to another spec, or the model is unknown.
+            The predicted plan; None if the plan belongs to another spec, or the model is unknown.
         """
         if self.request is None:
             return None
@@ -176,7 +176,8 @@ class GroupPlanner:
         for role in self.request.spec.roles:
             node_names = [entry.node for entry in group.members if entry.role == role.name]
             known_labels = [nodes[name].labels for name in node_names if name in nodes]
-            labels_of_nodes = known_labels if len(known_labels) == len(node_names) else []
+            all_nodes_are_known = len(known_labels) == len(node_names)
+            labels_of_nodes = known_labels if all_nodes_are_known else []
             by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
             calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
             if calibration is not None:
@@ -188,7 +189,7 @@ class GroupPlanner:
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:
-        """Returns why no plan is possible even with unlimited capacity, or None if one is possible.
+        """Returns why no plan is possible even with unlimited capacity, or None if a plan is possible.
 
         Later calls return the result of the first call.
         """
@@ -235,8 +236,8 @@ class GroupPlanner:
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
         """Returns the capacity that one group may use: free nodes, calibrations and priority.
 
-        With a gang scheduler, or if the user turned gang scheduling off, pods are created even without free
-        capacity and wait for it.
+        With a gang scheduler, or if the user turned gang scheduling off, the operator creates pods even
+        without free capacity, and the pods wait for it (`pods_may_wait`).
         """
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.reserved)
@@ -262,7 +263,7 @@ class GroupPlanner:
     def _finish_assignment(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
         """Adds the gang scheduler to an assignment of nodes, and records the nodes as used by the group.
 
-        On a single machine (`prefers_nodes` is False), the result has no nodes, so that pods prefer none.
+        On a single machine (`prefers_nodes` is False), the result has no nodes, so that pods prefer no node.
         """
         if self._nodes_by_group is not None:
             self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
@@ -276,8 +277,8 @@ def _find_plan_problem(
 ) -> tuple[str, str] | None:
     """Returns message and reason of the error that prevents a plan with unlimited capacity, or None.
 
-    The result is cached, because every resync needs it for the same spec. It is a pair of texts, because the
-    traceback of a cached error would grow each time that the error is raised.
+    The result is cached, because every resync needs it for the same spec. The cache stores texts instead of
+    the error, because the traceback of a cached error would grow each time that the error is raised.
     """
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
@@ -312,7 +313,7 @@ def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
 
 
 def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
-    """Returns the nodes of each group: those of its pods, and those that are reserved for its pods."""
+    """Returns, by group, the nodes of the group's pods and the nodes that are reserved for its pods."""
     key = observation.resource.key
     nodes_by_group = defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
@@ -350,6 +351,6 @@ def gpus_missing_since(
     Args:
         refusals: errors because of which groups have no plan now.
     """
-    missing = any(refusal.reason == Shortage.reason for refusal in refusals)
+    are_missing = any(refusal.reason == Shortage.reason for refusal in refusals)
     # A clock that was set back must not prolong the wait.
-    return min(status.gpus_missing_since or now, now) if missing else None
+    return min(status.gpus_missing_since or now, now) if are_missing else None

@@ -42,8 +42,10 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
     """
     if nodes is None or not mounts_images(spec, None):
         return ImageNodes()
-    demand = pod_demand("model", {}, template_fields(model_template(spec)), {})
+    # Only the fields of the template restrict the nodes, so labels and requests may be empty.
+    demand = pod_demand("model", labels={}, spec=template_fields(model_template(spec)), requests={})
     demand_with_image = replace(demand, mounts_images=True)
+    # The nodes that suit the pod in all other respects.
     candidates = [node for node in nodes if find_lasting_obstacle(demand, node) is None]
     by_obstacle: dict[Obstacle, list[str]] = {}
     for node in candidates:
@@ -55,13 +57,14 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
         able = [node for node in candidates if node.name not in excluded]
         able.sort(key=lambda node: (not node.schedulable, -_free_memory_bytes(node), node.name))
         return ImageNodes(unable=unable, able=tuple(node.name for node in able))
+    if not unable:  # no node suits the pod at all, which is not a problem of the image
+        return ImageNodes()
     described = ", ".join(
         f"{name_nodes(node_names)} {obstacle.describe(len(node_names))}"
         for obstacle, node_names in by_obstacle.items()
     )
     return ImageNodes(
-        unable=unable,
-        problem=f"{spec.model.uri}: no node can mount this image: {described}. {FIX}" if unable else "",
+        unable=unable, problem=f"{spec.model.uri}: no node can mount this image: {described}. {FIX}"
     )
 
 
@@ -73,7 +76,7 @@ def _free_memory_bytes(node: NodeView) -> float:
 def with_image_volume_advice(
     spec: HeteroInferenceSpec, pods: Sequence[PodView], nodes: Sequence[NodeView] | None
 ) -> tuple[PodView, ...]:
-    """Adds cause and fix to the kubelet's message if it cannot create a container with an image volume."""
+    """Adds cause and fix to the kubelet's messages about containers with image volumes."""
     if not any(mounts_images(spec, role.template) for role in spec.roles):
         return tuple(pods)
     problems = {node.name: node.no_image_volumes for node in nodes or ()}

@@ -32,7 +32,7 @@ class LostPod(NamedTuple):
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
     """Returns the first pod that lost a label, otherwise the first that lost its owner; None without one.
 
-    The result has the message for the user. `older_statuses` has its wording, because older versions parse
+    The result has the message for the user. The wording is in `older_statuses`, because older versions parse
     the message.
     """
     without_label = next((pod for pod in pods if _lost_selector_labels(pod)), None)
@@ -45,9 +45,9 @@ def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Reports whether the Service for clients selects no pod of the epoch, because the leader lost labels.
+    """Reports whether the Service for clients does not select the leader, because the leader lost labels.
 
-    The Service selects only the leader, the pod with index 0.
+    The leader is the pod with index 0, and the only pod of an epoch that the Service can select.
     """
     return not any(index_of(pod) == 0 and _CLIENT_LABELS.isdisjoint(pod.lost_labels) for pod in pods)
 
@@ -85,9 +85,10 @@ def _effects_of_loss(pod: PodView, lost: frozenset[str]) -> list[str]:
     if pod.labels.get(names.LABEL_COMPONENT) != names.COMPONENT_WORKER:
         return []
     effects = []
-    if index_of(pod) == 0 and lost & _CLIENT_LABELS:
+    is_leader = index_of(pod) == 0
+    if is_leader and lost & _CLIENT_LABELS:
         effects.append(older_statuses.NO_CLIENTS)
-    if index_of(pod) != 0 and names.LABEL_LEADER in lost:
+    if not is_leader and names.LABEL_LEADER in lost:  # a follower has the label of a leader
         effects.append(older_statuses.NO_API)
     if lost & _GROUP_LABELS:
         effects.append(older_statuses.NO_POLICY)

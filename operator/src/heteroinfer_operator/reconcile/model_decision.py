@@ -128,18 +128,19 @@ def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
 def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
     """Returns the decision about the model of this spec.
 
+    Without a stored profile, a pod fetches or inspects the model. Pods of other models are always deleted.
+
     Args:
         status: last written status, perhaps of another model.
         pods: pods that fetch or inspect a model of the resource.
     """
     model_key = identity.model_key(context.spec)
-    last_status = (
-        status
-        if status is not None and _is_status_of_model(status, model_key)
-        else ModelStatus(key=model_key)
-    )
+    last_status = ModelStatus(key=model_key)
+    if status is not None and _is_status_of_model(status, model_key):
+        last_status = status
+    pod_name = model_pod_name(context.spec, context.owner)
+    other_pods = [pod for pod in pods if pod.name != pod_name]
     if context.blocking_pod is not None:
-        other_pods = [pod for pod in pods if pod.name != model_pod_name(context.spec, context.owner)]
         return _decide_during_cleanup(last_status, context.blocking_pod, _build_deletes(context, other_pods))
     profile = _read_stored_profile(context, last_status)
     if profile is not None:
@@ -155,8 +156,6 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         return ModelDecision(
             status=last_status, holds=None, reason="Suspended", deletes=_build_deletes(context, pods)
         )
-    pod_name = model_pod_name(context.spec, context.owner)
-    other_pods = [pod for pod in pods if pod.name != pod_name]
     if any(not pod.ended for pod in other_pods):
         context = replace(context, progress=None)  # the progress may belong to another model
     pod = next((pod for pod in pods if pod.name == pod_name), None)
@@ -199,7 +198,7 @@ def _is_status_of_model(status: ModelStatus, key: str) -> bool:
 def _read_stored_profile(context: ModelContext, stored: ModelStatus) -> ModelProfile | None:
     """Returns the stored profile of the model, or None if a pod must inspect the model (again).
 
-    A profile is outdated if a group could not read the model after the last inspection.
+    The profile is outdated if a group failed to read the model after the profile was made.
     """
     since = context.unreadable_since
     is_outdated = since is not None and (stored.checked_time is None or stored.checked_time < since)
@@ -237,15 +236,15 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
 
 def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
     """Returns the decision about the model while its pod exists."""
-    if pod.termination is not None and not pod.deleting:
+    if pod.termination is not None and not pod.deleting:  # a pod in deletion has stopped early
         return _decide_ended(context, stored, pod)
     look_again_s = context.node_loss.next_check_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        deleting = _decide_in_progress(context, stored, f"pod {pod.name} is being deleted")
+        decision = _decide_in_progress(context, stored, f"pod {pod.name} is being deleted")
         return replace(
-            deleting, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
+            decision, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
         )
-    if pod.ended:
+    if pod.ended:  # without a termination: for example, the node rejected or evicted the pod
         cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
         return _decide_failed(
             context, stored, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {cause or pod.phase}"
@@ -298,7 +297,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up to a byte. Rounded down, the bytes would belong to the step before.
+    # -(-a // b) rounds up to a whole byte. Rounded down, the bytes would be less than the finished steps.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
@@ -407,8 +406,9 @@ def _decide_failed(
     and the failure is counted.
     """
     failures = stored.failures or 0
+    # The exponent is limited, because a large power would overflow.
     retry_after_s = min(_FIRST_RETRY_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
-    wait_s = retry_after_s - (context.now - pod.created).total_seconds()
+    wait_s = retry_after_s - (context.now - pod.created).total_seconds()  # from the start of the attempt
     is_retry_due = wait_s <= 0
     return ModelDecision(
         status=stored.changed(

@@ -32,12 +32,12 @@ def join_events(events: Sequence[RecordEvent]) -> list[RecordEvent]:
 
 def lost_label_events(
     status: HeteroInferenceStatus,
-    old: Mapping[int, GroupStatus],
+    last_statuses: Mapping[int, GroupStatus],
     wanted: Sequence[GroupDecision],
     model: ModelDecision,
 ) -> list[RecordEvent]:
     """Returns an event for each pod that has newly lost a label or its owner."""
-    reported = {group.damaged_pod for group in old.values()}
+    reported = {group.damaged_pod for group in last_statuses.values()}
     if status.model is not None:
         reported.add(status.model.damaged_pod)
     damaged = [(model.status.damaged_pod, model.lost_labels_message)]
@@ -51,6 +51,7 @@ def lost_label_events(
 
 def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
     """Returns an event for each ConfigMap that the operator deletes because another user wrote it."""
+    # The operator does not delete an object now if the last delete was refused and its retry is not due.
     waiting_for_retry = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
     deletes = {action.name for action in actions if isinstance(action, DeleteObject)}
     deleted_now = deletes - waiting_for_retry
@@ -73,6 +74,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     A problem is new if the conditions before did not have it for the same revision of the spec. Missing
     capacity is not new if they had it for any revision.
     """
+    # An Unknown condition reports no problem, even if its reason is the same.
     reported = {
         _identity_of_problem(before, condition)
         for condition in before.conditions
@@ -88,7 +90,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     bad += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
     # `lost_label_events` reports lost labels, so leave them out here.
     new = [c for c in bad if _identity_of_problem(after, c) not in reported and c.reason != LOST_LABEL]
-    new_by_reason = {c.reason: c for c in new}
+    new_by_reason = {c.reason: c for c in new}  # several conditions may report one problem
     return [
         RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in new_by_reason.values()
     ]

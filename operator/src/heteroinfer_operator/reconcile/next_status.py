@@ -49,7 +49,7 @@ def build_next_status(
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
-    updated = sum(d.runs and d.status.revision == target.name for d in wanted)
+    num_updated = sum(d.runs and d.status.revision == target.name for d in wanted)
     plans = add_effective_values(
         _build_plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
     )
@@ -75,24 +75,24 @@ def build_next_status(
         now=context.now,
         generation=generation,
     )
-    ready = len(facts.serving)
+    num_ready = len(facts.serving)
     next_conditions = (
         facts.build(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
         *conditions.build_life_conditions(facts),
         *conditions.build_plan_conditions(facts),
     )
-    all_updated = target.name is not None and updated == ready == context.replicas
+    all_updated = target.name is not None and num_updated == num_ready == context.replicas
     refusals = [decision.refusal for decision in wanted if decision.refusal is not None]
     return HeteroInferenceStatus(
         observed_generation=generation,
         replicas=sum(1 for decision in decisions if decision.runs or decision.deletes),
-        ready_replicas=ready,
-        updated_replicas=updated,
+        ready_replicas=num_ready,
+        updated_replicas=num_updated,
         selector=",".join(f"{key}={value}" for key, value in identity.leader_labels(context.owner).items()),
         endpoint=_choose_endpoint(status, context) if facts.unreachable is None else None,
         current_revision=target.name if all_updated else status.current_revision,
         update_revision=target.name or status.update_revision,
-        summary=build_summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
+        summary=build_summary(wanted, groups, plans, serving=num_ready, wanted=context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         records_signed_by=context.records_signed_by,
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
@@ -119,13 +119,14 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
     """Returns the refusals to report: those of the resource itself and of groups that still exist.
 
     A refused dry run is reported only for the revision of the current spec. A write without an answer is
-    reported only after several attempts, a dry run without an answer immediately.
+    reported only after several attempts, because most of these pass. A dry run without an answer is reported
+    immediately, because it delays a rollout.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
     refusals: list[Refusal] = []
     for refusal in context.refusals:
         is_of_group = bool(scopes & refusal.scopes)
-        is_of_resource = refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
+        is_of_resource = refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}  # also if it has no scopes
         if refusal.kind == REVISION:
             is_reported = refusal.name == context.target.name
         else:
@@ -147,8 +148,9 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
     """Returns the refusal of the clients' Service that the last status reports, or None.
 
-    The operator keeps refusals in memory, so a new process forgets them, and a change of the spec clears
-    them. The Service still does not exist then, and Available must not become True before the next attempt.
+    The operator keeps refusals in memory: they are lost when its process ends, and a change of the spec
+    clears them. The Service still does not exist then, and Available must not become True before the next
+    attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
     if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:
@@ -170,7 +172,7 @@ def _choose_endpoint(status: HeteroInferenceStatus, context: Context) -> str | N
 def _build_plans(
     status: HeteroInferenceStatus, wanted: Sequence[GroupDecision], planner: GroupPlanner
 ) -> tuple[PlanStatus, ...]:
-    """Returns the plans in use. A plan whose ConfigMap is gone keeps its last reported values."""
+    """Returns the plans of running groups. A plan whose ConfigMap is gone keeps its last reported values."""
     before = {plan.hash: plan for plan in status.plans}
     plans: dict[str, PlanStatus] = {}
     for decision in wanted:
@@ -187,11 +189,11 @@ def _build_plans(
 
 
 def _choose_notes(
-    decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus
+    decision: GroupDecision, last_plan: PlanStatus | None, status: HeteroInferenceStatus
 ) -> str | None:
     """Returns the notes on a plan from this reconcile, otherwise from the last status; None without notes."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
-    if before is None:
+    if last_plan is None:
         return None
-    return older_statuses.plan_notes(status) if before.notes is None else before.notes
+    return older_statuses.plan_notes(status) if last_plan.notes is None else last_plan.notes

@@ -38,7 +38,7 @@ class NodeLoss:
     """Detects lost nodes.
 
     Attributes:
-        nodes: nodes by name; None if the operator may not read nodes. Then it never treats a node as lost.
+        nodes: nodes by name; None if the operator may not read nodes. Then no node counts as lost.
         after: how long a node may send no heartbeat, `restart.nodeLostAfter`.
     """
 
@@ -79,7 +79,7 @@ class NodeLoss:
         A pod that is already being deleted gets no second delete, except by force.
 
         Args:
-            grace_s: grace period for deletes without force; None for each pod's own.
+            grace_s: grace period for deletes without force; None for the grace period in each pod's spec.
             after_status: whether the deletes wait until the status is written.
         """
         forced = {pod.name for pod in pods if self._cannot_confirm_end(pod)}
@@ -96,10 +96,10 @@ class NodeLoss:
         )
 
     def next_check_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns the seconds until the next time limit of these pods, or None without one.
+        """Returns the seconds until the next time limit of these pods, or None without a limit.
 
-        A silent node has a limit: the time from which it counts as lost. A pod has a limit if it has a
-        finalizer or its node does not exist: the end of its grace period.
+        The limit of a silent node is the time from which it counts as lost. The limit of a pod with a
+        finalizer, or with a node that does not exist, is the end of the pod's grace period.
         """
         moments = [self._lost_from(pod) for pod in pods]
         moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]

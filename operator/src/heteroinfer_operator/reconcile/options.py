@@ -50,12 +50,12 @@ class Options:
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the lowest epoch that a group may begin now. It is larger than all its earlier epochs.
+        """Returns the lowest epoch that a group may begin now. It is larger than the group's earlier epochs.
 
         The epoch is the sum of two counts. The milliseconds since _SINCE survive a restore of etcd. The
-        resourceVersion distinguishes two writes in one millisecond, and the operator writes each epoch to the
-        status. A stored value could not replace the sum: the status, a scaled group or the whole resource may
-        be lost, and a restore of etcd resets all three.
+        resourceVersion distinguishes two epochs of one millisecond, because the operator writes each epoch to
+        the status. A stored number could not replace the sum: the status, a scaled group or the whole
+        resource may be lost, and a restore of etcd resets all three.
 
         The sum is larger under two assumptions: between a backup and its restore, the API server accepts
         fewer than 1,000 writes a second, and the operator's clock is not set back.
@@ -75,6 +75,6 @@ class Options:
         It is one day (in milliseconds) above `first_epoch`, because the operator's clock may have been set
         back by up to a day since the write.
         """
-        if not self.names_come_again:
+        if not self.names_come_again:  # epochs count from 1, without a limit
             return _MAX_EXACT_VERSION
         return self.first_epoch(resource_version, now) + _MAX_CLOCK_STEP // timedelta(milliseconds=1)

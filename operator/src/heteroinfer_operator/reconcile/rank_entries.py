@@ -76,10 +76,10 @@ def _with_pod_state(entry: RankEntry, pod: PodView) -> RankEntry:
 def _build_kv_status(
     plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None
 ) -> KvStatus | None:
-    """Returns the size of the group's KV cache, or None until every rank has reported its own.
+    """Returns the size of the group's KV cache, or None until every rank has reported its part.
 
-    The rank with space for the fewest blocks limits the cache of all ranks. It is limited by memory if its
-    free memory is smaller than the plan requires, otherwise by the plan.
+    The rank with space for the fewest blocks limits the cache of all ranks. The cause (`limited_by`) is
+    memory if this rank has less free memory than the plan requires, otherwise the plan.
     """
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
@@ -98,14 +98,14 @@ def _build_kv_status(
 
 
 def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str | None:
-    """Describes from how many tokens in a step on the GPU computes some of the experts; None if unknown."""
+    """Describes the smallest step in which the GPU computes some of the experts; None if it is unknown."""
     rank = next((rank.rank for rank in plan.ranks if rank.ring_bytes), None)
-    first = None if rank is None or rank not in reported else reported[rank].gpu_experts_from
-    if first is None:
+    min_tokens = None if rank is None or rank not in reported else reported[rank].gpu_experts_from
+    if min_tokens is None:
         return None
-    if not first:
+    if min_tokens == 0:  # the GPU never computes experts
         return f"CPUs compute all experts in all steps, as measured. The log of rank {rank} has the reason"
-    return f"in steps of {first:,} tokens or more, the GPU computes a part of the experts, as measured"
+    return f"in steps of {min_tokens:,} tokens or more, the GPU computes a part of the experts, as measured"
 
 
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
@@ -123,24 +123,24 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
 
 
 def _is_write_due(
-    group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
+    group: GroupStatus, old_entries: dict[int, RankEntry], reported: dict[int, RankStatus], now: datetime
 ) -> bool:
     """Reports whether the status gets new step times: one has changed, and the last write is old enough."""
-    if not times or not any(status.steps for status in times.values()):
+    if not any(status.steps for status in reported.values()):  # no rank has computed a step
         return False
-    every = _NEW_SLOWEST_EVERY if _has_new_slowest(before, times) else _WRITE_EVERY
-    if group.measured_time is not None and now - group.measured_time < every:
+    interval = _NEW_SLOWEST_EVERY if _has_new_slowest(old_entries, reported) else _WRITE_EVERY
+    if group.measured_time is not None and now - group.measured_time < interval:
         return False
-    return any(_has_changed(before.get(rank), status) for rank, status in times.items())
+    return any(_has_changed(old_entries.get(rank), status) for rank, status in reported.items())
 
 
-def _has_new_slowest(old_entries: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
+def _has_new_slowest(old_entries: dict[int, RankEntry], reported: dict[int, RankStatus]) -> bool:
     """Reports whether another rank is now clearly slower than the rank that is slowest in the status."""
-    slowest = max(times, key=lambda rank: times[rank].compute_s)
+    slowest = max(reported, key=lambda rank: reported[rank].compute_s)
     old_slowest = max(old_entries, key=lambda rank: old_entries[rank].compute_ms or 0.0, default=slowest)
-    return (
-        old_slowest in times and times[slowest].compute_s > (1 + _MIN_CHANGE) * times[old_slowest].compute_s
-    )
+    if old_slowest not in reported:
+        return False
+    return reported[slowest].compute_s > (1 + _MIN_CHANGE) * reported[old_slowest].compute_s
 
 
 def _has_changed(entry: RankEntry | None, status: RankStatus) -> bool:
@@ -160,31 +160,39 @@ def _with_new_times(entry: RankEntry, status: RankStatus) -> RankEntry:
 
 
 def _with_resources(
-    entry: RankEntry, before: RankEntry | None, status: RankStatus | None, *, is_due: bool
+    entry: RankEntry, old_entry: RankEntry | None, status: RankStatus | None, *, is_due: bool
 ) -> RankEntry:
     """Returns the entry with the rank's locked memory and transports.
 
-    They come from the first report that has them, and then change only together with the step times: each
-    change is a write of the status.
+    These values come from the first report that has them. Later they change only together with the step
+    times, because each change is a write of the status.
+
+    Args:
+        old_entry: the rank's entry in the last status, perhaps of an earlier pod.
+        is_due: whether this reconcile writes new step times.
     """
-    is_known = before is not None and before.pod == entry.pod and before.locked_memory_bytes is not None
+    if old_entry is not None and old_entry.pod != entry.pod:
+        old_entry = None
+    is_known = old_entry is not None and old_entry.locked_memory_bytes is not None
     if status is not None and status.locked_memory_bytes is not None and (is_due or not is_known):
         return entry.changed(
             locked_memory_bytes=status.locked_memory_bytes,
             locked_memory_limit_bytes=status.locked_memory_limit_bytes,
             transports=status.transports or None,
         )
-    if before is None or before.pod != entry.pod:
+    if old_entry is None:
         return entry
     return entry.changed(
-        locked_memory_bytes=before.locked_memory_bytes,
-        locked_memory_limit_bytes=before.locked_memory_limit_bytes,
-        transports=before.transports,
+        locked_memory_bytes=old_entry.locked_memory_bytes,
+        locked_memory_limit_bytes=old_entry.locked_memory_limit_bytes,
+        transports=old_entry.transports,
     )
 
 
-def _with_old_times(entry: RankEntry, before: RankEntry | None) -> RankEntry:
-    """Returns the entry with the times of its previous entry, or without times if there is none."""
-    if before is None:
+def _with_old_times(entry: RankEntry, old_entry: RankEntry | None) -> RankEntry:
+    """Returns the entry with the times of the rank's old entry, or without times if it has no old entry."""
+    if old_entry is None:
         return entry
-    return entry.changed(step_ms=before.step_ms, compute_ms=before.compute_ms, wait_ms=before.wait_ms)
+    return entry.changed(
+        step_ms=old_entry.step_ms, compute_ms=old_entry.compute_ms, wait_ms=old_entry.wait_ms
+    )

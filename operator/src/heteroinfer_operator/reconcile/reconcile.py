@@ -100,7 +100,7 @@ def reconcile(observation: ResourceObservation, now: datetime, options: Options)
         decision = decide_teardown(observation, status, now)
     else:
         decision = _decide_living_resource(observation, status, now, options)
-    if names.FINALIZER not in resource.finalizers:
+    if names.FINALIZER not in resource.finalizers:  # only earlier versions set it
         return decision
     return replace(decision, actions=(RemoveFinalizer(), *decision.actions))
 
@@ -166,12 +166,17 @@ def _decide_living_resource(
         never_created=observation.never_created,
         never_requested=observation.never_requested,
         never_placed=observation.never_placed,
-        isolation=None
-        if observation.restricted_selectors is None
-        else Isolation.from_setting(options.egress, observation.restricted_selectors),
+        isolation=_build_isolation(observation, options),
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
+
+
+def _build_isolation(observation: ResourceObservation, options: Options) -> Isolation | None:
+    """Returns which pods have restricted egress; None while the policies of the namespace are unknown."""
+    if observation.restricted_selectors is None:
+        return None
+    return Isolation.from_setting(options.egress, observation.restricted_selectors)
 
 
 def _has_target_used_up_restarts(status: HeteroInferenceStatus, target: Target, restart: RestartSpec) -> bool:
@@ -301,21 +306,12 @@ def _decide_groups(
     The operator runs the actions in their order: status and events, deletes of pods, objects that pods need,
     creates of pods, and last the budgets and deletes of other children.
     """
-    by_group, old_groups = pods_by_group(observation.pods), known_groups(status)
-    checked = {
-        index: check_against_pods(
-            context, old_groups.get(index, GroupStatus(index=index)), by_group.get(index, ())
-        )
-        for index in range(context.replicas)
-    }
-    strangers = [pod for group in checked.values() for pod in group.strangers]
-    by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
-    old_groups |= {index: checked[index].status for index in old_groups if index in checked}
-    context = replace(context, admission=decide_admission(context, observation, old_groups, by_group))
-    context = replace(context, eviction_block=decide_eviction_block(context, old_groups, by_group))
-    wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
+    by_group, last_statuses, strangers = _check_groups(context, observation.pods, status)
+    context = replace(context, admission=decide_admission(context, observation, last_statuses, by_group))
+    context = replace(context, eviction_block=decide_eviction_block(context, last_statuses, by_group))
+    wanted_groups = decide_wanted(context, last_statuses, by_group, observation.groups)
     context = context.with_chosen_mode()  # a plan above may have chosen the mode
-    unwanted_groups = decide_unwanted(context, old_groups, by_group, observation.groups, wanted_groups)
+    unwanted_groups = decide_unwanted(context, last_statuses, by_group, observation.groups, wanted_groups)
     decisions = [
         _with_observations(observation, context, decision, by_group)
         for decision in (*wanted_groups, *unwanted_groups)
@@ -336,7 +332,7 @@ def _decide_groups(
     actions: list[Action] = [*build_status_write(observation, next_status)]
     actions += join_events([event for decision in decisions for event in decision.events])
     actions += forgery_events(context, [*before_pods, *after_pods])
-    actions += lost_label_events(status, old_groups, wanted_groups, model)
+    actions += lost_label_events(status, last_statuses, wanted_groups, model)
     actions += condition_events(status, next_status)
     actions += [delete for decision in decisions for delete in decision.deletes]
     actions += context.node_loss.build_deletes(strangers, grace_s=None, after_status=True)
@@ -354,6 +350,27 @@ def _decide_groups(
             (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
         ),
     )
+
+
+def _check_groups(
+    context: Context, pods: Sequence[PodView], status: HeteroInferenceStatus
+) -> tuple[dict[int, list[PodView]], dict[int, GroupStatus], list[PodView]]:
+    """Checks pods and status of each wanted group, in case another user wrote them.
+
+    Returns:
+        The pods of each group, the last status of each group, and the pods that the operator did not create.
+    """
+    by_group, last_statuses = pods_by_group(pods), known_groups(status)
+    checked = {
+        index: check_against_pods(
+            context, last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        )
+        for index in range(context.replicas)
+    }
+    strangers = [pod for group in checked.values() for pod in group.strangers]
+    by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
+    last_statuses |= {index: checked[index].status for index in last_statuses if index in checked}
+    return by_group, last_statuses, strangers
 
 
 def _with_observations(
@@ -396,9 +413,9 @@ def _update_rank_entries(
 def _next_check_s(
     decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
 ) -> float | None:
-    """Returns the seconds until the next check of the resource; None if only events matter."""
+    """Returns the seconds until the next check of the resource; None if only events need a check."""
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
-    # This reconcile sends the dry run. The next follows immediately, to decide with the answer.
+    # This reconcile sends the dry run. The next reconcile follows immediately, to decide with the answer.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):

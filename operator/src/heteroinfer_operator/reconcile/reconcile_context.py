@@ -126,14 +126,14 @@ class Context:
     def refusal_of(self, group: int) -> Refusal | None:
         """Returns the refusal that delays the pods of this group, or None.
 
-        The refusal of another object takes precedence over that of a pod, because pods need the object. Of
-        several refusals, the one with the latest retry counts.
+        The refusal of another object takes precedence over the refusal of a pod, because pods need the
+        object. Of several refusals, the result is the refusal with the latest retry.
         """
         of_other_objects = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
         return max(of_other_objects, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
 
     def pod_refusal_of(self, group: int) -> Refusal | None:
-        """Returns the refusal of a pod of this group, or None; of several, the one with the latest retry.
+        """Returns the refusal of a pod of this group, or None; of several, the refusal with the latest retry.
 
         A create without an answer from the API server is not a refusal: the operator tries again and does not
         delete other pods of the group.
@@ -143,11 +143,11 @@ class Context:
 
     @property
     def refused_worker(self) -> tuple[int, Refusal] | None:
-        """The index of a group with a refused pod, and the refusal; None without one.
+        """The index of a group with a refused pod, and the refusal; None if no group has a refused pod.
 
         Only refusals by the API server (ObjectRefused) count, because only these may come from a quota. While
-        there is one, groups start one at a time: if groups shared a quota that has room for one group, each
-        could get only some of its pods.
+        such a refusal exists, groups start one at a time. Otherwise groups that share a quota for one group
+        could each get only some of their pods.
         """
         for index in range(self.replicas):
             refusal = self.pod_refusal_of(index)

@@ -105,23 +105,24 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
     Args:
         tries: number of refused tries, at least 1.
     """
-    first_s, max_s = (_POD_FIRST_S, _MAX_POD_RETRY_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
-    if reason == NOT_ANSWERED:
-        first_s, max_s = _FIRST_S, _MAX_S
-    if reason == NAME_HELD:
-        first_s, max_s = _HELD_FIRST_S, _MAX_S
-    if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
+    if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):  # the budget has its own, shorter waits
         return _MAX_BUDGET_RETRY_S
+    first_s, max_s = (_POD_FIRST_S, _MAX_POD_RETRY_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
+    if reason == NOT_ANSWERED:  # these two reasons soon pass, for pods too
+        first_s, max_s = _FIRST_S, _MAX_S
+    elif reason == NAME_HELD:
+        first_s, max_s = _HELD_FIRST_S, _MAX_S
     if kind == STATUS:
         max_s = _MAX_STATUS_RETRY_S
+    # The exponent is limited, because a large power would overflow.
     return float(min(first_s * 2.0 ** min(tries - 1, 16), max_s))
 
 
 def _jitter(action: Write, reason: str, refusal_key: KindAndName, tries: int) -> float:
     """Returns the factor for the delay of a refused pod, from 0.5 to 1; 1 for other objects.
 
-    It spreads the retries of resources and groups that a quota refused at the same time. If all tried again
-    at the same time, each would get only some of its pods, and would delete them again.
+    The factor spreads the retries of resources and groups that a quota refused at the same time. If all tried
+    again at the same time, each would get only some of its pods, and the operator would delete them again.
     """
     if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not creates_pod(action):
         return 1.0
@@ -179,7 +180,7 @@ class ActionPermits:
     _budget_waits_s: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Drops old refusals whose objects were not tried again."""
+        """Keeps the refusals that have not expired. A refusal expires if its object is not tried again."""
         before = limit_retry_times(self.refusals, self.now)
         unexpired = [refusal for refusal in before if _time_of_expiry(refusal) > self.now]
         self.known = {
@@ -218,7 +219,8 @@ class ActionPermits:
     def record_success(self, action: Write) -> None:
         """Records that an action succeeded, which ends its refusal.
 
-        If another operator undoes each status write, the success of such a write is recorded as a refusal.
+        If another operator undoes each status write, the success of such a write is recorded as a refusal, so
+        that the conditions report the other operator.
         """
         if self.spending is not None and isinstance(action, PatchStatus):
             self.spending.budget.record_stored_status()
@@ -264,8 +266,9 @@ class ActionPermits:
         is_new = earlier is None or _reason_and_message(earlier) != _reason_and_message(refusal)
         if is_new:
             self.new.append(refusal)
-        is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_new
-        return refusal if is_reported else None
+        if reason in _REPORTED_AT:  # report it once, and only if it does not pass soon
+            return refusal if tries == _REPORTED_AT[reason] else None
+        return refusal if is_new else None
 
     def _record_other_writer(self, action: Write) -> bool:
         """Records a refusal if another operator undoes each status write. Returns True if so."""
@@ -294,16 +297,16 @@ class ActionPermits:
         """Returns the seconds until a refused or delayed action may be tried again; None without one.
 
         Returns 0.0 after a new refusal and after the end of a refusal, so that the status shows the change. A
-        refused action that was due but not in the decision is not wanted now. Its next check is when its
-        refusal is forgotten.
+        refused action that was due but not in the decision is not wanted now. The check for it is at the time
+        at which its refusal is forgotten.
         """
         if self.new or self._refusal_is_over:
             return 0.0
-        known = self.known.values()
-        due = [
-            refusal.retry_at if refusal.retry_at > self.now else _time_of_expiry(refusal) for refusal in known
+        check_times = [
+            refusal.retry_at if refusal.retry_at > self.now else _time_of_expiry(refusal)
+            for refusal in self.known.values()
         ]
-        waits = [max((moment - self.now).total_seconds(), 0.0) for moment in due]
+        waits = [max((time - self.now).total_seconds(), 0.0) for time in check_times]
         return min([*waits, *self._budget_waits_s], default=None)
 
     def _key(self, action: Write) -> KindAndName:

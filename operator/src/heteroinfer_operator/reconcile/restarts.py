@@ -18,10 +18,10 @@ _MESSAGE_CHARACTERS = 400
 def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     """Returns the number of failures that count against `maxRestarts` now.
 
-    These are the failures within the window that ends at the last failure. (It does not end now, so a group
-    that has used up its restarts stays failed.) If more failures have come since the last epoch that served,
-    these count instead: otherwise starts that fail after 30 minutes would repeat without end in a window of
-    one hour.
+    These are the failures within the window that ends at the last failure. The window does not end now, so a
+    group that has used up its restarts stays failed. If more failures have come since the last epoch that
+    served, these failures count instead. Otherwise starts that each fail after 30 minutes would repeat
+    without end in a window of one hour.
     """
     if not failures:
         return 0
@@ -47,7 +47,7 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
     """Reports whether stored failures still delay or prevent the next start.
 
-    They do if the last failure is within the window or its epoch never served, or if no restart is left.
+    They do if the last failure is within the window, if its epoch never served, or if no restart is left.
     """
     if not failures:
         return False
@@ -74,6 +74,7 @@ def backoff_s(num_waits: int, restart: RestartSpec) -> float:
 
     Each wait is twice as long as the wait before, up to `backoff_max`.
     """
+    # The exponent is limited, because a large power would overflow.
     return min(_FIRST_BACKOFF_S * 2.0 ** min(num_waits, 32), parse_duration_s(restart.backoff_max))
 
 
@@ -93,8 +94,8 @@ def _count_recent_exempt_ends(failures: Sequence[FailureStatus], restart: Restar
 def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
     """Attributes the last failure to a lost node, so that the failure no longer counts.
 
-    Other pods notice a lost pod within seconds, but the cluster notices a lost node only after most of a
-    minute. Until then, the failure counted as a lost pod.
+    Other pods notice a lost pod within seconds, but Kubernetes reports a lost node only after most of a
+    minute. Until this report, the failure counts as a lost pod.
     """
     last = failures[-1]
     reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
@@ -109,7 +110,7 @@ def add_failure(failures: Sequence[FailureStatus], failure: FailureStatus) -> tu
     """
     shortened = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
     kept = [*failures, shortened]
-    while len(kept) > MAX_FAILURES:
+    while len(kept) > MAX_FAILURES:  # the new failure always stays
         dropped = next((old for old in kept[:-1] if not old.counted), kept[0])
         kept.remove(dropped)
     return tuple(kept)

@@ -89,23 +89,23 @@ def find_target(
     An older version may have accepted a spec that this version refuses. The revision of such a spec gets a
     name too, so that the operator recognizes groups that run with it.
     """
-    raw, refusal = observation.resource.spec, None
+    raw, spec_error = observation.resource.spec, None
     try:
         spec = parse_spec(raw)
     except SpecError as error:
-        refusal = error
+        spec_error = error
         try:
-            spec = parse_stored_spec(raw)
+            spec = parse_stored_spec(raw)  # accepts the specs of older versions
         except SpecError:
-            return Target(refusal=refusal)
+            return Target(refusal=spec_error)
     name = _choose_name(spec, recorded, _revisions_in_use(observation.pods, status))
     source = None
-    problem: HeteroInferError | None = refusal or options.allowed.find_forbidden(spec)
+    refusal: HeteroInferError | None = spec_error or options.allowed.find_forbidden(spec)
     try:
         source = options.addressing.model(spec, owner)
     except PlanError as error:
-        problem = problem or error
-    return Target(name=name, spec=spec, source=source, refusal=problem)
+        refusal = refusal or error  # the first error is reported
+    return Target(name=name, spec=spec, source=source, refusal=refusal)
 
 
 def _choose_name(
@@ -123,11 +123,13 @@ def _choose_name(
     with_same_pods = {
         record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
+    # A revision in use comes first, because its pods can stay. Sorted, so that the choice stays the same.
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
     names_of_others = {record.name for record in recorded} - with_same_pods
     name_in_0_1_0, name = identity.first_revision(spec), identity.revision(spec)
+    # Groups from before an upgrade keep their name, so that the upgrade starts no rollout.
     if name_in_0_1_0 in in_use and name_in_0_1_0 not in names_of_others:
         return name_in_0_1_0
     # The hash has 40 bits, so a user can construct a spec with the hash of another revision. With the same
@@ -165,8 +167,8 @@ class KeptRecords:
         Until all records are signed, returns the fingerprint of the last status, or None.
 
         Once the status has the fingerprint, the operator ignores records without a valid code. So the
-        operator waits until it has read all records with their codes. If it wrote the fingerprint earlier and
-        then crashed before it signed the records, it would lose them.
+        operator writes the fingerprint only after it has read all records with their codes. Otherwise a crash
+        before it has signed the records would make it lose the records.
 
         Args:
             revisions: revisions from which pods can be created; the operator signs their records.
@@ -205,6 +207,7 @@ def read_records(
             if not is_signed:
                 unsigned.add(record.name)
         elif signer.key is not None and not is_signed and not may_lack_code:
+            # A record that may lack the code but has a forbidden spec is only ignored, not forged.
             forged.append(name)
     return KeptRecords(
         records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed
@@ -232,7 +235,8 @@ def find_revisions(
     """Finds the revisions from which pods can be created, by name.
 
     These are the revision of the current spec and all stored revisions. If the current spec's revision is
-    stored too, the spec and source of the resource count, and the record adds the mode and the commit.
+    stored too, its spec and source come from the resource. Its record adds the mode and the commit if these
+    are unknown.
     """
     revisions: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
@@ -265,9 +269,10 @@ def with_modes_of_plans(
     plans: Mapping[str, Plan],
     defaults: PodResources,
 ) -> Mapping[str, Revision]:
-    """Adds the modes of revisions whose record is lost. The plans of their pods have these modes.
+    """Adds the modes of revisions whose record is lost, from the plans of their pods.
 
-    The status cannot give the plan of a revision: between epochs it has the next revision and the last plan.
+    The plan in the status may belong to another revision: between epochs the status has the next revision and
+    the last plan.
     """
     with_modes = dict(revisions)
     for pod in pods:

@@ -52,7 +52,7 @@ class Rollout:
 
 
 def decide_eviction_block(
-    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+    context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> EvictionBlock:
     """Decides whether the disruption budget must block evictions while a rollout stops a serving group.
 
@@ -67,7 +67,8 @@ def decide_eviction_block(
         or not _may_continue(context)
     ):
         return EvictionBlock()
-    serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
+    serving = _find_serving(context, last_statuses, by_group)
+    outdated = _find_outdated_groups(context, last_statuses, by_group)
     may_stop_none = context.life.rollout.max_unavailable <= context.replicas - len(serving)
     if not serving & outdated or may_stop_none:  # the rollout stops no serving group now
         return EvictionBlock()
@@ -78,6 +79,7 @@ def decide_eviction_block(
         for stored in context.planner.observation.objects
         if stored["kind"] == BUDGET_KIND and stored["metadata"]["name"] == budget_name
     ]
+    # The budget blocks all evictions if it protects as many pods as serve.
     blocks_already = any(_min_available(budget) >= num_serving_pods for budget in budgets)
     is_refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
     return EvictionBlock(wanted=True, done=blocks_already or is_refused)
@@ -98,50 +100,56 @@ def _min_available(budget: Manifest) -> int:
 
 
 def _find_serving(
-    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+    context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
     """Returns the indices of the wanted groups that serve now."""
-    return {i for i in range(context.replicas) if i in old and _is_serving(old[i], by_group.get(i, ()))}
+    return {
+        i
+        for i in range(context.replicas)
+        if i in last_statuses and _is_serving(last_statuses[i], by_group.get(i, ()))
+    }
 
 
 def _find_outdated_groups(
-    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+    context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
     """Returns the indices of the wanted groups whose pods have an older revision."""
     return {
         i
         for i in range(context.replicas)
         if by_group.get(i)
-        and revision_of(context, old.get(i, GroupStatus(index=i)), by_group[i]) != context.target.name
+        and revision_of(context, last_statuses.get(i, GroupStatus(index=i)), by_group[i])
+        != context.target.name
     }
 
 
 def decide_wanted(
     context: Context,
-    old: Mapping[int, GroupStatus],
+    last_statuses: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
 ) -> list[GroupDecision]:
     """Returns the decision about each wanted group, in the order of the index.
 
     A rollout stops serving groups only within `rollout.maxUnavailable`. While the API server refuses a pod,
-    groups start one at a time: a group waits until the groups in `incomplete` have all their pods.
+    groups start one at a time: a group waits until the other groups in `incomplete` have all their pods.
     """
     num_groups = context.replicas
-    serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
+    serving = _find_serving(context, last_statuses, by_group)
+    outdated = _find_outdated_groups(context, last_statuses, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
     may_continue = problem is None and _may_continue(context)
     num_may_stop = 0  # serving groups that the rollout may stop now
     if context.eviction_block.done:
         num_may_stop = context.life.rollout.max_unavailable - (num_groups - len(serving))
     one_at_a_time = context.refused_worker is not None
-    incomplete = _find_incomplete(context, old, by_group)
+    incomplete = _find_incomplete(context, last_statuses, by_group)
     decisions = []
     for index in range(num_groups):
         pods, is_serving = by_group.get(index, ()), index in serving
         decision = decide_group(
             context,
-            old.get(index, GroupStatus(index=index)),
+            last_statuses.get(index, GroupStatus(index=index)),
             pods,
             may_replace=may_continue and (not is_serving or num_may_stop > 0),
             report=reports.get(index),
@@ -154,15 +162,16 @@ def decide_wanted(
         if is_serving and decision.deletes:
             num_may_stop -= 1
         if index in outdated and decision.runs and decision.refusal is None:
+            # The group keeps its older revision, because the new revision has a problem (if not None).
             decision = replace(decision, refusal=problem)
         decisions.append(decision)
     return decisions
 
 
 def _find_incomplete(
-    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+    context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the indices of groups whose epoch has just begun and lacks pods. Other groups wait for them.
+    """Returns the indices of groups whose epoch has just begun and lacks pods. Other groups wait for these.
 
     The set is empty unless the API server refused a pod, because only then groups start one at a time.
     """
@@ -170,7 +179,7 @@ def _find_incomplete(
         return set()
     incomplete = set()
     for index in range(context.replicas):
-        status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        status, pods = last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
         current = [pod for pod in pods if epoch_of(pod) == status.epoch and not pod.ended]
         origin = EpochOrigin.from_pods(context, status, current)
         if _delays_others(context, status) and origin.missing_indices(current):

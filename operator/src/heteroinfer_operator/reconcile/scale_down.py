@@ -25,12 +25,12 @@ MAX_CAPACITY_WAIT: Final = timedelta(seconds=30)
 
 def decide_unwanted(
     context: Context,
-    old: Mapping[int, GroupStatus],
+    last_statuses: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
     wanted: Sequence[GroupDecision],
 ) -> list[GroupDecision]:
-    """Stops each group that is no longer wanted, except one that serves while no wanted group does.
+    """Stops the groups that are no longer wanted. Keeps one serving group while no wanted group serves.
 
     Args:
         wanted: decisions about the wanted groups in this reconcile.
@@ -40,15 +40,19 @@ def decide_unwanted(
     for index, pods in sorted(by_group.items()):
         if index < context.replicas:
             continue
-        status = old.get(index, GroupStatus(index=index))
-        kept = _keep(context, status, pods, reports.get(index)) if keeps_one else None
-        keeps_one = keeps_one and kept is None
+        status = last_statuses.get(index, GroupStatus(index=index))
+        kept = _keep_if_serving(context, status, pods, reports.get(index)) if keeps_one else None
+        keeps_one = keeps_one and kept is None  # one kept group is enough
         decisions.append(kept or stop_group(context, status, pods, "stopping: scaled down"))
     return decisions
 
 
 def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool:
-    """Reports whether no wanted group serves although one can start without the nodes of other groups."""
+    """Reports whether a group that is no longer wanted must keep serving.
+
+    This is so if no wanted group serves, unless all wanted groups have waited long for nodes: then they may
+    need the nodes of the kept group.
+    """
     if context.life.suspend or any(
         decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
     ):
@@ -68,7 +72,7 @@ def _capacity_wait(context: Context, decision: GroupDecision) -> timedelta:
     return context.now - startup.since
 
 
-def _keep(
+def _keep_if_serving(
     context: Context,
     status: GroupStatus,
     pods: Sequence[PodView],

@@ -24,9 +24,9 @@ _RARE_CHECK_S: Final = 10.0
 
 
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
-    """Marks the leader of a Ready group as silent in the group's decision, and makes the next check early.
+    """Marks the leader of a Ready group as silent in the group's decision, and sets an early next check.
 
-    A silence below MIN_SILENT_S only makes the next check early.
+    For a silence below MIN_SILENT_S, only sets an early next check.
 
     Args:
         silent_s: seconds for which the leader has been silent; None while the leader answers the operator.
@@ -36,9 +36,9 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
     check_s = _FREQUENT_CHECK_S if silent_s < _RARE_CHECKS_AFTER_S else _RARE_CHECK_S
     soonest_s = min(wait for wait in (decision.look_again_s, check_s) if wait is not None)
     message = (
-        f"group {decision.status.index}: the operator cannot reach the leader, which answered before, and "
-        "Kubernetes reports its pod as Ready. Check the leader's node, and the network between operator and "
-        "leader"
+        f"group {decision.status.index}: the operator cannot reach the leader, although the leader answered "
+        "before and Kubernetes reports the leader's pod as Ready. Check the leader's node, and the network "
+        "between operator and leader"
     )
     return replace(
         decision, look_again_s=soonest_s, silent_leader=message if silent_s >= MIN_SILENT_S else ""
@@ -48,8 +48,9 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader of a Ready group as silent if the leader does not report the group as ready.
 
-    This applies while the API server does not show the pods: then only the leader's report is known. A leader
-    that does not accept the operator's authentication reports epoch 0, which counts as the current epoch.
+    Use it while the API server does not show the pods, because then only the leader's report is known. A
+    leader that does not accept the operator's authentication reports epoch 0, which counts as the current
+    epoch.
     """
     status = decision.status
     # The operator may never have been able to reach this leader, so its silence proves nothing.

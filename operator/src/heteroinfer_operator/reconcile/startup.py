@@ -33,15 +33,15 @@ _NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
 """The kubelet's reasons for a container that it still creates, without an error."""
 
 
-def begin_phase(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
-    """Returns the status of a phase; keeps the start time if the phase has not changed."""
-    if old is not None and old.phase is phase:
-        return old
+def begin_phase(phase: StartupPhase, last: StartupStatus | None, now: datetime) -> StartupStatus:
+    """Returns the status of a phase; keeps the last status, with its start time, if the phase is the same."""
+    if last is not None and last.phase is phase:
+        return last
     return StartupStatus(phase=phase, since=now)
 
 
 def observe_startup(
-    old: StartupStatus | None,
+    last: StartupStatus | None,
     pods: Sequence[PodView],
     report: GroupReport | None,
     *,
@@ -50,22 +50,27 @@ def observe_startup(
 ) -> StartupStatus:
     """Returns the startup phase of a group that is not ready, with the bytes that its ranks have loaded.
 
-    The bytes stay as they are for a minute (`_WRITE_EVERY`), because each change is a write of the status.
+    The bytes change at most once a minute (`_WRITE_EVERY`), because each change is a write of the status.
+
+    Args:
+        last: startup in the last status, or None.
     """
-    status = begin_phase(_find_phase(old, pods, report, all_pods_exist=all_pods_exist), old, now)
+    status = begin_phase(_find_phase(last, pods, report, all_pods_exist=all_pods_exist), last, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
     loaded_bytes = sum(rank.loaded_bytes for rank in report.ranks)
     total_bytes = sum(rank.total_bytes for rank in report.ranks)
-    measured_before = old if old is not None and old.measured_time is not None else None
-    keeps_old = measured_before is not None and _keeps_progress(measured_before, loaded_bytes, now)
-    if not total_bytes or keeps_old:
-        return status if measured_before is None else _with_old_measurement(status, measured_before)
+    measured_before = last if last is not None and last.measured_time is not None else None
+    if measured_before is not None:
+        if not total_bytes or _keeps_progress(measured_before, loaded_bytes, now):
+            return _with_old_measurement(status, measured_before)
+    elif not total_bytes:
+        return status
     return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
 
 
 def _find_phase(
-    old: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, all_pods_exist: bool
+    last: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, all_pods_exist: bool
 ) -> StartupPhase:
     """Returns the phase of a starting group: the first phase that not all its pods have finished."""
     if not all_pods_exist or not all(pod.node for pod in pods):
@@ -73,8 +78,8 @@ def _find_phase(
     if not all(pod.started for pod in pods):
         return StartupPhase.IMAGE
     if report is None:
-        # The leader may miss a single request of the operator, so the phase of its last report stays.
-        return StartupPhase.CONNECTING if old is None or old.phase in BEFORE_RANKS else old.phase
+        # A single request to the leader may fail, so the phase of its last report stays.
+        return StartupPhase.CONNECTING if last is None or last.phase in BEFORE_RANKS else last.phase
     phases = {rank.phase for rank in report.ranks}
     if phases & {RankPhase.STARTING, RankPhase.CONNECTING}:
         return StartupPhase.CONNECTING
@@ -105,6 +110,9 @@ def describe_progress(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
     """Describes the wait or the progress of a starting group.
+
+    A pod with a problem comes first, because the problem delays the whole group. Otherwise the description
+    shows the phase of the start.
 
     Args:
         expected: number of pods that the group needs.

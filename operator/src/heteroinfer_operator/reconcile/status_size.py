@@ -31,7 +31,10 @@ _QUOTES_AND_COMMA: Final = 3
 
 
 def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
-    """Drops details of the last groups, and messages of the oldest failures, until the groups fit."""
+    """Drops details of the last groups, and messages of the oldest failures, until the groups fit.
+
+    Details are nodes, times, locked memory and transports of ranks. Each kind is dropped for whole groups.
+    """
     required_bytes = sum(_required_rank_bytes(rank) for group in groups for rank in group.members)
     free_bytes = TABLES_BYTES - required_bytes
     fitted = []
@@ -66,6 +69,7 @@ def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
 
 def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
     """Replaces the messages of the oldest failures by LEFT_OUT until all messages fit FAILURE_BYTES."""
+    # Failure j of group i, by (i, j).
     by_position = {
         (i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)
     }

@@ -29,7 +29,7 @@ _LEAVES_CHILDREN: Final = "orphan"
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Returns the deletes of the pods of a resource in deletion; running requests may finish first."""
+    """Deletes the pods of a resource that is being deleted. Running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
     node_loss = NodeLoss.from_observation(
@@ -48,7 +48,7 @@ def decide_teardown(
 def _build_status(
     observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
-    """Returns the status that shows the end of the pods, or the finalizer that blocks it."""
+    """Returns the status: the pods end, or a finalizer or container keeps a pod from ending."""
     generation, now = observation.resource.generation, node_loss.now
     blocked_pod = node_loss.describe_finalizer(observation.pods)
     message = blocked_pod or describe_still_running(observation.pods) or ENDING

@@ -124,9 +124,10 @@ def ended(
         next_epoch_time: time of the restart; None for an immediate restart.
     """
     last = failures[-1]
+    causes_restart = last.counted and not is_final
     status = _with_next_epoch(_without_running_epoch(status)).changed(
         next_epoch_time=next_epoch_time,
-        restarts=next_count(status.restarts) if last.counted and not is_final else status.restarts,
+        restarts=next_count(status.restarts) if causes_restart else status.restarts,
         failures=failures,
         after_failure=True,
     )
@@ -165,10 +166,10 @@ def without_failures(status: GroupStatus) -> GroupStatus:
 def with_uncounted_failure(
     status: GroupStatus, failures: tuple[FailureStatus, ...], *, next_epoch_time: datetime | None
 ) -> GroupStatus:
-    """Attributes the last failure to a lost node, so that it no longer counts."""
+    """Replaces the failures after the last failure was attributed to a lost node and no longer counts."""
     return status.changed(
         failures=failures,
-        restarts=max(0, status.restarts - 1),
+        restarts=max(0, status.restarts - 1),  # the failure was counted before
         next_epoch_time=next_epoch_time,
         message=describe_failure(failures[-1]),
     )
@@ -261,7 +262,7 @@ def with_active_epoch(  # noqa: PLR0913 - the fields that an active epoch sets
         newly_rejected: number of rejections to count now.
         stuck_pods: indices of pods whose containers could not be created.
     """
-    ready = phase is GroupPhase.READY
+    is_ready = phase is GroupPhase.READY
     return status.changed(
         phase=phase,
         message=message[:MAX_TEXT] if message else None,
@@ -269,13 +270,13 @@ def with_active_epoch(  # noqa: PLR0913 - the fields that an active epoch sets
         revision=revision,
         epoch_start_time=status.epoch_start_time or (now if all_pods_exist else None),
         startup=startup,
-        after_failure=status.after_failure and not ready,
-        served_time=status.served_time or (now if ready else None),
+        after_failure=status.after_failure and not is_ready,  # a Ready group has recovered
+        served_time=status.served_time or (now if is_ready else None),
         spare_pods=tuple(sorted(spare_pods)),
-        rejections=0 if ready else min(status.rejections + newly_rejected, MAX_COUNT),
+        rejections=0 if is_ready else min(status.rejections + newly_rejected, MAX_COUNT),
         rejected_pods=tuple(sorted(rejected_pods)),
         stuck_pods=tuple(stuck_pods),
-        damaged_pod=None,
+        damaged_pod=None,  # `with_lost_label` sets it again while a label is lost
     )
 
 
@@ -312,7 +313,7 @@ def without_resources(status: GroupStatus) -> GroupStatus:
 
 
 def with_failures(status: GroupStatus, failures: Sequence[FailureStatus]) -> GroupStatus:
-    """Replaces the failures by shortened ones."""
+    """Replaces the failures, for example by failures with shorter messages."""
     return status.changed(failures=tuple(failures))
 
 

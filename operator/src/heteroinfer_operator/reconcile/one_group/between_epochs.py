@@ -57,7 +57,7 @@ def decide_between_epochs(
     status, events = attribute_loss_to_node(context, status, pods)
     if pods or restarts.used_up(status.failures, context.life.restart):
         return continue_stopping(context, status, pods, events)
-    # The epoch has begun and no object is refused, but there are no pods.
+    # The operator requested the epoch's pods, and no object is refused, but no pod exists.
     if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
         return end_epoch(context, status, pods, end_because_never_seen(status.epoch))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
@@ -115,8 +115,8 @@ def next_revision_name(context: Context, status: GroupStatus) -> str | None:
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
     """Reports whether a group's next epoch waits until the API server has validated the target revision.
 
-    Every group waits a moment for the answer. If the API server gives none, a group with an older revision
-    starts with its own revision, and only groups of the target revision wait.
+    Every group waits a moment for the answer. If the API server gives no answer, a group with an older
+    revision starts with its own revision, and only groups of the target revision wait.
 
     Args:
         revision: name of the next epoch's revision, or None.
@@ -133,11 +133,12 @@ def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
     the target already also keeps it if the target cannot start now. But while the model is inspected again,
     such a group waits, because a change of the model may have ended the group.
     """
-    problem = context.problem
     has_target = status.revision == context.target.name
-    if problem is None:
-        return (context.target_failed or context.admission.is_unanswered) and not has_target
-    return not has_target or problem.reason != WAITING_FOR_MODEL
+    if context.problem is None:
+        is_target_uncertain = context.target_failed or context.admission.is_unanswered
+        return is_target_uncertain and not has_target
+    is_model_inspected = context.problem.reason == WAITING_FOR_MODEL
+    return not has_target or not is_model_inspected
 
 
 def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
@@ -170,6 +171,22 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
     return revision, planned, status.plan_hash or plan.hash
 
 
+def _choose_epoch_number(context: Context, status: GroupStatus, *, waits_for_refusal: bool) -> int:
+    """Returns the number of a group's next epoch.
+
+    Args:
+        waits_for_refusal: whether the epoch waits because an object was refused.
+    """
+    # If the last epoch has begun, pods that the operator never saw may have run. So a new epoch needs a new
+    # number.
+    number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
+    first_pod = EpochRef(owner=context.owner, index=status.index, epoch=number).pod_name(0)
+    keeps_number = number > 0 and (waits_for_refusal or first_pod in context.never_requested)
+    # An earlier epoch may have had any number below `first_epoch`.
+    return number if keeps_number else max(number, context.first_epoch)
+
+
 def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     """Returns the decision that starts the next epoch; without a plan, the reason why the group waits.
 
@@ -187,15 +204,9 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
     # An epoch begins when the operator requests its first pod. So the epoch does not begin while an object
     # that pods need is refused, or before the next attempt at a refused pod.
     waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
-    # If the last epoch has begun, pods that the operator never saw may have run. So a new epoch needs a new
-    # number.
-    next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
-    # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
-    first_pod = EpochRef(owner=context.owner, index=status.index, epoch=next_number).pod_name(0)
-    keeps_number = next_number > 0 and (waits_for_refusal or first_pod in context.never_requested)
     status = transitions.starting(
         status,
-        epoch=next_number if keeps_number else max(next_number, context.first_epoch),
+        epoch=_choose_epoch_number(context, status, waits_for_refusal=waits_for_refusal),
         revision=revision.name,
         plan_hash=plan_hash,
         refusal=None if refusal is None else refusal.message,
@@ -203,16 +214,17 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
         begun_at=None if waits_for_refusal else context.now,
         startup=startup.begin_phase(StartupPhase.SCHEDULING, status.startup, context.now),
     )
-    indices = set() if waits_for_refusal else {pod.index for pod in plan.pods}
+    pods_to_create = set() if waits_for_refusal else {pod.index for pod in plan.pods}
+    # `build_pod_creates` creates the Secret only together with pods, so a refused Secret is tried again here.
     waits_for_key = waits_for_refusal and refusal is not None and refusal.kind == SECRET
     return GroupDecision(
         status=status,
         key_creates=build_key_create(context, status) if waits_for_key else (),
-        creates=build_pod_creates(context, revision, status, plan, indices, planned.node_assignment),
+        creates=build_pod_creates(context, revision, status, plan, pods_to_create, planned.node_assignment),
         events=build_start_events(status, planned) if refusal is None else (),
         runs=True,
         plan=plan,
-        new_plan=plan if plan_hash == plan.hash else None,
+        new_plan=plan if plan_hash == plan.hash else None,  # another hash: the plan is stored already
         notes=planned.notes if planned.choice is None else (*planned.notes, str(planned.choice)),
         unplaced=planned.missing,
         gang_object=build_epoch_gang_object(context, revision, status, plan, planned.node_assignment.gang),

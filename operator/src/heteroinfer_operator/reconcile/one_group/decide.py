@@ -62,10 +62,9 @@ def decide_group(
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
     origin = EpochOrigin.from_pods(context, status, current)
     never_created = _indices_in_begun_epoch(context, status, context.never_created)
-    status = transitions.with_spare_pods(
-        status,
-        origin.missing_indices(current) & _indices_in_begun_epoch(context, status, context.never_placed),
-    )
+    # A pod that was deleted before it had a node never ran, so a new pod may take its name.
+    never_placed = _indices_in_begun_epoch(context, status, context.never_placed)
+    status = transitions.with_spare_pods(status, origin.missing_indices(current) & never_placed)
     # Without pods, entries of pods that never ran prove an epoch only if its plan or revision is stored.
     members_prove_epoch = names_of_run_pods(status) or (status.members and origin.knows_pod_count)
     has_epoch = (
@@ -73,7 +72,7 @@ def decide_group(
     )
     if not has_epoch:
         return decide_between_epochs(context, _without_unrequested_epoch(context, status), pods, starts_after)
-    if status_is_older:
+    if status_is_older:  # it has the revision and plan of an older epoch
         status = transitions.with_revision_and_plan(
             status, revision=origin.revision_name, plan_hash=origin.plan_hash
         )
@@ -90,6 +89,7 @@ def decide_group(
     if missing := sorted(epoch.missing - set(status.spare_pods) - never_created):
         return _end_because_pod_missing(epoch, pods, missing[0])
     running = _with_deletes_of_older_pods(context, decide_living(epoch, report), pods)
+    # This check needs the new startup phase, so it comes after `decide_living`.
     timed_out = find_late_ranks(epoch, running.status.startup, report)
     return running if timed_out is None else end_epoch(context, status, pods, timed_out)
 
@@ -111,7 +111,7 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
 def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupStatus:
     """Marks the epoch as not begun if the operator never requested its first pod.
 
-    Then no other pod was requested either, because the operator first waits for the creation of the first.
+    Then it requested no other pod either: it waits for the creation of the first pod before it requests more.
     """
     first_pod = context.epoch_ref(status).pod_name(0)
     return transitions.without_start_time(status) if first_pod in context.never_requested else status

@@ -18,7 +18,7 @@ from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, names_of_r
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _SUPERVISORS_FIRST_S: Final = 30.0
-"""Extra seconds, so that the supervisor's time-out of the same length ends first: it reports the rank."""
+"""Extra seconds, so that the supervisor's time-out of the same length ends first, and reports the rank."""
 EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
@@ -52,9 +52,11 @@ def kueue_holds_pod_name(epoch: BegunEpoch) -> EpochEnd | None:
     first = replaceable[0]
     message = f"{startup.describe_end(first)}; Kueue cannot replace one pod, so the whole group restarts"
     lost_node = epoch.context.node_loss.find_epoch_end(replaceable)
-    return lost_node or EpochEnd(
-        reason=POD_DELETED if first.deleting else POD_ENDED, message=message, counted=not first.deleting
-    )
+    if lost_node is not None:
+        return lost_node
+    if first.deleting:
+        return EpochEnd(reason=POD_DELETED, message=message, counted=False)
+    return EpochEnd(reason=POD_ENDED, message=message)  # the node rejected the pod
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
@@ -97,8 +99,9 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     group = epoch.context.epoch_ref(epoch.status)
     key = derive_group_key(epoch.context.options.operator_key, group)
     current_secret = "" if key is None else group_key_secret_name(group, key)
-    must_match = epoch.pods
-    if not epoch.missing:
+    if epoch.missing:  # the new pods must be able to join all existing pods
+        must_match = epoch.pods
+    else:
         must_match = [pod for pod in epoch.pods if startup.lacks_configuration(pod) and pod.key_secret]
     with_old_key = next((pod for pod in must_match if pod.key_secret != current_secret), None)
     if with_old_key is None:
@@ -122,12 +125,12 @@ def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
     if origin.plan is None or origin.revision is None or not must_be_recreated:
         return None
     images = epoch.context.options.images.images_of_plan(origin.revision.spec, origin.plan)
-    old = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
-    if old is None:
+    old_pod = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
+    if old_pod is None:
         return None
     message = (
-        f"a pod must be created again, but the operator's worker images have changed from {old.images} (pod "
-        f"{old.name}) to {images}; the group restarts with the new images"
+        "a pod must be created again, but the operator's worker images have changed from "
+        f"{old_pod.images} (pod {old_pod.name}) to {images}; the group restarts with the new images"
     )
     return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
-from heteroinfer_operator.api import GroupPhase, GroupStatus
+from heteroinfer_operator.api import GroupPhase, GroupStatus, StartupStatus
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.reconcile import startup, transitions
@@ -24,36 +24,22 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     """Decides the changes that a group with an active epoch needs."""
     context, before, current, origin = epoch.context, epoch.status, epoch.pods, epoch.origin
     missing, replaceable = epoch.missing, epoch.replaceable_pods
-    ready = not missing and all(pod.ready and not pod.ended for pod in current)
-    asleep = not ready and not missing and _is_asleep(before, report)
+    phase = _find_phase(epoch, report)
     startup_status = None
-    if ready:
-        phase = GroupPhase.READY
-    elif asleep:
-        phase = GroupPhase.SLEEPING
-    else:
-        phase = GroupPhase.STARTING
+    if phase is GroupPhase.STARTING:
         startup_status = startup.observe_startup(
             before.startup, current, report, all_pods_exist=not missing, now=context.now
-        )
-    blocked = context.node_loss.describe_blocked(current)
-    message = blocked or (_wake_message(current) if asleep else None)
-    if startup_status is not None:
-        message = (
-            _describe_unplaced(current)
-            or blocked
-            or startup.describe_progress(startup_status, current, report, len(origin.pods))
         )
     ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
     # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
     # only after it has seen the name free. So each rejection is counted once.
-    counted = ended_before_run & set(before.rejected_pods)
-    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted
+    counted_before = ended_before_run & set(before.rejected_pods)
+    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted_before
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
     status = transitions.with_active_epoch(
         before,
         phase=phase,
-        message=message,
+        message=_build_message(epoch, phase, startup_status, report),
         revision=origin.revision_name,
         plan_hash=origin.plan_hash,
         startup=startup_status,
@@ -61,7 +47,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         now=context.now,
         # Pods that were never created are not stored: only this process of the operator knows them for sure.
         spare_pods=ended_before_run | (missing & set(before.spare_pods)),
-        rejected_pods=counted | newly_rejected,
+        rejected_pods=counted_before | newly_rejected,
         newly_rejected=len(newly_rejected),
         stuck_pods=stuck,
     )
@@ -77,7 +63,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         deletes=context.node_loss.build_deletes(replaceable, grace_s=0, after_status=True),
         key_creates=build_key_create(context, status) if lacks_configuration else (),
         creates=creates,
-        events=_events(before, status, newly_stuck, replaceable),
+        events=_build_events(before, status, newly_stuck, replaceable),
         runs=True,
         plan=origin.plan,
         unplaced=_describe_unplaced(current),
@@ -85,6 +71,32 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
+
+
+def _find_phase(epoch: BegunEpoch, report: GroupReport | None) -> GroupPhase:
+    """Returns the phase of a group with an active epoch: Ready, Sleeping or Starting."""
+    if epoch.missing:
+        return GroupPhase.STARTING
+    if all(pod.ready and not pod.ended for pod in epoch.pods):
+        return GroupPhase.READY
+    return GroupPhase.SLEEPING if _is_asleep(epoch.status, report) else GroupPhase.STARTING
+
+
+def _build_message(
+    epoch: BegunEpoch, phase: GroupPhase, startup_status: StartupStatus | None, report: GroupReport | None
+) -> str | None:
+    """Returns the message of a group with an active epoch, or None.
+
+    Args:
+        startup_status: progress of a starting group; None in other phases.
+    """
+    blocked = epoch.context.node_loss.describe_blocked(epoch.pods)
+    if startup_status is not None:
+        # While the group starts, a pod without a node comes first: the group waits for it in any case.
+        unplaced = _describe_unplaced(epoch.pods)
+        num_pods = len(epoch.origin.pods)
+        return unplaced or blocked or startup.describe_progress(startup_status, epoch.pods, report, num_pods)
+    return blocked or (_wake_message(epoch.pods) if phase is GroupPhase.SLEEPING else None)
 
 
 def _create_missing_pods(
@@ -97,19 +109,19 @@ def _create_missing_pods(
     gang = build_epoch_gang_object(context, origin.revision, status, origin.plan, read_gang(epoch.pods))
     if not epoch.missing:
         return (), gang
-    conditions = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
-    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, conditions), gang
+    assignment = context.planner.constrain_added_pods(origin.revision.spec, origin.plan, epoch.pods)
+    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, assignment), gang
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
     """Reports whether the leader reports a sleeping rank."""
     if report is None:
-        # The leader may miss a single request of the operator, so the group keeps its phase.
+        # A single request to the leader may fail, so the group keeps its phase.
         return status.phase is GroupPhase.SLEEPING
     return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
 
-def _events(
+def _build_events(
     before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], replaceable: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
     """Returns the events about changes of an active epoch.
@@ -128,7 +140,7 @@ def _events(
             warning=True,
         )
         for pod in replaceable
-        if not pod.deleting
+        if not pod.deleting  # a requested deletion needs no warning
     ]
     if stuck:
         waits = "; ".join(map(startup.describe_wait, stuck))
@@ -139,16 +151,17 @@ def _events(
 def _wake_message(pods: Sequence[PodView]) -> str:
     """Returns the message of a sleeping group, with the request that wakes it."""
     leader = min(pods, key=index_of)
-    return f"asleep. To wake it, send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
+    request = f"send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
+    return f"asleep. To wake the group, {request}"
 
 
 def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
     """Describes the resources that a LimitRange added to the pods of each role, or ""."""
-    given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
+    defaults_by_role = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
-        f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "
-        "Set resources of the role"
-        for role, values in sorted(given.items())
+        f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count these "
+        "values. Set roles[].resources"
+        for role, values in sorted(defaults_by_role.items())
     )[:MAX_TEXT]
 
 

@@ -86,6 +86,7 @@ def end_epoch(
             blocked_pod=context.node_loss.describe_blocked(pods),
             next_epoch_time=restarts.next_epoch_time(failures, context.life.restart),
         ),
+        # After an orderly end, the pods have their own grace period to finish running requests.
         deletes=context.node_loss.build_deletes(
             deleted_pods, grace_s=None if epoch_end.orderly else ENDED_EPOCH_GRACE_S, after_status=True
         ),
@@ -121,8 +122,8 @@ def attribute_loss_to_node(
 ) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
     """Changes the last failure of a group from a lost pod to a lost node, if the pod's node is lost.
 
-    The failure then no longer counts as a restart. Returns the status, changed or not, and the event about
-    the change.
+    The failure then no longer counts as a restart. Returns the status, and the event about the change; if
+    nothing changes, the same status and no event.
     """
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
