@@ -138,7 +138,7 @@ faults: setup  ## runs every row of the fault matrix on two real nodes; OUT=DIR 
 	$(PYTEST) tests/e2e/faults
 .PHONY: faults
 
-cluster: setup  ## starts a real Kubernetes node with images of this tree; `make cluster-down` stops it; root
+cluster: setup  ## starts a real Kubernetes node with images of this tree (`make cluster-down` stops it); root
 	@$(WORKER_VENV)/bin/python -m tests.models .models/small
 	@$(BIN)/python -m tests.cluster up node --images --models .models
 
@@ -194,7 +194,7 @@ corners: need-root setup  ## runs 1,000 random resources on a real API server, e
 	$(PYTEST) tests/integration/operator/test_status_first.py -m every_request
 .PHONY: scale specs corners
 
-dashboards: setup  ## writes the chart's dashboards from charts/dashboards, and takes pictures of them with a group that serves
+dashboards: setup  ## writes the chart's dashboards from charts/dashboards, and takes pictures with a group that serves
 	$(BIN)/python -m charts.dashboards
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.watching
