@@ -183,7 +183,7 @@ def test_the_end_of_the_supervisor_ends_the_process() -> None:
 
 
 def test_a_supervisor_of_another_version_ends_the_process() -> None:
-    """The thread that speaks and listens does not end alone: the process would be deaf and mute."""
+    """If only the thread for the channel ended, the process could neither send nor receive."""
     ours, theirs = socket.socketpair()
     gone = threading.Event()
     reporter = RankReporter(theirs, 0, gone.set)
@@ -200,7 +200,7 @@ def test_a_supervisor_of_another_version_ends_the_process() -> None:
     pauses=st.sets(st.integers(0, 59)),
 )
 def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
-    """Whenever the reader stands still: it reads lines that were sent, whole, in their order."""
+    """The reader may pause at any time. It then reads whole lines in the order in which they were sent."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -401,7 +401,7 @@ def test_the_busiest_rank_has_at_least_one_expert_and_at_most_its_own(
 def test_the_busiest_rank_of_one_token_is_predicted_as_drawn(
     ranks: int, experts: int, topk: int, most: float
 ) -> None:
-    """Averages are exact: over all ways to draw the experts of a token."""
+    """The averages are exact, over all choices of a token's experts."""
     assert fullest(ranks, experts, topk, rows=1) == pytest.approx(most, rel=0.04)
 
 

@@ -117,7 +117,10 @@ class Posted:
 
 
 def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
-    """Its client is answered, and its connection is closed; whoever sends the body in time is served."""
+    """The client gets an answer and its connection is closed.
+
+    Clients that send the body in time are served.
+    """
 
     async def scenario() -> None:
         slow, never = Posted(), Posted()

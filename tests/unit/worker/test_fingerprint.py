@@ -47,7 +47,9 @@ def test_a_setting_that_one_rank_lacks_is_a_difference() -> None:
         (None, None),
     ],
 )
-def test_one_format_has_other_names_on_other_devices(on_cpus: str | None, on_gpus: str | None) -> None:
+def test_a_format_may_have_different_names_on_different_devices(
+    on_cpus: str | None, on_gpus: str | None
+) -> None:
     assert fingerprint.quantized_format(on_cpus) == fingerprint.quantized_format(on_gpus)
 
 

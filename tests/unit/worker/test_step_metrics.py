@@ -126,7 +126,7 @@ def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["its last copy", "a whole step"])
 def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
-    """So that a device which hangs is named, and its engine is not taken for hung meanwhile."""
+    """So a hanging device is named, and its engine does not count as hanging in that time."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
 
@@ -163,7 +163,7 @@ def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
 
 
 def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
-    """A supervisor looks now and then: two steps of one name would be one that takes too long."""
+    """A supervisor checks at intervals. Two steps with the same name would look like one long step."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
     try:
