@@ -378,7 +378,7 @@ async def test_a_repeated_event_is_one_event(server: ApiServer, namespace: str) 
 async def test_no_events_are_written_to_a_terminating_namespace(
     control_plane: Cluster, server: ApiServer, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each event was refused, and a warning was logged."""
+    """Earlier, the API server refused each event, and the operator logged a warning."""
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})

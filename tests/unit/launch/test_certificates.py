@@ -86,7 +86,7 @@ def test_text_around_certificates_does_not_matter(
     assert trusted(bundled_bytes(tmp_path, content)["SSL_CERT_FILE"]) == 2
 
 
-def test_text_of_any_encoding_is_kept_in_the_systems_file(tmp_path: Path) -> None:
+def test_text_of_any_encoding_is_kept_in_the_users_file_of_certificates(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_bytes("# ô\n".encode("latin-1") + FIRST.encode())
     assert trusted(bundled(tmp_path, SECOND, SSL_CERT_FILE=str(own))["SSL_CERT_FILE"]) == 2

@@ -80,7 +80,9 @@ def test_failure_is_sent_before_the_call_returns(ends: tuple[RankChannel, RankRe
     assert [m.failure for m in channel.read() if m.failure] == [failure]
 
 
-def test_heartbeat_age_is_the_groups_and_grows_in_silence(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_the_heartbeat_age_is_that_of_the_group_and_grows_without_messages(
+    ends: tuple[RankChannel, RankReporter],
+) -> None:
     channel, reporter = ends
     channel.send(SupervisorMessage(group_age_s=40.0))
     deadline = time.monotonic() + LIMIT_S

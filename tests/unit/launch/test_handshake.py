@@ -51,7 +51,7 @@ def test_a_replayed_opening_gives_no_connection() -> None:
         reply_to(KEY, codec.to_json(Opening(pod=2, nonce=opening.nonce, code=opening.code)))
 
 
-def test_lines_are_not_repeated_left_out_changed_or_turned_around() -> None:
+def test_lines_that_are_repeated_left_out_changed_or_sent_back_are_refused() -> None:
     leader, follower = connect()
     first, second = leader.seal("first"), leader.seal("second")
     for wrong in (second, first.replace("first", "other"), follower.seal("first"), "first", ""):

@@ -99,5 +99,7 @@ def test_equal_files_give_equal_fingerprints(tmp_path: Path) -> None:
         (["hidden", "lanes"], "Start all pods from one plan and one image"),
     ],
 )
-def test_only_sizes_of_the_model_lead_to_the_models_files(fields: list[str], fix: str) -> None:
+def test_only_differing_sizes_of_the_model_lead_to_advice_about_its_files(
+    fields: list[str], fix: str
+) -> None:
     assert fingerprint.remedy_for_slab(fields) == fix
