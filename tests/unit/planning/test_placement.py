@@ -267,7 +267,7 @@ def app(count: int, **fields: Any) -> list[PodDemand]:
 def test_pods_that_must_be_near_each_other_are_in_the_zone_that_holds_all(
     held: tuple[int, ...], pods: int
 ) -> None:
-    """The first zone was filled, and the rest of the pods was put where the scheduler never places them."""
+    """Earlier, pods beyond the first zone's capacity got nodes on which the scheduler never places them."""
     nodes = [each for name, count in zip("abc", held, strict=False) for each in zone(name, count)]
     found = assign_nodes(app(pods, near=(NEAR,)), build_free_nodes(nodes))
     assert found is not None
