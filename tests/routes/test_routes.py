@@ -59,7 +59,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
-    """examples/cpu-pair.yaml with two groups, and the API key as docs/user/expose.md#routes gives it."""
+    """examples/cpu-pair.yaml with two groups, and an API key as in docs/user/expose.md#give-the-api-a-key."""
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
