@@ -391,7 +391,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 # Memory
 
 
-def test_weights_count_embedding_first_and_head_last() -> None:
+def test_the_first_stage_counts_the_embedding_and_the_last_stage_the_head() -> None:
     first, last = plan(spec(gpu(pods=2, layers=[16, 16]))).plan.ranks
     assert (first.weight_bytes, last.weight_bytes) == (
         (16 * 416 + 1002) * 2**20,

@@ -71,7 +71,7 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     ("limit_bytes", "reported_bytes"),
     [(65536, 65536), (2**53, 2**53), (2**53 + 2, None), (resource.RLIM_INFINITY, None)],
 )
-def test_a_limit_that_no_report_can_hold_is_no_limit(
+def test_a_limit_too_large_for_a_report_counts_as_no_limit(
     monkeypatch: pytest.MonkeyPatch, limit_bytes: int, reported_bytes: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit_bytes, limit_bytes))
@@ -86,7 +86,7 @@ def test_a_limit_that_no_report_can_hold_is_no_limit(
         ours.close()
 
 
-def test_a_step_has_no_more_transfer_than_time() -> None:
+def test_the_transfer_time_of_a_step_is_at_most_its_duration() -> None:
     step = Step(step_s=1.0, wait_s=0.4, transfer_s={"send": 0.9, "recv": 0.3})
     fit_transfer(step)
     assert step.transfer_s == pytest.approx({"send": 0.45, "recv": 0.15})
