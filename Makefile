@@ -1,10 +1,10 @@
-# One command runs what CI runs: `make test`. `make help` lists the others.
+# `make test` runs all tests of CI. `make help` lists the other targets.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# If this variable is set, each process of each test compiles this tree's modules again.
+# With this variable, Python stores no compiled files, and each process of a test compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Python of .venv and .venv-worker: 3.11 or later.
@@ -14,7 +14,7 @@ WORKER_VENV := .venv-worker
 GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Repeats tests that failed while the machine was suspended or stalled: they have limits of seconds.
+# Repeats tests that failed while the machine was suspended or stalled, because these tests have limits of seconds.
 TESTS := ./.ci/tests $(BIN)/python
 
 # An existing environment instead of .venv-gpu, for machines without a package index: its Python, and the
@@ -38,25 +38,25 @@ quickstart: setup  ## serves a small model on this machine, from its files to to
 
 # Tests with limits of seconds start when no other test computes, and a test of a real node runs alone. Tests
 # without such limits run at the same time, at a tenth of the priority (.ci/idle explains why not lower).
-test: need-root check  ## runs the tests that CI runs; root
+test: need-root check  ## runs all tests of CI; root
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
 .PHONY: hurried
 
-check: setup  ## checks a change before a commit: lint, types, imports, unit tests, chart, docs
+check: setup  ## runs the checks before a commit: lint, types, imports, unit tests, chart, docs
 	@./.ci/lanes unit static
 
 lint: setup  ## checks rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup  ## checks types with mypy, strictly
+types: setup  ## checks types with mypy in strict mode
 	$(BIN)/mypy
 
 chart: setup  ## checks the rendered chart with checkov, kube-score and kubernetes-validate; docs/contributor/chart.md must list each finding
 	$(BIN)/python -m tests.chart_linters
 
-docs: setup  ## builds the docs as a site in site/; fails for a broken link or a page that the navigation lacks
+docs: setup  ## builds the docs as a site in site/; fails if a link is broken or the navigation lacks a page
 	$(BIN)/python -m tests.docs_site
 
 static: lint imports types chart docs
@@ -108,7 +108,7 @@ cluster-tests: need-root setup  ## tests the test cluster itself, once for each 
 nodes: cluster-tests e2e
 .PHONY: computing unhurried waiting cluster-tests nodes programs images
 
-feed-forward: setup  ## compares the tokens of 21 architectures with feed-forward ranks on CPUs with those of transformers
+feed-forward: setup  ## runs 21 architectures in mode FeedForward on CPUs, and compares the tokens with those of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
 .PHONY: feed-forward
 
@@ -138,7 +138,7 @@ faults: setup  ## runs every row of the fault matrix on two real nodes; OUT=DIR 
 	$(PYTEST) tests/e2e/faults
 .PHONY: faults
 
-cluster: setup  ## starts a real Kubernetes node with our images, until `make cluster-down`; root
+cluster: setup  ## starts a real Kubernetes node with images of this tree (`make cluster-down` stops it); root
 	@$(WORKER_VENV)/bin/python -m tests.models .models/small
 	@$(BIN)/python -m tests.cluster up node --images --models .models
 
@@ -146,7 +146,7 @@ cluster-down:  ## stops what `make cluster` started
 	@$(BIN)/python -m tests.cluster down
 .PHONY: cluster-down
 
-bench: setup  ## compares our CPU group with stock vLLM in one run
+bench: setup  ## compares a group on CPUs with stock vLLM in one run
 	$(BIN)/python -m tests.bench.pipeline_vs_stock
 
 # Reports missing requirements before it installs anything.
@@ -172,7 +172,7 @@ churn: setup  ## starts and ends 200 tiny CPU groups; fails if a group hangs or 
 	$(BIN)/python -m tests.bench.churn $(CHURN)
 
 SOAK := --seconds 3600 --resources 50 --real
-soak: setup  ## deletes pods and ends API servers for an hour; fails if a group is not Ready again or memory leaks; root
+soak: setup  ## deletes pods and ends the API server for an hour; fails if a group is not Ready again or memory leaks; root
 	@$(BIN)/python -m tests.cluster build node
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
@@ -184,7 +184,7 @@ scale: setup  ## measures the operator with 1,000 resources of 4 pods on kwok no
 	$(BIN)/python -m tests.scale $(SCALE)
 
 SPECS := --count 10000
-specs: setup  ## checks 10,000 random resources with models, CRD, planner, manifests and a real API server
+specs: setup  ## checks that 10,000 random resources are refused with a message, or give objects that a real API server accepts
 	@$(BIN)/python -m tests.cluster build control-plane
 	$(BIN)/python -m tests.integration.specs $(SPECS)
 CORNERS := --count 1000
@@ -194,7 +194,7 @@ corners: need-root setup  ## runs 1,000 random resources on a real API server, e
 	$(PYTEST) tests/integration/operator/test_status_first.py -m every_request
 .PHONY: scale specs corners
 
-dashboards: setup  ## writes the chart's dashboards from their definitions, and takes pictures with a group that serves
+dashboards: setup  ## writes the chart's dashboards from charts/dashboards, and takes pictures with a group that serves
 	$(BIN)/python -m charts.dashboards
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.watching

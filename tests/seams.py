@@ -254,7 +254,7 @@ HeteroInfer is a plugin outside of vLLM's tree, for vLLM {VLLM_VERSION} only. Th
 of vLLM that it uses or extends without changing them. The second table lists the functions that it replaces.
 
 `python -m tests.seams` writes this page from `tests/seams.py` and `vllm_heteroinfer/patches/registry.py`.
-One test looks up each target in vLLM {VLLM_VERSION}, another one compares this page.
+A test looks up each target in vLLM {VLLM_VERSION}. Another test checks that this page is current.
 
 ## Seams
 
@@ -264,8 +264,9 @@ One test looks up each target in vLLM {VLLM_VERSION}, another one compares this 
 
 ## Patches
 
-A patch is applied in the listed processes only, never at import. It first checks the signature of its target
-and keeps the original. It refuses another signature or another version of vLLM with a message.
+HeteroInfer applies a patch only in the listed processes, and never at import. The patch first checks the
+signature of its target, and keeps the original function. If the signature or the version of vLLM differs, it
+stops with a message.
 
 | id | replaces | in | why | upstream | verified with vLLM | remove when |
 |---|---|---|---|---|---|---|

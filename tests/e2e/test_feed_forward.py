@@ -89,7 +89,7 @@ def test_the_feed_forward_rank_counts_computed_rows(experts: Resource) -> None:
     assert sum(rows) > 0
 
 
-def test_an_upgrade_of_the_chart_touches_no_pod(experts: Resource, expected: list[list[int]]) -> None:
+def test_an_upgrade_of_the_chart_changes_no_pod(experts: Resource, expected: list[list[int]]) -> None:
     before, cluster = uids(experts), experts.cluster
     secret = ("get", "secret", f"{RELEASE}-operator-key", "--namespace", SYSTEM, "-o", "jsonpath={.data}")
     key = cluster.kubectl(*secret)
@@ -155,7 +155,7 @@ def names_of(resource: Resource) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in resource.pods())
 
 
-def test_experts_of_two_pods_give_the_references_tokens(
+def test_experts_on_two_pods_give_the_tokens_of_the_reference(
     experts_in_pods: Resource, expected: list[list[int]]
 ) -> None:
     check_tokens(experts_in_pods, expected)

@@ -171,7 +171,7 @@ def fetch_log(resource: Resource) -> str:
     return resource.cluster.kubectl("logs", "-n", NAMESPACE, "-l", selector, "--tail=-1")
 
 
-def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
+def test_a_model_of_a_hub_is_fetched_with_its_token_and_served_without_the_hub(
     installed: NodeCluster,
     hub: HubServer,
     cache: Path,

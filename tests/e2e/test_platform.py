@@ -258,7 +258,7 @@ def tokenize(resource: Resource, **body: Any) -> list[int]:
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_group_serves_with_all_that_platforms_ask(
+def test_a_group_serves_with_all_fields_that_platforms_need(
     *,
     installed: NodeCluster,
     given: Counter[tuple[str, str]],
@@ -378,7 +378,7 @@ def test_a_group_serves_a_model_from_an_image(
     model: tuple[Path, dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    """The kubelet pulls the image and mounts it; no claim and no download."""
+    """The kubelet pulls and mounts the image, so the group needs no claim and no download."""
     files = {f"weights/{file.name}": file.read_bytes() for file in (model[0] / "small").iterdir()}
     reference = push(installed, "small", files, tmp_path / "layout")
     role = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}

@@ -113,9 +113,9 @@ def scale(resource: Resource, replicas: int) -> None:
 def test_two_releases_can_be_uninstalled_in_either_order(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]], first_to_go: str
 ) -> None:
-    """The default release serves all namespaces; the other one, with a class, this namespace alone.
+    """The default release serves all namespaces, and the other release (with a class) only this one.
 
-    The release that goes first leaves a group behind: its pods stay until their resource is deleted.
+    After a release is uninstalled, the pods of its group stay until their resource is deleted.
     """
     releases = {"default": "release-default", "beta": "release-beta"}
     cluster.kubectl("create", "namespace", NAMESPACE)
@@ -171,7 +171,10 @@ def test_two_releases_can_be_uninstalled_in_either_order(
 def test_deleting_the_crd_deletes_all_children_without_an_operator(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]]
 ) -> None:
-    """The last test: neither the resource nor its pods wait for the operator, which is gone."""
+    """This is the last test.
+
+    No operator runs any more, so neither the resource nor its pods may wait for it.
+    """
     namespace = "without-crd"
     install(cluster, namespace)
     cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(namespace, model[0]))

@@ -165,7 +165,7 @@ def heteroinfer(cluster: NodeCluster, *arguments: str) -> str:
     return done.stdout
 
 
-def test_top_shows_the_leaders_present_report(pair: Resource) -> None:
+def test_top_shows_the_present_report_of_the_leader(pair: Resource) -> None:
     value = json.loads(heteroinfer(pair.cluster, "top", pair.name, "-o", "json"))
     assert value["note"] == ""
     (group,) = value["resources"][0]["groups"]

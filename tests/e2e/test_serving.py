@@ -200,7 +200,7 @@ def test_a_new_node_is_measured_and_predictions_use_the_result(
     cluster.kubectl("label", "node", node, "kind-")
 
 
-def test_delete_leaves_nothing(pair: Resource) -> None:
+def test_a_deletion_leaves_no_object(pair: Resource) -> None:
     pair.cluster.kubectl("delete", "hinf", "-n", NAMESPACE, pair.name, "--timeout=60s", timeout_s=70)
     kinds = "pods,services,configmaps,networkpolicies"
     selector = f"{names.LABEL_RESOURCE}={pair.name}"

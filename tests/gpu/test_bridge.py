@@ -36,7 +36,10 @@ def test_every_operation_gives_the_result_of_torch(group: Group) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_tensors_around_each_limit_between_copy_methods_are_right(group: Group) -> None:
-    """Mapped up to 256 KiB, copied up to 4 MiB, in parts above; in two and three dims."""
+    """Tensors up to 256 KiB are mapped, up to 4 MiB copied, and larger ones sent in parts.
+
+    They have two and three dimensions.
+    """
     elements = (1, 7, 4096, 131_071, 131_072, 131_073, 1 << 20, (2 << 20) - 1, (2 << 20) + 1)
     calls = [Call(shape=(1, 1, size), step=index) for index, size in enumerate(elements)]
     calls += [Call(shape=(rows, 4096), dtype="bfloat16") for rows in (1, 3, 16, 33, 300, 1025)]
@@ -47,14 +50,14 @@ def test_tensors_around_each_limit_between_copy_methods_are_right(group: Group) 
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
+def test_results_of_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
     done = outcomes(group, "calls", seed=20261121, count=1000)
     assert len(done) == len(group.devices)
     check_thousand(done)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_both_ranks_report_different_calls(group: Group) -> None:
+def test_both_ranks_report_that_their_calls_differ(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 

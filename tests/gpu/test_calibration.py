@@ -15,7 +15,7 @@ from tests.gpu.machine import visible_gpus
 pytestmark = [pytest.mark.skipif(not visible_gpus(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
 
-def test_the_gpu_its_link_and_the_exchange_are_measured() -> None:
+def test_the_gpu_and_its_link_and_the_exchange_are_measured() -> None:
     command = [sys.executable, "-m", "vllm_heteroinfer.launch.cli", "calibrate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def test_graphs_give_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
 def test_bf16_logprobs_are_near_those_of_stock_vllm(architecture: str, tmp_path: Path) -> None:
-    """Of the best token at every position of what stock vLLM answers on the GPU alone."""
+    """Compares the best token at every position of the answer of stock vLLM on the GPU alone."""
     model = make_model(architecture, tmp_path, "bfloat16", BF16_SPREAD)
     out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")
     stock = make("vllm", model, out, *options, env=REFERENCE_ENV, give_up=threading.Event())
@@ -108,7 +108,7 @@ def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:
 
 
 def test_a_frozen_pod_continues_after_it_thaws(tmp_path: Path) -> None:
-    """The GPU does not stop with the pod: its kernels wait for the frozen feed-forward ranks."""
+    """The GPU continues while the pod is frozen, so its kernels wait for the frozen feed-forward ranks."""
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model)
     with serving(
@@ -127,7 +127,7 @@ def test_a_frozen_pod_continues_after_it_thaws(tmp_path: Path) -> None:
         assert check_signal(group, 2, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_a_kernel_gives_up_after_enough_checks_of_the_watch_and_blames_the_lane() -> None:
+def test_a_kernel_gives_up_after_enough_checks_of_the_watching_thread_and_names_the_lane() -> None:
     command = [str(WORKER_PYTHON), "-m", "tests.bench.feed_forward", "frozen"]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])

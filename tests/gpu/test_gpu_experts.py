@@ -41,7 +41,7 @@ A block has 32 tokens of 2 heads of 32 elements in float32.
 pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
 
 
-def test_unpacked_weights_are_those_of_the_checkpoint() -> None:
+def test_unpacked_weights_equal_those_of_the_checkpoint() -> None:
     command = [str(WORKER_PYTHON), "-m", "tests.gpu.unpacked_weights"]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     errors = json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +61,7 @@ def fixed_division(part: str) -> dict[str, str]:
 def test_tokens_equal_those_of_transformers(
     shares: tuple[int, ...], by_experts: bool, part: str, tmp_path: Path
 ) -> None:
-    """In float32, in every step, since nothing is captured."""
+    """In float32. The GPU computes experts in every step, because no CUDA graph is captured."""
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model)
     with serving(
@@ -91,7 +91,7 @@ def test_tokens_equal_those_of_transformers(
 
 @pytest.mark.parametrize("part", ["0.5", "1"])
 def test_bf16_logprobs_are_near_those_of_stock_vllm(part: str, tmp_path: Path) -> None:
-    """Of the best token at every position of what stock vLLM answers on the GPU alone."""
+    """Compares the best token at every position of the answer of stock vLLM on the GPU alone."""
     model = make_model("qwen3_moe", tmp_path, "bfloat16", BF16_SPREAD)
     out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")
     stock = make("vllm", model, out, *options, env=REFERENCE_ENV, give_up=threading.Event())
@@ -113,8 +113,11 @@ def test_bf16_logprobs_are_near_those_of_stock_vllm(part: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("part", ["0.5", "1"])
-def test_tokens_of_mixed_chunked_cached_and_preempted_requests(part: str, tmp_path: Path) -> None:
-    """Only steps with more rows than the captured graphs use the GPU's experts; prompts lie on both sides."""
+def test_mixed_chunked_cached_and_preempted_requests_get_the_right_tokens(part: str, tmp_path: Path) -> None:
+    """Only steps with more rows than the captured graphs use the GPU's experts.
+
+    The prompts have fewer and more rows.
+    """
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model, MIXED_PROMPTS)
     captured = json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, CAPTURED_ROWS]})

@@ -59,14 +59,14 @@ def env_of(plan: Plan, rank: int) -> dict[str, str]:
 def test_each_rank_gets_its_platform_in_any_import_order(
     modules: list[str], pipeline: Plan, tmp_path: Path
 ) -> None:
-    """Seed 000, 2.1 and 2.6: both kinds of rank on one machine, whatever is imported first."""
+    """Both kinds of rank run on one machine, in any order of imports."""
     script = "".join(f"import {module}\n" for module in modules) + SEEN
     assert see(script, env_of(pipeline, 0), tmp_path) == ON_GPU
     assert see(script, env_of(pipeline, 1), tmp_path) == ON_CPU
 
 
 def test_a_cpu_rank_stays_on_the_cpu_if_a_driver_answers(pipeline: Plan, tmp_path: Path) -> None:
-    """Seed 000, 2.2: the driver answers in a CPU rank's process, which stays on the CPU all the same."""
+    """The GPU driver answers in the process of a CPU rank, but the rank still uses the CPU."""
     script = """
 import json, torch
 from vllm.utils.import_utils import import_pynvml
@@ -79,7 +79,7 @@ print(json.dumps([nvml.nvmlDeviceGetCount() > 0, current_platform.is_cpu(), torc
 
 
 def test_each_device_compiles_at_its_own_level(pipeline: Plan, tensor: Plan, tmp_path: Path) -> None:
-    """Seed 000, 2.3 and 2.4: GPU stages keep graphs in a pipeline, and are eager where CPUs split layers."""
+    """GPU stages of a pipeline use CUDA graphs. GPU ranks that share layers with CPUs are eager."""
     script = CONFIG + (
         "c = config.compilation_config\n"
         "print(json.dumps([c.mode.name, c.cudagraph_mode.name != 'NONE', config.model_config.enforce_eager]))"
@@ -91,7 +91,7 @@ def test_each_device_compiles_at_its_own_level(pipeline: Plan, tensor: Plan, tmp
 
 
 def test_each_rank_uses_the_attention_backend_of_its_device(pipeline: Plan, tmp_path: Path) -> None:
-    """Seed 000, 2.6: a GPU rank's attention is a GPU's, a CPU rank's the CPU's, from one plan."""
+    """With one plan, GPU ranks use an attention backend for GPUs, and CPU ranks a backend for CPUs."""
     script = (
         "from vllm.model_executor.layers.attention import Attention\n"
         + CONFIG
@@ -108,7 +108,7 @@ print(json.dumps(layer.attn_backend.get_name()))
 
 
 def test_vllm_sees_as_many_devices_as_the_plan_has(model: Path, tmp_path: Path) -> None:
-    """Seed 001, 2.1: N GPU and M CPU ranks; a GPU rank sees its own GPU only, and is one of N + M."""
+    """A group has N GPU and M CPU ranks. A GPU rank sees only its own GPU, and N + M ranks."""
     plan = build_plan(model, layers=[2, 2, 1, 3], pods=[1, 3], devices=DEVICES)
     script = CONFIG + (
         "from vllm.platforms import current_platform\n"
@@ -119,6 +119,6 @@ def test_vllm_sees_as_many_devices_as_the_plan_has(model: Path, tmp_path: Path) 
 
 
 def test_the_variable_decides_the_device_of_a_rank(pipeline: Plan, tmp_path: Path) -> None:
-    """Seed 001, 3: the variable decides, also against what hardware is there."""
+    """The environment variable decides, even if the machine has other hardware."""
     as_cpu = {**env_of(pipeline, 0), names.ENV_HETEROGENEOUS_DEVICE: "cpu"}
     assert see(SEEN, as_cpu, tmp_path) == ON_CPU

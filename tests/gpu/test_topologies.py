@@ -48,7 +48,7 @@ def topologies(choose: Callable[[Topology], bool]) -> pytest.MarkDecorator:
 def test_greedy_tokens_equal_those_of_transformers_and_stock_vllm(
     served: Served, references: References, report: Report
 ) -> None:
-    """As transformers and stock vLLM on one GPU answer, all prompts together; then from the prefix cache."""
+    """The group gets all prompts at the same time, and then again, so that its prefix cache answers."""
     exact = references["transformers"].result()
     stock = references["float32"].result()
     row = report.row(served.topology)
@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_those_of_transformers_and_stock_vllm(
 
 @topologies(lambda topology: topology.mode is Mode.TENSOR)
 def test_metrics_and_log_show_the_transport_of_the_bridge(served: Served) -> None:
-    """Metrics and log say how the ranks of a stage exchange: by memory that they share, unless asked else."""
+    """Metrics and log show the transport between the ranks of a stage: shared memory by default."""
     way = dict(served.topology.env).get(contract.ENV_BRIDGE, "shared_memory")
     plan = served.group.plan
     for stage in range(plan.pipeline_parallel_size):
@@ -87,7 +87,7 @@ def test_metrics_and_log_show_the_transport_of_the_bridge(served: Served) -> Non
 def test_metrics_show_the_transport_of_nccl_on_gpus_only(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
-    """Metrics of GPUs that share a stage report what NCCL took; other ranks use none."""
+    """Metrics of GPUs that share a stage show the transport of NCCL. Other ranks have no such metric."""
     as_cpu = request.config.getoption("--devices-as-cpu")
     for rank in served.group.plan.ranks:
         seen = scrape(served.group, rank.rank)
@@ -101,7 +101,7 @@ def test_metrics_show_the_transport_of_nccl_on_gpus_only(
 def test_bf16_logprobs_are_near_those_of_stock_vllm(
     served: Served, references: References, report: Report
 ) -> None:
-    """Of the best token at every position of what stock vLLM answered on one GPU."""
+    """Compares the best token at every position of the answer of stock vLLM on one GPU."""
     stock = references["bfloat16"].result()
     got = score(served.group, texts_of(stock), best=5)
     gaps = bf16_gaps(stock, got)
@@ -113,10 +113,10 @@ def test_bf16_logprobs_are_near_those_of_stock_vllm(
 
 @topologies(lambda topology: topology.mode is Mode.TENSOR and topology.dtype == "float32")
 def test_ranks_agree_on_sampled_tokens(served: Served, references: References) -> None:
-    """Temperature 1 with a seed: the same answer twice, and the history that every rank computed with is it.
+    """Temperature 1 with a seed gives the same answer twice.
 
-    A rank that fed back a token of its own would have computed the later logprobs with another history
-    than the answer says: they are computed once more, from the answer's text.
+    If a rank had continued with a token of its own, its later logprobs would belong to another text. So the
+    test computes the logprobs again from the text of the answer, and compares them.
     """
     prompts = [answer.prompt for answer in references["transformers"].result()]
     first = generate(served.group, prompts, temperature=1.0, seed=7)
@@ -133,7 +133,7 @@ def test_ranks_agree_on_sampled_tokens(served: Served, references: References) -
 
 @topologies(lambda topology: True)
 def test_times_and_bytes_of_every_rank_add_up(served: Served, references: References) -> None:
-    """Times add up on every rank; a hop's bytes arrive as they were sent."""
+    """On every rank, the parts of a step add up to its time. Each hop receives as many bytes as were sent."""
     prompts = [answer.prompt for answer in references[served.topology.dtype].result()]
     generate(served.group, prompts)
     plan = served.group.plan
@@ -175,7 +175,10 @@ def check_hops(served: Served, found: list[Scrape]) -> None:
 def test_a_sleeping_group_frees_memory_and_wakes_with_the_same_tokens(
     served: Served, references: References
 ) -> None:
-    """Asleep, no pod is ready and the GPU's KV cache is given back; awake, the same tokens as before."""
+    """While the group sleeps, no pod is ready and the GPU frees its KV cache.
+
+    After waking, the tokens are the same as before.
+    """
     group = served.group
     exact = references["transformers"].result()
     group.post("/sleep?level=1", {})
@@ -207,7 +210,7 @@ def wait_until(group: Group, holds: Callable[[], bool], timeout_s: float = 20.0)
 
 @topologies(lambda topology: topology.kill is not None)
 def test_a_killed_rank_is_reported(served: Served, references: References, report: Report) -> None:
-    """While it decodes: within 2 s, by every pod; nothing is left."""
+    """The rank is killed while it decodes. Every pod names it within 2 s, and no process remains."""
     group, rank = served.group, served.topology.kill
     assert rank is not None
     pod = group.plan.ranks[rank].pod

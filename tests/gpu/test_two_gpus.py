@@ -53,7 +53,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_are_those_of_transformers_and_a_killed_rank_is_reported(name: str, tmp_path: Path) -> None:
-    """In float32, from CUDA graphs; without them if the GPUs copy half of the experts."""
+    """In float32, with CUDA graphs, or without them if the GPUs copy half of the experts."""
     pair = PAIRS[name]
     model = make_model(pair.architecture, tmp_path)
     expected = reference(model)

@@ -59,7 +59,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
-    """examples/cpu-pair.yaml with two groups, and the API key as docs/user/expose.md#routes gives it."""
+    """examples/cpu-pair.yaml with two groups, and an API key as in docs/user/expose.md#give-the-api-a-key."""
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
@@ -209,7 +209,7 @@ def test_requests_with_another_key_or_to_other_paths_are_refused(gateway: Gatewa
 
 
 def test_the_picker_refuses_a_prompt_of_token_ids(gateway: Gateway) -> None:
-    """docs/user/expose.md#routes warns of it; without a picker vLLM takes such a prompt."""
+    """docs/user/expose.md#routes describes this. Without a picker, vLLM accepts such a prompt."""
     assert gateway.complete([3, 5])[0] == 400
 
 
@@ -411,7 +411,7 @@ def ask_holder(address: str) -> tuple[int, str]:
 
 
 def test_keda_scales_to_zero_and_back_for_a_request(groups: Resource, holder: str) -> None:
-    """The last test: all groups go, and one comes for the request."""
+    """This is the last test. All groups are removed, and one is started for the request."""
 
     def is_at_zero() -> bool:
         reasons = {c["type"]: (c["status"], c["reason"]) for c in groups.status["conditions"]}

@@ -23,10 +23,11 @@ This page shows how much time, memory and how many writes one operator needs for
 
 There are {resources} resources in {namespaces} namespaces on {nodes} nodes of 8 GPUs. Each resource
 has one group of four pods (one GPU pod and three CPU pods). etcd, API server, controllers and
-scheduler are real and share the machine with the operator. They run with GOGC={gogc}, which spends
-memory to save time. kwok plays the kubelets: it reports that pods run, and reports the model for
-inspect pods. The operator is one process with the rights and defaults of the chart. Writes come
-from the operator's own metric. Objects are compared by uid and resourceVersion.
+scheduler are the real programs, and share the machine with the operator. They run with GOGC={gogc},
+with which they use more memory and less CPU time. kwok simulates the kubelets: it reports that pods
+run, and reports the model for inspect pods. The operator is one process with the rights and defaults
+of the chart. The operator's own metric counts the writes. Objects are compared by uid and
+resourceVersion.
 
 Measured on {date} by `{command}` on {machine}. The average load of
 the 15 minutes before was {load:.1f}.

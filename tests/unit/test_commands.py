@@ -133,7 +133,7 @@ def wrong_targets(text: str) -> list[str]:
     return [target for target in targets_named(text) if target not in targets()]
 
 
-def test_every_target_of_make_is_there() -> None:
+def test_every_make_target_in_the_docs_exists() -> None:
     assert {"test", "cluster-down"} <= targets()
     assert not [target for target in targets() if re.fullmatch(AFTER_THE_VERB, target)]
     assert sum(len(list(targets_named(text))) for text in texts().values()) > 100
@@ -158,7 +158,7 @@ def test_every_target_of_make_is_there() -> None:
         'echo "run it as root, or: make tset" >&2',
     ],
 )
-def test_a_target_that_is_not_there_is_found(text: str) -> None:
+def test_a_missing_make_target_is_found(text: str) -> None:
     assert set(wrong_targets(text)) in ({"tset"}, {"tset-all"})
 
 
@@ -182,7 +182,7 @@ def command_options() -> dict[str, set[str]]:
     }
 
 
-def test_every_option_of_the_command_line_is_there() -> None:
+def test_every_option_of_the_command_line_in_the_docs_exists() -> None:
     named = [
         (page, command, set(_OPTION.findall(rest)))
         for page in pages()
@@ -214,7 +214,7 @@ def wrong_worker_options(text: str) -> Iterator[str]:
         yield from (f"{command} {option}" for option in _OPTION.findall(rest) if option not in known)
 
 
-def test_every_option_of_the_worker_is_there() -> None:
+def test_every_option_of_the_worker_in_the_docs_exists() -> None:
     assert "--repository" in worker_options("fetch")
     assert worker_options("calibrate") >= {"-o", "--limit", "--termination-message-path", "--help"}
     assert worker_options("run")
@@ -233,7 +233,7 @@ def test_every_option_of_the_worker_is_there() -> None:
         ("`heteroinfer-worker` starts; heteroinfer-worker fetch --cache DIR | jq -r .x", []),
     ],
 )
-def test_an_option_of_the_worker_that_is_not_there_is_found(text: str, odd: list[str]) -> None:
+def test_a_missing_option_of_the_worker_is_found(text: str, odd: list[str]) -> None:
     assert list(wrong_worker_options(text)) == odd
 
 
@@ -243,7 +243,7 @@ def source_of(module: str) -> str:
     return "".join(file.read_text() for file in files)
 
 
-def test_every_option_of_a_module_of_tests_is_there() -> None:
+def test_every_option_of_a_test_module_in_the_docs_exists() -> None:
     named = [
         (page, module, option)
         for page in pages()
@@ -332,7 +332,7 @@ def wrong_tests(page: str) -> Iterator[str]:
             yield match[0]
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
+def test_every_test_that_a_page_names_exists() -> None:
     assert sum(len(_TEST.findall(texts()[page])) for page in pages()) > 200
     assert wrong(wrong_tests, pages()) == []
 
@@ -350,7 +350,7 @@ def test_every_test_that_a_page_names_is_there() -> None:
         "| before | after |\n|---|---|\n| `test_was` | `test_is_not` |",
     ],
 )
-def test_a_test_that_is_not_there_is_found(text: str) -> None:
+def test_a_missing_test_is_found(text: str) -> None:
     assert len(list(wrong_tests(text))) == 1
 
 
@@ -381,7 +381,7 @@ def wrong_selections(text: str) -> list[str]:
     ]
 
 
-def test_every_selection_of_tests_finds_some() -> None:
+def test_every_selection_of_tests_finds_a_test() -> None:
     assert sum(len(_SELECTED.findall(texts()[page])) for page in pages()) > 2
     assert wrong(wrong_selections, pages()) == []
 
@@ -411,7 +411,7 @@ def wrong_references(text: str) -> list[str]:
     return wrong
 
 
-def test_every_name_in_a_file_that_a_text_refers_to_is_there() -> None:
+def test_every_name_that_a_text_refers_to_exists_in_its_file() -> None:
     assert sum(len(_REFERENCE.findall(text)) for text in texts().values()) > 40
     assert wrong(wrong_references) == []
 

@@ -75,7 +75,7 @@ def test_every_link_leads_somewhere() -> None:
     assert wrong == []
 
 
-def test_every_anchor_that_a_file_mentions_is_there() -> None:
+def test_every_anchor_that_a_file_mentions_exists() -> None:
     folders = ("charts", "examples", "operator", "worker_image", "crds")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
     found = [
@@ -217,7 +217,7 @@ def wrong_words(text: str) -> list[str]:
     return [word for word in words if word not in known_words() and word not in WORDS_OF_OTHERS]
 
 
-def test_every_reason_and_alert_is_there() -> None:
+def test_every_reason_and_alert_in_the_docs_exists() -> None:
     said = {
         word for page in NAMING_THE_WIRE for span in spans(page.read_text()) for word in _WORD.findall(span)
     }
@@ -300,7 +300,7 @@ def wrong_labels(text: str) -> list[str]:
     return [label for label in _LABEL.findall(text) if label not in ours]
 
 
-def test_every_label_and_annotation_is_there() -> None:
+def test_every_label_and_annotation_in_the_docs_exists() -> None:
     files = [
         *PAGES,
         *(
@@ -357,7 +357,7 @@ def sentences(module: ast.Module) -> Iterator[str]:
             yield str(node.value)
 
 
-def test_every_field_that_a_message_names_is_there() -> None:
+def test_every_field_that_a_message_names_exists() -> None:
     wrong: list[tuple[str, str]] = []
     count = 0
     for source in (ROOT / "operator/src", ROOT / "worker_image/src/heteroinfer_contract"):
@@ -370,7 +370,7 @@ def test_every_field_that_a_message_names_is_there() -> None:
     assert wrong == []
 
 
-def test_every_field_that_a_comment_of_the_chart_or_an_example_names_is_there() -> None:
+def test_every_field_that_a_comment_of_the_chart_or_an_example_names_exists() -> None:
     files = [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "charts/heteroinfer").rglob("*.[yt]*")]
     comments = {
         name_of(file): "\n".join(re.findall(r"#.*" if file.suffix != ".txt" else r".+", file.read_text()))

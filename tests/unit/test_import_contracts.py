@@ -105,7 +105,7 @@ def test_every_contract_is_tried() -> None:
     assert {name for name, _, _ in WRONG} == CONTRACTS.keys()
 
 
-def test_no_contract_is_softened() -> None:
+def test_no_import_contract_has_exceptions() -> None:
     softened = {name: options.keys() - HARD for name, options in CONTRACTS.items() if options.keys() - HARD}
     assert softened == {}, "mend the import, not the contract: without ignore_imports, depth or such"
     assert OPTIONS.session_options.keys() == {"root_packages", "include_external_packages"}
@@ -193,7 +193,9 @@ def test_modules_declared_stdlib_only_import_nothing_else(imports: grimp.ImportG
         ("vllm_heteroinfer.calibration.command", "torch"),
     ],
 )
-def test_more_than_stdlib_is_refused(imports: grimp.ImportGraph, importer: str, imported: str) -> None:
+def test_an_import_outside_the_standard_library_is_refused(
+    imports: grimp.ImportGraph, importer: str, imported: str
+) -> None:
     assert importer in not_of_stdlib(with_import(imports, importer, imported))
 
 
@@ -301,5 +303,7 @@ def test_root_packages_import_only_the_recorded_modules(imports: grimp.ImportGra
         ("heteroinfer_contract", "heteroinfer_contract.plan"),
     ],
 )
-def test_more_in_a_root_package_is_refused(imports: grimp.ImportGraph, root: str, imported: str) -> None:
+def test_an_unrecorded_import_of_a_root_package_is_refused(
+    imports: grimp.ImportGraph, root: str, imported: str
+) -> None:
     assert imported_by_roots(with_import(imports, root, imported)) != IN_NO_LAYER

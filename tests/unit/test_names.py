@@ -157,7 +157,7 @@ def _text() -> Iterator[tuple[Path, str]]:
                 yield file, docstring
 
 
-def test_every_file_that_text_names_is_there() -> None:
+def test_every_file_that_a_text_names_exists() -> None:
     """By its path from the root or the page, or by the end of its path, as `kube/rights.py`."""
     files = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     ends = {"/".join(parts[i:]) for parts in (file.split("/") for file in files) for i in range(len(parts))}
@@ -174,7 +174,7 @@ def test_every_file_that_text_names_is_there() -> None:
     assert wrong == []
 
 
-def test_every_module_that_text_names_is_there() -> None:
+def test_every_module_that_a_text_names_exists() -> None:
     wrong = []
     named = 0
     for file, words in text():
@@ -206,7 +206,7 @@ def is_there(parts: list[str]) -> bool:
     return False
 
 
-def test_the_invariants_name_tests_that_there_are() -> None:
+def test_the_invariants_name_existing_tests() -> None:
     page = (ROOT / "docs/contributor/invariants.md").read_text()
     named = set(re.findall(r"`(\w+_\w+)`", page))
     assert len(named) > 70

@@ -16,8 +16,8 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/*
-The labels of an object. Takes a list: the root, labels from a value for this object, labels that the chart gives it.
-The chart's labels win, then those of the object's value, then commonLabels.
+The labels of an object. Takes a list: the root, the labels from a value for this object, and the chart's own labels.
+If a key occurs several times, the chart's own label counts first, then that of the value, then that of commonLabels.
 */}}
 {{- define "heteroinfer.labelsAnd" -}}
 {{- $root := first . }}
@@ -87,7 +87,7 @@ annotations:
 {{ .Values.workerImages.gpu | default (include "heteroinfer.besideOperator" (list . "worker")) }}
 {{- end }}
 
-{{/* The environment that settings.py reads. `helm test` uses the same. */}}
+{{/* The environment variables that settings.py reads, for the operator and `helm test`. */}}
 {{- define "heteroinfer.env" -}}
 - {name: HETEROINFER_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 - {name: HETEROINFER_IDENTITY, valueFrom: {fieldRef: {fieldPath: metadata.name}}}

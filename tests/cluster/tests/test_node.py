@@ -204,7 +204,7 @@ def test_a_test_node_can_advertise_fake_gpus(node_cluster: NodeCluster) -> None:
     node_cluster.offer("nvidia.com/gpu", 0)
 
 
-def test_a_node_stops_without_a_trace_while_its_pods_run() -> None:
+def test_a_node_stops_and_leaves_nothing_although_its_pods_run() -> None:
     before = observe_traces()
     with start_node_cluster() as cluster:
         wait = ("wait", "--for=create", "serviceaccount/default", "--timeout=20s")

@@ -72,7 +72,7 @@ os._exit(0)
 
 
 def test_a_rank_reports_the_rank_that_it_still_waits_for(tmp_path: Path) -> None:
-    """Else it would be taken for the one that hangs."""
+    """Otherwise the leader would report this rank as the rank that hangs."""
     assert run_script(WORKER_PYTHON, WAITS, str(tmp_path / "store")).answer() == [2, None]
 
 
@@ -95,14 +95,14 @@ def test_tensors_larger_than_a_part_arrive_complete(group: Group) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @settings(max_examples=1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -> None:
+def test_results_of_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -> None:
     done = outcomes(group, "calls", seed=seed, count=1000)
     assert len(done) == len(group.devices)
     check_thousand(done)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_both_ranks_report_different_calls(group: Group) -> None:
+def test_both_ranks_report_that_their_calls_differ(group: Group) -> None:
     check_differences(outcomes(group, "differ", differences=differing_calls(len(group.devices))))
 
 
@@ -140,7 +140,7 @@ def test_the_other_ranks_fail_within_two_seconds_after_a_rank_closes_its_bridge(
     assert all(one["seconds"] < 2 for one in reported[:-1])
 
 
-def test_shared_memory_has_no_name_and_leaves_nothing() -> None:
+def test_shared_memory_has_no_name_and_leaves_no_file() -> None:
     before = set(os.listdir("/dev/shm"))
     with running(Group(), "until_error", elements=100_000) as ranks:
         for rank in ranks:
@@ -192,7 +192,7 @@ def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_rank()
     )
 
 
-def test_the_bridge_works_if_a_rank_has_another_dev_shm() -> None:
+def test_the_bridge_works_if_a_rank_has_a_dev_shm_of_its_own() -> None:
     wrapper = (
         "unshare",
         "--mount",
@@ -213,7 +213,7 @@ def _check_refusals(reported: list[dict[str, Any]]) -> None:
 
 
 def test_a_rank_waits_for_no_peer_before_its_device_has_written() -> None:
-    """As a GPU's stream does it: until a rank's own word is there it waits for nobody, with a deadline."""
+    """Like a GPU's stream, a rank waits for no peer until its own memory word is written, with a deadline."""
     reported = ask("tests.integration.bridge.late_words", "")
     before, after = reported["before"], reported["after"]
     assert before["got"] == after["got"] == [1]

@@ -96,7 +96,7 @@ def test_an_open_output_pipe_does_not_delay_the_calibration(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_calibration_that_is_ended_leaves_no_process(tmp_path: Path, number: int) -> None:
-    """Its measuring process imports a torch that takes a minute."""
+    """The measuring process imports a replacement of torch that takes a minute."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)\n")
     temporary = tmp_path / "temporary"

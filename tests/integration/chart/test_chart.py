@@ -464,7 +464,7 @@ ON_NODES = (
     ],
 )
 def test_the_api_server_accepts_the_rendered_objects(plane: Cluster, values: tuple[str, ...]) -> None:
-    """All but the test pod, whose service account a dry run does not find."""
+    """All objects except the test pod, because a dry run does not find its service account."""
     objects = [o for o in render(plane, *values) if o["kind"] != "Pod"]
     listed = yaml.safe_dump_all({**o, "metadata": at_home(o)} for o in objects)
     answer = plane.kubectl(
@@ -528,7 +528,7 @@ def test_the_chart_can_be_installed_again_after_an_uninstall(plane: Cluster, tmp
 
 
 def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> None:
-    """As the chart's README says; the resources of the first release are still there."""
+    """The steps are those of the docs. The resources of the first release still exist."""
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0")
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     wait_established(plane, CRD)
@@ -548,7 +548,7 @@ def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> N
 
 
 def test_a_team_installs_a_release_with_rights_in_its_namespace(plane: Cluster) -> None:
-    """As docs/user/install.md says: the CRD and the roles are a cluster administrator's."""
+    """The steps are those of docs/user/install.md: a cluster administrator applies the CRD and the roles."""
     roles = REPOSITORY / "examples" / "team" / "cluster-roles.yaml"
     forced = ("apply", "--server-side", "--force-conflicts", "-f")
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", "-f", str(LEAST_VALUES))
@@ -636,7 +636,7 @@ PEOPLE = {
 }
 
 
-def test_people_with_kubernetes_own_roles_may_use_the_resource(plane: Cluster) -> None:
+def test_users_with_the_standard_roles_of_kubernetes_may_use_the_resource(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0")
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     wait_established(plane, CRD)

@@ -120,7 +120,7 @@ def upgrade_to_this(release: Release, *options: str) -> None:
 async def test_an_upgrade_from_the_former_chart_keeps_the_key(
     release: Release, options: tuple[str, ...]
 ) -> None:
-    """So do upgrades after it, and the former chart finds the key when the release goes back."""
+    """Later upgrades keep the key, too, and after a rollback the former chart finds it."""
     release.helm("install", FORMER_CHART, *VALUES)
     key = release.fill_former()
     upgrade_to_this(release, *options)
@@ -146,7 +146,7 @@ async def test_an_upgrade_without_hooks_keeps_the_key(release: Release) -> None:
 
 
 async def test_an_upgrade_of_a_release_that_never_ran_has_one_key(release: Release) -> None:
-    """The former Secret is there, and empty."""
+    """The Secret of the former chart exists and is empty."""
     release.helm("install", FORMER_CHART, *VALUES)
     upgrade_to_this(release)
     assert release.key(OWN) is None
@@ -155,7 +155,7 @@ async def test_an_upgrade_of_a_release_that_never_ran_has_one_key(release: Relea
 
 
 async def test_a_key_that_a_former_operator_created_after_a_rollback_is_used(release: Release) -> None:
-    """The release went back with an emptied Secret: the operator of the former chart made another key."""
+    """After a rollback with an emptied Secret, the operator of the former chart created another key."""
     release.helm("install", FORMER_CHART, *VALUES)
     release.fill_former()
     upgrade_to_this(release)
@@ -169,7 +169,7 @@ async def test_a_key_that_a_former_operator_created_after_a_rollback_is_used(rel
 
 
 async def test_a_secret_of_another_release_is_not_changed(release: Release) -> None:
-    """Somebody's Secret of the former name is no part of this release."""
+    """A Secret of another owner with the former name does not belong to this release."""
     metadata: dict[str, Any] = {"name": FORMER, "namespace": release.namespace}
     body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"x": "eA=="}}
     release.plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump(body))

@@ -106,7 +106,7 @@ def find_container(deployment: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_common_labels_and_annotations_are_on_every_object(tmp_path: Path) -> None:
-    """Labels by which the chart selects stay as they are."""
+    """The labels by which the chart selects pods do not change."""
     everything: dict[str, Any] = {
         "commonLabels": {
             "team": "ml",
@@ -351,7 +351,10 @@ def sections_and_values() -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted({*sections_and_values()} - {*EVERYTHING, "image.repository"}))
 def test_null_means_not_set_or_is_refused_with_its_path(path: str, tmp_path: Path) -> None:
-    """Helm takes a value that is null out of the defaults; what templates need then is named by its path."""
+    """Helm removes a null value from the defaults.
+
+    If a template needs the value, the error names its path.
+    """
     default = sections_and_values()[path]
     values = {name: value for name, value in EVERYTHING.items() if not name.startswith(f"{path}.")}
     section, _, name = path.rpartition(".")
@@ -388,7 +391,7 @@ def test_probes_allow_a_slow_start_and_detect_a_hang(tmp_path: Path) -> None:
     assert container["resources"]["requests"]["cpu"] == "100m"
 
 
-def test_with_the_nodes_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
+def test_with_host_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
     def strategy(values: dict[str, Any]) -> Any:
         (found,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
         return found["spec"].get("strategy")
@@ -400,7 +403,7 @@ def test_with_the_nodes_network_no_second_pod_waits_for_the_port(tmp_path: Path)
     assert strategy({}) is None
 
 
-def test_the_operators_policy_opens_the_ports_of_dns_that_the_operators_own_policies_open(
+def test_the_charts_policy_opens_the_same_dns_ports_as_the_policies_of_the_operator(
     tmp_path: Path,
 ) -> None:
     policies = [o for o in render(tmp_path, {"networkPolicy.enabled": True}) if o["kind"] == "NetworkPolicy"]
@@ -420,7 +423,7 @@ def test_extra_env_sets_variables_of_the_operator_and_helm_test(tmp_path: Path) 
             assert given[0] in each["spec"]["containers"][0]["env"]
 
 
-def test_people_of_an_installation_with_rights_in_namespaces_only_have_no_cluster_roles(
+def test_a_namespaced_installation_creates_no_cluster_roles_for_users(
     tmp_path: Path,
 ) -> None:
     objects = render(tmp_path, {"scope": "Namespaced", "crds.install": False})

@@ -62,7 +62,7 @@ def agree(server: Server, body: dict[str, Any]) -> str:
     return "accepted"
 
 
-def test_the_spec_classes_and_the_api_server_accept_good_resources(server: Server) -> None:
+def test_the_spec_classes_and_the_api_server_accept_valid_resources(server: Server) -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=200, deadline=None, suppress_health_check=SHARED, phases=PHASES)

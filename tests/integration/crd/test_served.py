@@ -141,7 +141,7 @@ def test_the_kind_is_in_its_own_category_and_not_in_all(cluster: Cluster, server
     assert listed not in cluster.kubectl("get", "all", "-o", "name").split()
 
 
-def test_fields_select_resources(cluster: Cluster, server: Server) -> None:
+def test_field_selectors_select_resources(cluster: Cluster, server: Server) -> None:
     server.create(resource("stopped", suspend=True), dry_run=False)
     mode = {"mode": "Pipeline"}
     of_claim = resource("of-a-claim", model={"uri": "pvc://claim/a"}, parallelism=mode)
@@ -167,7 +167,7 @@ def test_a_refusal_names_the_field(cluster: Cluster) -> None:
     assert "spec.roles[0].device: Forbidden: must be GPU if deviceResourceName" in wrong_device
 
 
-def test_kubectl_scale_sets_the_groups(cluster: Cluster, server: Server) -> None:
+def test_kubectl_scale_sets_the_number_of_groups(cluster: Cluster, server: Server) -> None:
     created = server.create(resource("scaled"), dry_run=False)
     status = HeteroInferenceStatus(replicas=1, selector="heteroinfer.dev/leader=true")
     server.put_status("scaled", {**created, "status": status.dump()}, dry_run=False)
@@ -228,7 +228,7 @@ def test_the_test_finds_the_durations_of_the_schema() -> None:
 
 
 def test_the_examples_are_applied_together(cluster: Cluster) -> None:
-    """Two examples had one name: the second overwrote the first."""
+    """Earlier, two examples had the same name, and the second overwrote the first."""
     documents = [
         document
         for file in sorted((REPOSITORY / "examples").glob("*.yaml"))

@@ -138,7 +138,9 @@ def mappable_bytes(pid: int) -> int:
     return found
 
 
-def test_shared_experts_stay_a_frozen_pod_continues_and_a_stopped_rank_is_reported(tmp_path: Path) -> None:
+def test_shared_experts_stay_on_the_asking_rank_a_frozen_pod_continues_and_a_stopped_rank_is_reported(
+    tmp_path: Path,
+) -> None:
     model = make_model("qwen2_moe", tmp_path)
     with serving("qwen2_moe", model, tmp_path) as group:
         expected = reference(model)
@@ -151,7 +153,7 @@ def test_shared_experts_stay_a_frozen_pod_continues_and_a_stopped_rank_is_report
 
 
 def test_two_ranks_of_a_stage_ask_their_own_ranks_and_a_killed_rank_is_reported(tmp_path: Path) -> None:
-    """Of a mixture with shared experts, which stay on the stage's ranks; by whole experts."""
+    """The shared experts of the mixture stay on the stage's ranks. Feed-forward ranks have whole experts."""
     model = make_model("qwen2_moe", tmp_path)
     with serving("qwen2_moe", model, tmp_path, shares=(1, 1, 1, 1), tensor=2, by_experts=True) as group:
         assert answers(group) == reference(model)
@@ -163,7 +165,7 @@ def test_two_ranks_of_a_stage_ask_their_own_ranks_and_a_killed_rank_is_reported(
 
 
 def test_biases_of_a_shared_stage_are_added_once_and_a_stopped_rank_is_reported(tmp_path: Path) -> None:
-    """Of a mixture whose checkpoint has all experts' matrices in one tensor, by whole experts."""
+    """The checkpoint has all experts' matrices in one tensor. Feed-forward ranks have whole experts."""
     model = make_model("gpt_oss", tmp_path)
     shares = (*BY_EXPERTS, *BY_EXPERTS)
     with serving("gpt_oss", model, tmp_path, shares=shares, tensor=2, by_experts=True) as group:
@@ -173,7 +175,10 @@ def test_biases_of_a_shared_stage_are_added_once_and_a_stopped_rank_is_reported(
 
 
 def test_stages_of_two_ranks_ask_for_their_own_layers_and_end_with_an_asking_rank(tmp_path: Path) -> None:
-    """Of a dense model: the ranks of a stage add the parts of their feed-forward ranks, by columns."""
+    """The model is dense.
+
+    The ranks of a stage add the parts of their feed-forward ranks, which share columns.
+    """
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(1, 1, 1, 1), tensor=2, stages=(1, 2)) as group:
         assert answers(group) == reference(model)
@@ -210,7 +215,7 @@ def test_ranks_of_two_pods_and_of_the_asking_pod_serve_and_a_killed_rank_is_repo
         assert (failure.reason, failure.pod) == (FailureReason.RANK_EXITED, 2)
 
 
-def test_another_pod_serves_the_mlps_of_a_dense_model_and_outlives_no_asking_rank(tmp_path: Path) -> None:
+def test_another_pod_serves_the_mlps_of_a_dense_model_and_ends_with_the_asking_rank(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(1,), pods=(1,)) as group:
         assert answers(group) == reference(model)
@@ -218,7 +223,7 @@ def test_another_pod_serves_the_mlps_of_a_dense_model_and_outlives_no_asking_ran
 
 
 def test_ranks_with_whole_experts_count_them_and_report_their_errors(tmp_path: Path) -> None:
-    """Of a mixture whose gate and up columns are in one tensor."""
+    """The mixture has its gate and up columns in one tensor."""
     model, trigger = make_model("gpt_oss", tmp_path), tmp_path / "trigger"
     env = {
         "PYTHONPATH": str(Path(__file__).parent / "raising"),

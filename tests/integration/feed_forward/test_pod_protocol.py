@@ -59,7 +59,7 @@ def test_names_a_pod_that_computes_for_too_long() -> None:
     assert got["seconds"] < NAMED_WITHIN_S
 
 
-def test_answers_stay_right_with_a_delay_of_milliseconds_which_is_measured() -> None:
+def test_a_network_delay_is_measured_and_answers_stay_right() -> None:
     got = play("delayed", "--count", "20")
     for delay_ms, (asks_ms, measured_ms, failures) in got.items():
         assert failures == 0

@@ -163,7 +163,7 @@ def test_only_files_that_serving_needs_are_fetched(hub: HubServer, cache: Path) 
     assert model.size_bytes == sum(hub.seen.sent_bytes.values())
 
 
-def test_a_model_that_is_there_is_not_fetched_again(hub: HubServer, cache: Path) -> None:
+def test_a_model_in_the_cache_is_not_fetched_again(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         commit = fetch.model().commit
     hub.seen.sent_bytes.clear()
@@ -231,8 +231,8 @@ def test_a_fetch_fails_after_its_stall_limit(hub: HubServer, cache: Path) -> Non
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
 
 
-def test_a_hub_that_keeps_a_silent_connection_open_is_given_up(hub: HubServer, cache: Path) -> None:
-    """The client would wait for its own time-out, and ask again, and again."""
+def test_the_fetch_gives_up_a_hub_that_keeps_a_silent_connection_open(hub: HubServer, cache: Path) -> None:
+    """Without this limit, the client would wait for its own time-out and ask again without end."""
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache, "--patience", "3") as fetch:
         failure = fetch.failure()
@@ -300,7 +300,7 @@ def test_a_mirror_that_changes_a_file_is_reported(hub: HubServer, cache: Path) -
     assert read_marker(folder_of(hub, cache)) is None
 
 
-def test_a_file_that_is_refused_for_good_ends_the_fetch_while_others_come(
+def test_a_permanently_refused_file_ends_the_fetch_during_other_downloads(
     hub: HubServer, cache: Path
 ) -> None:
     hub.corrupt = hub.held = {SHARDS[0]}
@@ -481,7 +481,7 @@ def test_a_commit_with_a_path_writes_nothing_outside_the_cache(hub: HubServer, c
 
 
 def test_a_hub_cannot_create_the_marker(hub: HubServer, cache: Path) -> None:
-    """Fetched under another way to write its name, it would be there before the weights are."""
+    """A file with another spelling of the marker's name would create the marker before the weights exist."""
     files = hub.repositories[MODEL].files
     planted = CompleteModel(repository=MODEL, commit="0" * 40, files=()).to_json().encode()
     index = {"weight_map": {"a": SHARDS[0], "b": f"./{MARKER_FILE}"}}

@@ -133,7 +133,7 @@ def test_reads_a_commit_by_its_hash(hub: HubServer, made: Path, tmp_path: Path) 
 
 
 def test_reads_only_the_front_from_a_server_without_ranges(made: Path, tmp_path: Path) -> None:
-    """A mirror of plain files, as any web server gives them."""
+    """The mirror is a plain web server."""
     root, commit = tmp_path / "mirror", "0" * 40
     listing = root / "api/models" / MODEL / "revision/main"
     listing.parent.mkdir(parents=True)
@@ -161,7 +161,7 @@ class PlainFiles(SimpleHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("where", ["environment", "file"])
-def test_the_token_gives_access_to_a_private_model_and_only_the_hub_gets_it(
+def test_the_token_gives_access_to_a_private_model_and_is_sent_only_to_the_hub(
     hub: HubServer, made: Path, tmp_path: Path, where: str
 ) -> None:
     hub.repositories[MODEL].token = TOKEN

@@ -53,8 +53,8 @@ def test_every_format_matches_the_reference_on_every_path(name: str, path: str, 
 
 @pytest.mark.parametrize("path", CODED_SETS)
 @pytest.mark.parametrize("name", ["fp8 block", "int4 128 zeros", "nvfp4"])
-def test_threads_change_no_bit(name: str, path: str, on_path: Asking) -> None:
-    """How a matrix is split depends on its shape alone."""
+def test_the_number_of_threads_changes_no_bit(name: str, path: str, on_path: Asking) -> None:
+    """The division of a matrix depends only on its shape."""
     for seed, case in enumerate(draw_cases(name, path, 8, seed=1)):
         cases = [{**case, "threads": threads, "seed": seed} for threads in (1, 2, 5)]
         assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case

@@ -54,8 +54,8 @@ def test_every_path_matches_the_reference(weights: str, path: str, on_path: Aski
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_threads_change_no_bit(weights: str, path: str, on_path: Asking) -> None:
-    """A block is computed by one thread, whichever: its sums have one order."""
+def test_the_number_of_threads_changes_no_bit(weights: str, path: str, on_path: Asking) -> None:
+    """Each block is computed by a single thread, so the order of its sums is always the same."""
     for seed, case in enumerate(draw_cases(weights, path, 6, seed=9)):
         cases = [{**case, "threads": threads, "seed": seed} for threads in (1, 2, 5)]
         assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case
@@ -63,7 +63,10 @@ def test_threads_change_no_bit(weights: str, path: str, on_path: Asking) -> None
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernels: Asking) -> None:
-    """Bit by bit the same outputs; another process reads the packed bytes; nothing stays mapped."""
+    """The outputs are equal to the last bit.
+
+    Another process can read the packed bytes. No mapping remains.
+    """
     case = {
         "weights": weights,
         "rows": 5,
@@ -83,7 +86,7 @@ def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernel
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_every_fp8_number_is_decoded_exactly(rows: int, path: str, on_path: Asking) -> None:
-    """Denormal ones and NaN too, whether they are widened in registers or for tiles."""
+    """Also denormals and NaN, both in registers and for AMX tiles."""
     answer = on_path("fp8_numbers", path=path, rows=rows)
     assert len(answer["numbers"]) == 256
     assert sum(math.isnan(number) for number in answer["numbers"]) == 2
@@ -124,7 +127,10 @@ def test_arguments_of_wrong_type_or_size_are_refused(weights: str, kernels: Aski
 
 
 def test_layers_match_vllms_layers(usable: list[str]) -> None:
-    """bf16 and FP8 experts are ours; what the kernels don't take is vLLM's, and all are right."""
+    """Our kernels compute bf16 and FP8 experts, and vLLM's code computes the others.
+
+    All results are right.
+    """
     answer = ask_forked(LAYERS, "experts", *usable)
     kept = {"float32": False, "gelu": False, "bias": False}
     assert answer["ours"] == {"bf16": True, "padded": True, **kept, "fp8": True}

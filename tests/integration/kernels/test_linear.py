@@ -63,7 +63,7 @@ def test_kernel_paths_match_the_cpus_instructions() -> None:
 @pytest.mark.usefixtures("usable")
 @pytest.mark.parametrize("highest", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"])
 def test_a_variable_limits_the_instruction_sets(highest: str) -> None:
-    """With `avx2`, this CPU is as one without AVX-512."""
+    """With `avx2`, this CPU behaves like a CPU without AVX-512."""
     allowed = {"avx2", *PATHS[: PATHS.index(highest) + 1 if highest in PATHS else 0]}
     with asking(PROBE, env={"HETEROINFER_MAX_INSTRUCTIONS": highest}) as ask:
         answer = ask("paths")
@@ -94,7 +94,7 @@ def test_every_path_matches_the_reference(path: str, on_path: Asking) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20])
 def test_the_emulation_matches_this_cpu(scale: float, kernels: Asking, emulation: Asking) -> None:
-    """Bit by bit, so that a path which this CPU lacks is tested as another CPU would run it.
+    """The results are equal to the last bit, so the emulation can test paths that this CPU lacks.
 
     At 1e-20 nearly all products are denormal.
     """
@@ -107,7 +107,7 @@ def test_the_emulation_matches_this_cpu(scale: float, kernels: Asking, emulation
 
 
 def test_layers_of_a_real_model_match_vllm(kernels: Asking) -> None:
-    """Llama's shapes, a little narrower; a head of 32000 and a router of 8 columns."""
+    """The layers have Llama's shapes, but are narrower. The head has 32,000 columns, and the router 8."""
     shapes = [(1536, 1024), (1024, 3584), (7168, 1024), (32000, 256), (8, 1024)]
     cases = [
         {"rows": rows, "columns": columns, "inputs": inputs, "bias": False, "threads": threads}
@@ -118,7 +118,10 @@ def test_layers_of_a_real_model_match_vllm(kernels: Asking) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_infinities_rounding_and_denormals_match_torch(path: str, on_path: Asking) -> None:
-    """One term a sum: what IEEE makes of it, but that BF16 instructions take and give zeros for denormals."""
+    """Each sum has one product, so the result follows IEEE 754.
+
+    Only BF16 instructions treat denormals as zero.
+    """
     weights = [math.nan, math.inf, -math.inf, 3.3e38, 1e-40, 2e-38, 1.2e-38, 0.0, 1.00390625, 1.01171875]
     answer = on_path("special", path=path, weights=weights, inputs=[1.0, 0.5, 3.0, -1.0, 1e-39])
     expected, changed = [], 0
@@ -151,7 +154,7 @@ def test_the_op_works_under_torch_compile(kernels: Asking) -> None:
 
 
 def test_kernels_use_the_threads_of_torch(usable: list[str]) -> None:
-    """Ours is torch's OpenMP: one library of it in the process, and no thread more than torch's own."""
+    """The kernels use torch's OpenMP: the process has one OpenMP library, and only torch's threads."""
     with asking(PROBE, *usable) as ask:
         answer = ask("threads", threads=3)
     assert len(answer["openmp"]) == 1, answer

@@ -57,7 +57,7 @@ def test_an_output_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None
 
 
 def test_without_compiled_kernels_onednn_serves_and_logs_the_reason(tmp_path: Path) -> None:
-    """The package as in an image whose build left the library out."""
+    """The image was built without the library of kernels."""
     package = build.SOURCE.parents[1]
     copy = shutil.copytree(
         package, tmp_path / package.name, ignore=shutil.ignore_patterns("compiled", "__pycache__")
@@ -76,9 +76,9 @@ def test_an_invalid_setting_is_refused() -> None:
 
 
 def test_vllm_still_needs_the_patch() -> None:
-    """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form.
+    """Fails once vLLM removes packed linear weights or a head beside its packed form in another way.
 
-    Without AVX-512, oneDNN has no kernel for bf16, and weights stay as they are, for torch.
+    Without AVX-512, oneDNN has no kernel for bf16, so torch uses the weights as they are.
     """
     answer = ask_forked(PROBE, "onednn_alone")
     linear = [0] if of_this_cpu() else [96, 64]
@@ -86,7 +86,7 @@ def test_vllm_still_needs_the_patch() -> None:
 
 
 def test_rotary_embedding_is_right_if_queries_have_an_axis_of_heads() -> None:
-    """Of vLLM alone they are right only for flat queries and keys."""
+    """The operation of vLLM itself is right only if queries and keys have no axis of heads."""
     of_vllm, patched, reverted, in_part = ask_forked(PROBE, "rope")
     assert {kind for kind, gap in of_vllm.items() if gap > ROTARY} == {
         f"{axes}, {pairs}" for axes in ("heads", "heads in a view") for pairs in ("neox", "interleaved")
@@ -114,7 +114,7 @@ def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
 
 
 def test_four_bits_have_the_bytes_that_plans_count() -> None:
-    """By layers that vLLM builds of each format; for AMX any CPU with AVX-512 can pack experts."""
+    """The test lets vLLM build a layer of each format. Any CPU with AVX-512 can pack experts for AMX."""
     found = ask_forked(PROBE, "packed_bytes")
     assert len(found) == (12 if "avx512f" in of_this_cpu() else 9)
     for name, group, kind, part in found:
@@ -124,9 +124,10 @@ def test_four_bits_have_the_bytes_that_plans_count() -> None:
 
 
 def test_norms_of_eager_ranks_equal_a_plain_computation() -> None:
-    """By vLLM's operation for CPUs; by torch for rows of no whole vectors, and for bf16 that it cuts off.
+    """Eager ranks use vLLM's operation for CPUs.
 
-    Cutting off takes 2^-9 of the size of a number in bf16, and rounding nothing. Compiled ranks keep torch's.
+    They use torch for rows that are not whole vectors, and on CPUs on which vLLM's operation truncates bf16.
+    Truncation makes bf16 numbers smaller by 2^-9 on average, and rounding does not. Compiled ranks use torch.
     """
     gaps, asked = ask_forked(PROBE, "norms")
     assert len(gaps) == 24
@@ -140,7 +141,10 @@ def test_norms_of_eager_ranks_equal_a_plain_computation() -> None:
 
 
 def test_a_norm_in_one_call_rounds_like_the_operations_that_it_replaces(usable: list[str]) -> None:
-    """As vLLM's for AVX512-BF16. Torch's, which serves other CPUs, also rounds before the weight."""
+    """It rounds like vLLM's operation for AVX512-BF16.
+
+    Torch, for other CPUs, also rounds before the weight.
+    """
     rounds = "avx512_bf16" in of_this_cpu()
     answer = ask_forked(PROBE, "patched_norms", *usable)
     assert answer["applied"]
@@ -154,8 +158,8 @@ def test_a_norm_in_one_call_rounds_like_the_operations_that_it_replaces(usable: 
     assert set(map(tuple, answer["left"].values())) == {(0, 0.0, 0.0)}, answer["left"]
 
 
-def test_attention_that_is_called_directly_is_vllms() -> None:
-    """To the last bit, outputs and caches; what the patch is not for goes vLLM's way."""
+def test_attention_that_is_called_directly_equals_vllms() -> None:
+    """Outputs and caches are equal to the last bit. Calls that the patch does not cover use vLLM's code."""
     answer = ask_forked(PROBE, "attention")
     assert answer["applied"]
     assert answer["reverted"]
@@ -167,5 +171,5 @@ def test_attention_that_is_called_directly_is_vllms() -> None:
     assert set(map(tuple, answer["left"].values())) == {(3, True)}, answer["left"]
 
 
-def test_registry_is_of_the_pinned_version() -> None:
+def test_the_registry_is_for_the_pinned_version() -> None:
     assert all(VLLM_VERSION in patch.verified for patch in PATCHES)

@@ -54,7 +54,7 @@ def gaps(group: Group, model: Path) -> list[float]:
 def test_kernels_serve_bf16(
     tensor: int, layers: list[int], pods: list[int], flat_model: Path, tmp_path: Path
 ) -> None:
-    """Every rank by our kernels, but those of a second pod, which is asked for oneDNN."""
+    """All ranks use our kernels, except the ranks of a second pod, which is set to oneDNN."""
     plan = build_plan(flat_model, layers=layers, pods=pods, tensor=tensor, dtype="bfloat16")
     asked = {1: {names.ENV_CPU_LINEAR: "onednn"}}
     with start_group(plan, tmp_path, env=ONE_THREAD, pod_env=asked) as group:

@@ -61,7 +61,7 @@ asyncio.run(api_server.serve(None, RankReporter(socket.socket(fileno=int(sys.arg
 
 
 def test_an_error_in_a_watcher_ends_the_api_server_with_a_message() -> None:
-    """It would hear of no drain, and outlive its engine."""
+    """Otherwise the API server would not learn of a drain, and would outlive its engine."""
     channel, theirs = RankChannel.open_pair()
     with theirs:
         command = [sys.executable, "-c", SERVE, str(theirs.fileno())]

@@ -59,7 +59,7 @@ def test_a_group_without_cpu_time_keeps_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_command_does_not_end_a_group(tmp_path: Path, slow: int) -> None:
-    """Its supervisor beats and answers meanwhile, the leader's as well as a follower's."""
+    """During the command, the supervisors of leader and follower still send heartbeats and answer."""
     with tiny_group(tmp_path) as group:
         with held_commands(group, slow, 3.0) as held:
             group.start()
@@ -126,7 +126,10 @@ def stop_for(pod: Pod, seconds: float) -> None:
 
 
 def test_a_stopped_supervisor_reads_all_messages_after_it_resumes(tmp_path: Path) -> None:
-    """Nobody judges the supervisor of a group of one pod; it names no engine that has answered."""
+    """In a group of one pod, no other supervisor can report it.
+
+    It must not name an engine that has answered.
+    """
     env = {names.ENV_STEP_TIMEOUT: "4", "TINY_API": "asks"}
     with tiny_group(tmp_path, (2,), do={0: "compute", 1: "compute"}, env=env) as group:
         group.start()
@@ -138,7 +141,10 @@ def test_a_stopped_supervisor_reads_all_messages_after_it_resumes(tmp_path: Path
 
 
 def test_a_late_supervisor_of_several_pods_reads_all_messages_after_it_resumes(tmp_path: Path) -> None:
-    """Its turns come late, and later still, as on a machine that gets busier: its leader waits longer."""
+    """The event loop of the supervisor runs later and later, as on a busier machine.
+
+    So its leader waits longer.
+    """
     with tiny_group(tmp_path, do={0: "compute", 1: "compute"}) as group:
         group.start()
         group.wait_ready()
@@ -150,7 +156,10 @@ def test_a_late_supervisor_of_several_pods_reads_all_messages_after_it_resumes(t
 
 
 def test_a_group_survives_a_pause_of_its_whole_pod(tmp_path: Path) -> None:
-    """As where a machine or a container is paused: its supervisor may be the first to go on."""
+    """The pause is like that of a machine or a container.
+
+    The supervisor may be the first process to continue.
+    """
     env = {names.ENV_STEP_TIMEOUT: "3", "TINY_API": "asks"}
     with tiny_group(tmp_path, (2,), do={0: "compute", 1: "idle"}, env=env) as group:
         group.start()

@@ -70,8 +70,8 @@ def test_a_stopped_rank_is_reported(tmp_path: Path) -> None:
     assert (failure.reason, failure.rank) == (FailureReason.RANK_STOPPED, 1)
 
 
-def test_a_rank_that_is_stopped_again_and_again_serves_on(tmp_path: Path) -> None:
-    """Whoever looks mostly sees it stopped, as with cpulimit."""
+def test_a_rank_that_is_stopped_again_and_again_continues_to_serve(tmp_path: Path) -> None:
+    """The rank is stopped at most times at which the supervisor checks it, as with cpulimit."""
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -84,7 +84,7 @@ def test_a_rank_that_is_stopped_again_and_again_serves_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_rank_that_raises_is_quoted(tmp_path: Path, culprit: int) -> None:
+def test_the_error_of_a_rank_that_raises_is_quoted(tmp_path: Path, culprit: int) -> None:
     with tiny_group(tmp_path, do={culprit: "raise"}) as group:
         group.start()
         group.wait_ready()
@@ -154,7 +154,10 @@ def test_a_stopped_api_server_is_reported(tmp_path: Path) -> None:
     [("silent", "vLLM's API server"), ("endless", "vLLM's API server"), ("engine", "vLLM's engine")],
 )
 def test_an_api_server_or_engine_without_answers_is_reported(tmp_path: Path, api: str, who: str) -> None:
-    """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""
+    """The process is alive and no rank is busy.
+
+    The group is not ready within 2 s, and ends after the limit.
+    """
     limit_s = 4.0
     with tiny_group(tmp_path, env={names.ENV_STEP_TIMEOUT: str(limit_s), "TINY_API": api}) as group:
         group.start()
@@ -170,7 +173,7 @@ def test_an_api_server_or_engine_without_answers_is_reported(tmp_path: Path, api
 
 
 def test_a_silent_engine_is_not_reported_while_a_rank_is_busy(tmp_path: Path) -> None:
-    """As in a long prefill: the rank's own limit ends it, and the rank is named."""
+    """The rank computes as in a long prefill. The rank's own limit ends the group, and the rank is named."""
     env = {names.ENV_STEP_TIMEOUT: "4", "TINY_API": "engine"}
     with tiny_group(tmp_path, do={1: "hang"}, env=env) as group:
         (tmp_path / "trigger").touch()
@@ -238,7 +241,7 @@ def test_distinguishes_a_stuck_rank_from_a_waiting_rank(tmp_path: Path) -> None:
 def test_a_rank_stuck_in_the_first_tokens_is_reported(
     tmp_path: Path, step_timeout: str, startup_timeout_s: float, reason: FailureReason
 ) -> None:
-    """Their API server does not listen yet, and its pod is not the culprit."""
+    """The API server of vLLM does not listen yet, but its pod is not the culprit."""
     env = {names.ENV_STEP_TIMEOUT: step_timeout, "TINY_API": "first"}
     ranks = {0: "wait", 1: "hang"}
     with tiny_group(tmp_path, do=ranks, env=env, startup_timeout_s=startup_timeout_s) as group:
@@ -268,7 +271,7 @@ def test_a_slow_start_of_the_api_server_does_not_end_the_group(tmp_path: Path) -
         group.wait_ready()
 
 
-def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
+def test_a_process_that_left_its_process_group_is_killed_too(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "grandchild"}) as group:
         group.start()
         group.wait_ready()
@@ -280,7 +283,7 @@ def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("do", ["give_up", "idle"])
 def test_the_failure_shows_the_blamed_ranks_own_error(tmp_path: Path, do: str) -> None:
-    """Rank 0 accuses it first; rank 1 says a moment later what it was."""
+    """Rank 0 accuses rank 1 first. A moment later, rank 1 reports its own error."""
     with tiny_group(tmp_path, do={0: do, 1: "raise_late"}) as group:
         group.start()
         group.wait_ready()
@@ -306,7 +309,7 @@ def test_an_own_error_with_the_text_of_a_lost_peer_is_reported(tmp_path: Path) -
 
 
 def test_names_a_rank_that_stopped_reporting(tmp_path: Path) -> None:
-    """Not the one that waits for it, which is busy as far as is known, while the mute one is not."""
+    """The group must name the rank that reports nothing, and not the busy rank that waits for it."""
     env = {names.ENV_STEP_TIMEOUT: "4"}
     with tiny_group(tmp_path, do={0: "wait_on_cue", 1: "mute"}, env=env) as group:
         group.start()

@@ -25,7 +25,7 @@ def inspect(model: Path, message: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) -> None:
+def test_the_profile_is_printed_and_written_as_the_termination_message(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.w": [1 << 12] for i in range(NUM_LAYERS)}
     model = write_model(tmp_path / "m", config={**CONFIG, "num_hidden_layers": NUM_LAYERS}, tensors=tensors)
     done = inspect(model, tmp_path / "message")

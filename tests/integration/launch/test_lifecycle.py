@@ -147,7 +147,7 @@ def test_startup_timeout_names_the_awaited_rank_and_its_phase(tmp_path: Path) ->
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_pod_waits_for_the_others_longer_than_the_startup_timeout(tmp_path: Path, first: int) -> None:
-    """Its peer's node may be pulling the image; only the operator knows."""
+    """The node of the other pod may still pull the image, which only the operator knows."""
     with tiny_group(tmp_path, startup_timeout_s=2) as group:
         started = time.monotonic()
         waiting = group.start_pod(first)
@@ -239,7 +239,10 @@ def with_free_health_port(launch: PodLaunch) -> PodLaunch:
 
 
 def test_sigterm_ends_a_worker_from_its_first_instant(tmp_path: Path) -> None:
-    """PID 1 has no default for it: until there is a handler it is lost, and the pod waits its whole grace."""
+    """PID 1 has no default action for SIGTERM.
+
+    Without a handler, the signal is lost, and the pod waits for its whole grace period.
+    """
     probe = (
         "import sys, vllm_heteroinfer.launch.entry; print({'asyncio', 'logging', 'json'} & set(sys.modules))"
     )

@@ -86,7 +86,7 @@ os._exit(0)
 
 
 def test_reports_the_last_line_of_a_process_immediately() -> None:
-    """20 of them took 2 s in which the supervisor beat for nobody, where nobody read its output."""
+    """Earlier, 20 such processes took 2 s. In this time, the supervisor sent no heartbeats."""
     done = subprocess.run(
         [sys.executable, "-c", LAST_LINES], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
     )

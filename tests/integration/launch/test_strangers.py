@@ -72,7 +72,7 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
 
 
 def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None:
-    """An answer of 256 ranks is more than the kernel takes: connections would stay for ever."""
+    """A report of 256 ranks exceeds the kernel's buffer, so such connections would stay open forever."""
     with tiny_group(tmp_path, (1, 255)) as group, contextlib.ExitStack() as strangers:
         leader = group.start_pod(0)
         wait_until(lambda: "started api" in leader.log.read_text(), 20, group.logs)
@@ -89,7 +89,10 @@ def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None
 
 
 async def test_many_simultaneous_clients_are_accepted_a_few_at_a_time() -> None:
-    """Beyond what the kernel holds a connection is tried again after a second: a heart-beat's limit."""
+    """If the kernel's queue is full, a client tries again only after a second.
+
+    A heartbeat may not take that long.
+    """
     health = HealthServer(lambda request: HealthAnswer(status=HTTPStatus.OK, body="ok"))
     port = free_port()
     await health.start("127.0.0.1", port)
@@ -188,7 +191,10 @@ def test_a_lost_hello_ends_no_epoch(tmp_path: Path) -> None:
 
 
 def test_a_pod_is_queried_at_its_own_address(tmp_path: Path) -> None:
-    """Its connection comes from another address, where nobody listens; it comes again after half a second."""
+    """The connection comes from another address, at which no process listens.
+
+    The pod connects again after 0.5 s.
+    """
     with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group:
         leader, follower = group.launches[0].addresses
         hosts = (leader, dataclasses.replace(follower, host="127.0.0.2"))
@@ -207,7 +213,10 @@ def test_a_pod_is_queried_at_its_own_address(tmp_path: Path) -> None:
 
 
 def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
-    """Every name takes 5 s, longer than a heartbeat may: the group starts, and a reset ends nothing."""
+    """Each DNS answer takes 5 s, longer than the limit for heartbeats.
+
+    The group still starts, and a reset connection ends no epoch.
+    """
     slow = {"PYTHONPATH": str(Path(__file__).parent / "slow_names"), "SLOW_NAMES_SECONDS": "5.1"}
     with tiny_group(tmp_path, env=slow) as group:
         named = tuple(dataclasses.replace(a, host="localhost") for a in group.launches[0].addresses)

@@ -105,7 +105,10 @@ def test_kernels_for_experts_need_amx_as_the_table_states(kernels: dict[str, Any
 
 
 def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) -> None:
-    """They are ours, with AMX and without. vLLM's method for GPTQ refuses 8 bits on CPUs before it asks."""
+    """Our kernels serve them, with AMX and without.
+
+    On CPUs, vLLM's method for GPTQ refuses 8 bits before it looks for a kernel.
+    """
     for asked in kernels["linear"]:
         chosen = {
             (SchemeName(key.rpartition(" ")[0]), int(key.rpartition(" ")[2])): by_dtype
@@ -129,7 +132,7 @@ def test_kv_caches_have_the_type_and_heads_of_the_table(kernels: dict[str, Any])
     assert kernels["overflows"], "a cache of another type may be planned on CPUs now"
 
 
-def test_latents_need_amx_and_have_the_type_of_the_table(kernels: dict[str, Any]) -> None:
+def test_latent_attention_needs_amx_and_has_the_type_of_the_table(kernels: dict[str, Any]) -> None:
     with_amx, without = kernels["latent"]
     assert with_amx == {"name": "AMX_MLA", "dtypes": [CPU_LATENT_DTYPE], "fp8": False, "block_of_32": True}
     assert (without["name"], without["fp8"], without["block_of_32"]) == ("CPU_MLA", False, False)

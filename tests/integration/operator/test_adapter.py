@@ -172,7 +172,7 @@ async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> 
 async def test_an_unlabelled_pod_that_blocks_a_name_is_observed_next(
     server: ApiServer, namespace: str
 ) -> None:
-    """The status does not name the pod: it inspects the model, or was never seen."""
+    """The status does not name the pod, because the pod inspects the model or was never seen."""
     owner = await create_resource(server, namespace)
     name = "tiny-inspect-0123456789"
     async with watching(server) as watched:
@@ -188,7 +188,7 @@ async def test_an_unlabelled_pod_that_blocks_a_name_is_observed_next(
         await until("it is gone", lambda: not_there(watched, owner))
 
 
-async def test_an_existing_pod_name_is_a_conflict_and_observed_next(
+async def test_a_pod_name_in_use_is_a_conflict_and_its_pod_is_observed_next(
     server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -378,7 +378,7 @@ async def test_a_repeated_event_is_one_event(server: ApiServer, namespace: str) 
 async def test_no_events_are_written_to_a_terminating_namespace(
     control_plane: Cluster, server: ApiServer, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each event was refused, and a warning was logged."""
+    """Earlier, the API server refused each event, and the operator logged a warning."""
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})

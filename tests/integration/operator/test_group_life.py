@@ -222,7 +222,7 @@ async def test_a_pod_keeps_serving_after_it_loses_the_watched_label(
 async def test_reports_a_lost_label_until_it_is_restored(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    """No Service selected the leader, or no NetworkPolicy a follower, and the conditions did not change."""
+    """Without the label, no Service selects the leader, or no NetworkPolicy a follower."""
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         leader, follower = await bring_up(server, namespace)

@@ -397,7 +397,7 @@ async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_le
 
 
 async def test_a_leader_that_was_busy_before_it_became_ready_is_watched() -> None:
-    """A missing answer during the start counted as the state of the Ready group."""
+    """Earlier, a missing answer during the start counted as the state of the Ready group."""
     client, changed, busy = LeaderClient(), asyncio.Queue[ResourceKey](), asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -129,7 +129,7 @@ async def telling(asking: Asking) -> AsyncIterator[None]:
 async def test_the_inspect_pod_is_recognized_without_its_label(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, label: str
 ) -> None:
-    """The operator created it again and again, but its name already existed."""
+    """Earlier, the operator tried to create the pod again and again, but its name already existed."""
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         await create_resource(server, namespace)

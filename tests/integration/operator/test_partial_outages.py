@@ -224,7 +224,7 @@ async def becomes_unavailable_of_group(server: ApiServer, namespace: str, proces
 async def test_a_group_starts_despite_a_slow_create_of_its_pod_group(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
 ) -> None:
-    """Each answer was too late for its epoch: the operator created a PodGroup a second, and no pod."""
+    """Earlier, each answer came too late: the operator created a PodGroup a second, and no pod."""
     proxy.inject("/podgroups/", method="(PATCH|POST|PUT)", delay_s=1.0)
     async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
         await process.working()

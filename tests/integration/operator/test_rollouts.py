@@ -211,7 +211,7 @@ async def test_reports_the_api_servers_message_for_a_refused_object(fleet: Fleet
 
 
 async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: ApiServer) -> None:
-    """The operator deleted the group before the API server refused the new pods."""
+    """Earlier, the operator deleted the group before the API server refused the new pods."""
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)
     before, tried = await fleet.uids(0), await dry_runs(server)
@@ -239,7 +239,10 @@ async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: Api
 
 
 async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:
-    """The API server answers 403 as for a quota: the group was deleted and its new pods refused."""
+    """The API server answers 403 as for a quota.
+
+    Earlier, the group was deleted and its new pods were refused.
+    """
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)
     before = await fleet.uids(0)

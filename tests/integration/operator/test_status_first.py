@@ -330,7 +330,7 @@ async def test_available_matches_the_pods_while_no_other_kind_is_watched(
 async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
     control_plane: Cluster, server: ApiServer, tmp_path: Path
 ) -> None:
-    """A hanging renewal lasted until the Lease was lost, although the API server answered again."""
+    """Earlier, a hanging renewal lasted until the Lease was lost, although the API server answered again."""
     prefix = f"lease-{time.monotonic_ns() % 10**8}"
     sites = [Site(namespace=f"{prefix}-{i}") for i in range(2)]
     settings = {

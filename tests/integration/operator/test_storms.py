@@ -47,7 +47,7 @@ async def read_model(server: ApiServer, namespace: str, name: str) -> None:
 async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_reports_why(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """The operator created 20 pods a second without end."""
+    """Earlier, the operator created 20 pods a second without end."""
     created: dict[str, int] = {"label": 0, "owner": 0}
 
     def change(pod: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
 async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report_each_other(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """Both wrote it 44 times a second without end."""
+    """Earlier, both operators wrote the status 44 times a second without end."""
     through_a, through_b = tmp_path / "a", tmp_path / "b"
     settings = {"watch_namespaces": namespace}
     async with (

@@ -93,7 +93,10 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
 async def test_nodes_of_other_systems_and_architectures_are_neither_counted_nor_used(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """An arm64 and a Windows node have room, the amd64 node comes later; a user's own values win."""
+    """An arm64 and a Windows node have free capacity, and the amd64 node comes later.
+
+    A user's own values take precedence.
+    """
     await add_node(server, "arm", labels={"kubernetes.io/arch": "arm64", "pool": "mixed"})
     await add_node(server, "win", labels={"kubernetes.io/os": "windows", "pool": "mixed"})
     role = {"device": "CPU", "resources": {"requests": {"cpu": "2"}}}
@@ -197,7 +200,10 @@ async def test_a_group_uses_the_zone_with_capacity_for_all_its_pods(
 async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """Four pods with required pod affinity by zone: no zone has nodes for all of them, and then one has."""
+    """Four pods have required pod affinity by zone.
+
+    At first no zone has nodes for all of them, later one has.
+    """
     key = "tests.heteroinfer.dev/zone"
 
     async def add_nodes(zone: str, *numbers: int) -> None:
@@ -294,7 +300,10 @@ async def test_a_drain_evicts_one_rank_and_the_budget_blocks_the_others(
 async def test_a_drain_evicts_stuck_pods_but_not_pods_of_a_serving_group(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """A pod that runs turns Ready with its group: its eviction waited for ever for another pod's image."""
+    """A running pod is Ready only with its group.
+
+    Earlier, its eviction waited forever for another pod's image.
+    """
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
         roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]

@@ -127,7 +127,7 @@ async def test_objects_have_only_fields_of_their_schema(
 async def test_an_unknown_api_version_is_reported_and_not_used(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """Volcano's API in a version of the future."""
+    """The cluster has a future version of Volcano's API."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     version = {"name": "v9", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     group, plural = "scheduling.volcano.sh", "podgroups"

@@ -261,7 +261,7 @@ class Resource:
 
 
 async def test_an_incomplete_gang_waits_and_a_complete_gang_serves(site: Site, resource: Resource) -> None:
-    """Also the epoch after a rank's death, and the end, with nothing left."""
+    """This also holds for the epoch after a rank's death. At the end, no object remains."""
     await resource.create()
     await resource.waiting()
     site.open_quota(both=True)
@@ -310,7 +310,10 @@ async def test_a_group_that_kueue_evicts_waits_and_counts_no_restart(site: Site,
 
 @pytest.mark.parametrize("site", [Gang.KUEUE], indirect=True, ids=lambda gang: gang.value)
 async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resource: Resource) -> None:
-    """Kueue's finalizer outlives the operator's deletion by force. The last test: a node is gone."""
+    """Kueue's finalizer remains after the operator's deletion by force.
+
+    This is the last test, because it removes a node.
+    """
     site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
@@ -357,13 +360,13 @@ async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
 async def test_a_cluster_upgrade_does_not_interrupt_a_group(
     site: Site, resource: Resource, tmp_path: Path
 ) -> None:
-    """Kubernetes of each later version in turn, on the same etcd.
+    """The test upgrades Kubernetes to each later version in turn, on the same etcd.
 
-    After each upgrade a rank of one group dies, and the next epoch is a gang of the new version. The pods of
-    another group stay the same to the end. The last test: the site is another one then.
+    After each upgrade, a rank of one group dies, and the next epoch is a gang of the new version. The pods of
+    another group stay the same to the end. This is the last test, because it replaces the cluster.
 
-    An API server cannot read stored objects of an alpha version that it no longer has, and is never ready. So
-    the administrator deletes them first, while no operator runs, as docs/user/operate/capacity.md says.
+    If etcd contains objects of an alpha version that an API server no longer has, it never becomes
+    ready. So the test deletes these objects first, while no operator runs (docs/user/operate/capacity.md).
     """
     server, namespace = resource.server, resource.namespace
     untouched = Resource(site, server, namespace, resource.process, name="untouched", cpu="2")

@@ -20,7 +20,7 @@ _RANK_PID = re.compile(r"started rank \d+ as process (\d+)")
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_experts_on_two_pods_give_the_references_tokens_and_a_killed_rank_is_reported(
+def test_experts_on_two_pods_give_the_tokens_of_the_reference_and_a_killed_rank_is_reported(
     tmp_path: Path, port: str
 ) -> None:
     model = make_model("qwen3_moe", tmp_path)

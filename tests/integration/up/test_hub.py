@@ -30,7 +30,7 @@ def up(folder: Path, hub: HubServer, port: str, uri: str = f"hf://{MODEL}") -> R
     return RunningUp(arguments, env={"HF_ENDPOINT": hub.endpoint, "TMPDIR": str(folder)})
 
 
-def test_a_hubs_model_is_fetched_once_and_planned_from_the_cache(
+def test_a_model_of_a_hub_is_fetched_once_and_planned_from_the_cache(
     tmp_path: Path, hub: HubServer, port: str
 ) -> None:
     with up(tmp_path, hub, port) as first:

@@ -113,7 +113,7 @@ def test_up_refuses_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_gpu_role_without_a_gpu_reports_the_missing_gpu(tmp_path: Path, model_dir: Path, port: str) -> None:
-    """It waits, as the user chose; Ctrl-C is then a success."""
+    """The group waits, as the user chose. Then Ctrl-C counts as success."""
     shortage = {"onGPUShortage": {"action": "Wait"}}
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
     with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
@@ -127,7 +127,7 @@ def test_a_gpu_role_without_a_gpu_reports_the_missing_gpu(tmp_path: Path, model_
 
 
 def test_reports_a_gpu_role_that_runs_on_the_cpu(tmp_path: Path, model_dir: Path, port: str) -> None:
-    """CPUOnly after no time: the same group at once, all of it on the CPU."""
+    """With CPUOnly after 0 s, all ranks of the group run on the CPU immediately."""
     shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "0s"}}
     role = {**CPU_ROLE, "pods": 1}
     file = write(tmp_path, resource(model_dir, roles=[role, GPU_ROLE], planning=shortage))

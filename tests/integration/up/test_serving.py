@@ -55,10 +55,13 @@ def _report_with_steps(up: RunningUp) -> GroupReport:
         time.sleep(0.05)
 
 
-def test_group_is_served_fails_as_a_whole_is_served_again_and_then_fails_for_good(
+def test_a_group_serves_fails_as_a_whole_serves_again_and_then_stays_failed(
     tmp_path: Path, model_dir: Path, references: dict[str, Any], port: str
 ) -> None:
-    """Right tokens; a killed rank is named and a new epoch serves; the second kill is one too many."""
+    """The tokens are right.
+
+    After the first kill, the rank is named and a new epoch serves. The second kill uses up the restarts.
+    """
     file = write(tmp_path, resource(model_dir, restart={"maxRestarts": 1}))
     logs = tmp_path / "logs"
     with RunningUp(["-f", file, "--port", port, "--log-dir", logs]) as up:
@@ -95,7 +98,7 @@ def test_group_is_served_fails_as_a_whole_is_served_again_and_then_fails_for_goo
 
 
 def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:
-    """SIGKILL of `heteroinfer up` itself takes supervisors, ranks, engine and API server along."""
+    """After SIGKILL of `heteroinfer up` itself, supervisors, ranks, engine and API server end, too."""
     file = write(tmp_path, resource(model_dir))
     arguments: list[str | Path] = ["-f", file, "--port", port, "--log-dir", tmp_path / "logs"]
     # A killed process cannot remove its folders: this one's are in a folder of the test's own.
@@ -110,7 +113,7 @@ def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str)
 
 
 def test_ctrl_c_while_loading_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:
-    """Ctrl-C is a success at any time, and no folder of the pods stays either."""
+    """Ctrl-C counts as success at any time, and no folder of a pod remains."""
     file = write(tmp_path, resource(model_dir))
     with (
         TemporaryDirectory(prefix="up-") as temporary,

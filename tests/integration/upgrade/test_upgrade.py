@@ -169,7 +169,9 @@ async def upgraded(
 
 
 @every_version
-async def test_groups_of_an_older_version_run_on(version: Path, plane: Cluster, tmp_path: Path) -> None:
+async def test_groups_of_an_older_version_continue_to_run(
+    version: Path, plane: Cluster, tmp_path: Path
+) -> None:
     objects = recorded(version)
     async with upgraded(version, plane, objects, tmp_path) as (server, process, before):
         await settled(process)
@@ -203,7 +205,10 @@ def with_spec(objects: list[dict[str, Any]], name: str, spec: dict[str, Any]) ->
 async def test_a_stricter_list_still_allows_status_writes_and_restarts_of_old_specs(
     version: Path, plane: Cluster, tmp_path: Path
 ) -> None:
-    """A spec that the older list took is refused now: its group runs on, and starts again as it was made."""
+    """The older list allowed the spec, and the new list refuses it.
+
+    Its group continues to run, and restarts with its own plan.
+    """
     path = HETERO_INFERENCE.path(NAMESPACE, "pair")
     objects = with_spec(recorded(version), "pair", FORBIDDEN)
     async with upgraded(version, plane, objects, tmp_path) as (server, process, before):

@@ -30,7 +30,7 @@ def test_names_settings_that_differ_between_ranks(model: Path, tmp_path: Path) -
 
 
 def test_ranks_with_another_model_at_the_same_path_are_reported(model: Path, tmp_path: Path) -> None:
-    """Pods of one plan, whose volumes hold different models."""
+    """The pods have the same plan, but their volumes contain different models."""
     plan = build_plan(Path("weights"), layers=[4, 4], pods=[1, 1])
     volumes = {0: tmp_path / "volume-0", 1: tmp_path / "volume-1"}
     shutil.copytree(model, volumes[0] / "weights")

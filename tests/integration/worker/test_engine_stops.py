@@ -58,7 +58,7 @@ def test_a_stopped_engine_is_reported_while_requests_wait(group: Group, referenc
 
 
 def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference: Reference) -> None:
-    """As the kernel kills the process that takes its pod past the memory limit."""
+    """Linux kills a process in this way if its pod exceeds the memory limit."""
     with ThreadPoolExecutor(len(reference)) as pool:
         running = ask(group, reference, pool)
         began = time.monotonic()
@@ -81,7 +81,7 @@ def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference
 def test_ending_a_leaders_process_ends_the_group_despite_running_requests(
     group: Group, reference: Reference, find: Callable[[Group], int]
 ) -> None:
-    """The server waited for its requests, which nobody would answer any more, until stepTimeout."""
+    """Earlier, the API server waited until stepTimeout for requests that no process could answer."""
     with ThreadPoolExecutor(len(reference)) as pool:
         running = ask(group, reference, pool)
         began = time.monotonic()

@@ -11,9 +11,9 @@ from tests.integration.worker.groups import READY_TIMEOUT_S, build_plan, fetch, 
 
 
 def test_a_model_that_fails_with_a_kv_cache_never_turns_ready(tmp_path: Path) -> None:
-    """CPU attention of vLLM has no kernel for heads of 40 elements, which only its first real step shows.
+    """CPU attention of vLLM has no kernel for heads of 40 elements, which only the first real step shows.
 
-    The planner refuses such a model; this plan is written by hand.
+    The planner refuses such a model, so the test writes the plan itself.
     """
     sizes = ("--layers", "2", "--hidden-size", "240", "--heads", "6", "--kv-heads", "3")
     model = make(tmp_path / "model", *sizes)

@@ -140,7 +140,10 @@ print(json.dumps(said), flush=True)
 
 
 def test_a_column_that_a_step_leaves_out_reads_as_zeros(tmp_path: Path) -> None:
-    """Granite4Vision's features, where a step has no image: a KeyError ended the group in its first step."""
+    """Granite4Vision leaves out the features of images in a step without an image.
+
+    Earlier, a KeyError ended the group in its first step.
+    """
     ended = run_script(WORKER_PYTHON, HOPS, str(tmp_path / "store"))
     assert ended.lines[:1] == ["[[[1.0], [7.0]], [[2.0], [7.0]], [[3.0], [0.0]]]"], ended.errors
     assert "the next stage has no buffer for deltas, which this stage sends" in ended.answer()
@@ -154,10 +157,16 @@ def test_a_call_that_fails_on_several_ranks_leaves_no_reply_to_the_next() -> Non
 
 
 def test_a_thawed_engine_continues_to_wait_for_its_ranks() -> None:
-    """They may have been stopped with it: who judges counts no time in which it had no turn."""
+    """The ranks may have been frozen, too.
+
+    So the engine does not count time in which it was not scheduled.
+    """
     assert run_script(WORKER_PYTHON, STOPPED).answer() == ["done"]
 
 
 def test_an_engine_frozen_in_the_previous_step_continues_to_wait_for_its_ranks() -> None:
-    """With two steps in flight the second one's time was over when its reply was first looked for."""
+    """Two steps are in flight.
+
+    Earlier, the limit of the second step was over before the engine looked for its reply.
+    """
     assert run_script(WORKER_PYTHON, STOPPED_BEFORE).answer() == ["done"]

@@ -76,7 +76,7 @@ print(json.dumps(seen))
 
 @pytest.mark.unhurried
 def test_each_rank_gets_its_platform_in_any_import_order(model: Path, tmp_path: Path) -> None:
-    """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's platform."""
+    """In any order of imports, there is no import cycle, and the rank gets the platform for CPUs."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     seen = see(IN_EACH_ORDER, environment(plan, 1), tmp_path, json.dumps(IMPORT_ORDERS))
     assert dict(zip(IMPORT_ORDERS, seen, strict=True)) == dict.fromkeys(IMPORT_ORDERS, ON_CPU)
@@ -84,7 +84,7 @@ def test_each_rank_gets_its_platform_in_any_import_order(model: Path, tmp_path: 
 
 @pytest.mark.unhurried
 def test_a_cpu_rank_stays_on_the_cpu_if_a_driver_answers(model: Path, tmp_path: Path) -> None:
-    """Seed 000, 2.2: a GPU that answers, and a build that would take it, change nothing for a CPU rank."""
+    """A CPU rank stays on the CPU even if a GPU answers and vLLM's build supports it."""
     source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
     source.write_text(FAKE_NVML)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
@@ -105,8 +105,8 @@ print(json.dumps([platforms.cuda_platform_plugin(), platforms.resolve_current_pl
     assert see_alone(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does make a difference
 
 
-def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -> None:
-    """Seed 001, 3: `cpu` and `cuda` choose; another word ends the process instead of being guessed at."""
+def test_vllm_uses_the_device_that_the_variable_names(model: Path, tmp_path: Path) -> None:
+    """The values `cpu` and `cuda` choose the device. With another value, the process ends with an error."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     resolve = "import vllm.platforms as p; print('\\n\"' + p.resolve_current_platform_cls_qualname() + '\"')"
     cuda = environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "cuda"})
@@ -122,7 +122,7 @@ def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -
 def test_each_device_compiles_at_its_own_level(
     eager_cpu: bool, mode: str, model: Path, tmp_path: Path
 ) -> None:
-    """Seed 000, 2.3: a level meant for GPUs becomes the CPU's own on a CPU rank; no graphs there."""
+    """On a CPU rank, a compilation level for GPUs becomes the CPU's own level, without CUDA graphs."""
     piecewise = ("-cc.cudagraph_mode", "PIECEWISE")
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], eager_cpu=eager_cpu, extra_args=piecewise)
     script = CONFIG + (
@@ -133,7 +133,7 @@ def test_each_device_compiles_at_its_own_level(
 
 
 def test_each_rank_uses_the_attention_backend_of_its_device(model: Path, tmp_path: Path) -> None:
-    """Seed 000, 2.6: the layer asks the platform when it is made, not when its module is imported."""
+    """A layer asks the platform when the layer is created, not when its module is imported."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     script = (
         "from vllm.model_executor.layers.attention import Attention\n"
@@ -155,10 +155,10 @@ print(json.dumps([first.attn_backend.get_name(), first.use_direct_call, second.u
 
 
 @pytest.mark.unhurried
-def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
-    """Seed 001, 2.1: N GPU and M CPU ranks form one group whatever a machine's device_count() says.
+def test_the_device_count_comes_from_the_plan(model: Path, tmp_path: Path) -> None:
+    """N GPU and M CPU ranks form one group, whatever device_count() of the machine returns.
 
-    More CPU ranks in a pod than NUMA nodes, and fewer GPUs than ranks: the plan counts.
+    The plan also decides if a pod has more CPU ranks than NUMA nodes, or fewer GPUs than ranks.
     """
     devices = [Device.CPU, Device.GPU]
     plan = build_plan(model, layers=[2, 2, 1, 1, 2], pods=[3, 2], devices=devices)
@@ -175,9 +175,9 @@ def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
 
 
 def test_threads_of_a_rank_run_on_its_cores(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """cpuBinding: every compute thread is bound to the rank's cores; the engine has its own.
+    """With cpuBinding, every compute thread is bound to the rank's cores.
 
-    The engine is stopped at its end, and named.
+    The engine has cores of its own. At the end, the test stops the engine, and the group must name it.
     """
     cpus = sorted(os.sched_getaffinity(0))
     assert len(cpus) > 1, "needs two CPUs: one for the engine, one for the rank"

@@ -33,7 +33,10 @@ print(json.dumps(seen))
 
 
 def test_imports_start_no_threads_that_compute_and_no_process(model: Path, tmp_path: Path) -> None:
-    """A fork would lack the threads; another process would import everything again: 13 s of a CPU."""
+    """A forked process would lack the threads.
+
+    Another process would import everything again (13 s of CPU time).
+    """
     env = environment(build_plan(model, layers=[8], pods=[1]), 0, OMP_NUM_THREADS="2")
     seen = see(LOADED, {**env, "VLLM_CACHE_ROOT": str(tmp_path / "empty")}, tmp_path)
     assert seen.pop("others_s") < 1.0

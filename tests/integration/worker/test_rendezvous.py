@@ -86,7 +86,7 @@ for name, value in (("executor", "tcp://10.6.6.6:5"), ("rank/1", signed)):
 
 
 def test_a_strangers_queue_address_is_refused() -> None:
-    """And so is one of the group's own under another name."""
+    """An address of the group itself under another name is refused, too."""
     done = subprocess.run(
         [str(WORKER_PYTHON), "-c", STORE, str(free_port())],
         stdout=subprocess.PIPE,

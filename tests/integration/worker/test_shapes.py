@@ -21,7 +21,10 @@ pytestmark = pytest.mark.timeout(600)
 def test_three_uneven_stages_serve_chat_and_long_prompts(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """On pods of two ranks and of one. Prompts longer than a step are read in chunks, which overlap."""
+    """One pod has two ranks, the other has one.
+
+    Prompts longer than a step are computed in chunks, which overlap.
+    """
     plan = build_plan(model, layers=[2, 5, 1], pods=[2, 1], max_num_batched_tokens=32)
     addresses = build_addresses(plan)
     with (

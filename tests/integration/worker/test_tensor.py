@@ -33,7 +33,7 @@ def tensor_plan(model: Path, *, layers: list[int], pods: list[int], **engine: An
 
 
 def test_two_ranks_of_one_pod_split_every_layer(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """The API server is stopped at its end, and named."""
+    """At the end, the test stops vLLM's API server, and the group must name it."""
     plan = tensor_plan(model, layers=[8], pods=[2], **SMALL_STEPS)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
         group.wait_ready()
@@ -74,9 +74,9 @@ def test_two_pods_split_every_layer(skipping: Skipping, reference: Reference) ->
 
 
 def test_both_ranks_report_a_skipped_collective(skipping: Skipping, reference: Reference) -> None:
-    """Without headers the ranks would add up rows of different layers, or wait for each other.
+    """Without headers, the ranks would add rows of different layers, or wait for each other.
 
-    The last test of the group.
+    This is the last test of the group.
     """
     group, trigger = skipping.group, skipping.trigger
     with ThreadPoolExecutor(4) as pool:
@@ -98,7 +98,7 @@ def test_both_ranks_report_a_skipped_collective(skipping: Skipping, reference: R
 
 
 def test_two_stages_of_two_ranks_serve(model: Path, reference: Reference, tmp_path: Path) -> None:
-    """The last of four ranks is killed while decoding: named by all."""
+    """The last of four ranks is killed while decoding, and all pods name it."""
     plan = tensor_plan(model, layers=[3, 5], pods=[2, 2], **SMALL_STEPS)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
@@ -109,9 +109,9 @@ def test_two_stages_of_two_ranks_serve(model: Path, reference: Reference, tmp_pa
 
 
 def test_compiled_ranks_serve(tmp_path: Path) -> None:
-    """A follower compiles while its leader waits in a collective; the compiler does not see the bridge.
+    """A follower compiles while its leader waits in a collective.
 
-    The second rank is killed while decoding: named by both.
+    The compiler does not trace the bridge. The second rank is killed while decoding, and both pods name it.
     """
     small = make(tmp_path / "model", "--layers", "2")
     plan = tensor_plan(small, layers=[2], pods=[1, 1], eager_cpu=False)

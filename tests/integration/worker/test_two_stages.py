@@ -55,7 +55,7 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
 
 
 def test_tokens_batches_and_metrics_are_right(group: Group, reference: Reference) -> None:
-    """Of a group that has answered nothing before."""
+    """The group has answered no request before."""
     answer_all(group, reference)
     answer_all(group, reference)  # now from the prefix cache, where it covers a block
     check_staggered(group, reference)
@@ -115,7 +115,10 @@ def check_metrics(group: Group) -> None:
 
 
 def test_structured_output_works_over_stages(group: Group) -> None:
-    """JSON of a schema and one of a list, all at the same time, greedy and not: the last stage masks."""
+    """Requests for JSON of a schema and for a choice of a list run together, greedy and sampled.
+
+    The last stage masks tokens.
+    """
     questions = [(kind, sampling) for kind in ("json", "choice") for sampling in (0, 1, 2, 3)]
     with ThreadPoolExecutor(len(questions)) as pool:
         answers = list(pool.map(lambda question: ask(group, *question), questions))
@@ -154,7 +157,7 @@ def ask(group: Group, kind: str, seed: int) -> str:
 
 
 def test_prefix_caching_works_over_stages(group: Group) -> None:
-    """A prompt that was read before is taken from the KV cache of every stage, with the same tokens."""
+    """For a prompt that was computed before, every stage uses its KV cache, and the tokens are the same."""
     prompt = [3 + i * 7 % 500 for i in range(200)]
     first = group.complete(prompt)
     before, tokens = cached_tokens(group), [prompt_tokens(group, rank) for rank in (0, 1)]
@@ -179,7 +182,7 @@ def prompt_tokens(group: Group, rank: int) -> float:
 
 
 def test_a_stream_that_waits_for_its_first_token_is_kept_alive(group: Group) -> None:
-    """All seats are taken: what a proxy sees of a stream whose prompt takes long to read."""
+    """All slots for requests are in use, so the stream waits for its first token as with a long prompt."""
     seats = group.plan.engine.max_num_seqs
     with ThreadPoolExecutor(seats) as pool:
         others = [pool.submit(group.complete, [3 + i], 600) for i in range(seats)]
@@ -215,7 +218,7 @@ def stream(group: Group, prompt: list[int], max_tokens: int) -> Iterator[str]:
 
 
 def test_a_running_stream_gets_all_its_tokens(group: Group, reference: Reference) -> None:
-    """The last test of the group: it stops, and leaves no shared memory behind."""
+    """This is the last test of the group. The group stops and leaves no shared memory."""
     expected = next(iter(reference.values()))
     before = shared_memory()
     check_drain(group, expected["prompt_token_ids"], expected["token_ids"])

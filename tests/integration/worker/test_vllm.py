@@ -177,7 +177,7 @@ def test_exactly_the_listed_options_of_vllm_are_refused() -> None:
     assert {SHORT.get(option, option) for option in refused} == REFUSED, "others are refused by mistake"
 
 
-def test_abbreviated_options_are_read_like_vllm() -> None:
+def test_abbreviated_options_are_read_as_vllm_reads_them() -> None:
     taken = {beginning: SHORT.get(option, option) for beginning, option in ask(TAKEN_FOR).items() if option}
     assert len(taken) > 1000
     found = {beginning: [each.option for each in find_refused([beginning])] for beginning in taken}
@@ -207,7 +207,7 @@ def test_allowed_options_are_options_of_vllm() -> None:
     assert {name for name in ALLOWED_ENV if name.startswith("VLLM_")} <= known
 
 
-def test_keys_and_values_that_are_allowed_are_vllms() -> None:
+def test_allowed_keys_and_values_exist_in_vllm() -> None:
     known = ask(FIELDS)
     for option, names in {**KEYS, **VALUES}.items():
         assert option == "--hf-overrides" or names <= set(known[option]), option

@@ -141,7 +141,7 @@ def test_every_rule_has_a_message() -> None:
 
 
 def test_every_rule_has_a_reason_and_names_its_field() -> None:
-    """A rule over which of several fields are set is about their object."""
+    """The path of a rule about several fields is the object that contains the fields."""
     for path, node in NODES:
         for rule in node.get("x-kubernetes-validations", ()):
             assert rule["reason"] in {*RuleReason}, (path, rule)

@@ -116,7 +116,7 @@ _FORMS = st.builds(
 
 @given(_FORMS)
 def test_every_form_of_kubernetes_is_a_number_within_its_bounds(text: str) -> None:
-    """The exact number, taken into the bounds and rounded away from zero, where it can be computed at all."""
+    """The result is the exact number within the bounds, rounded away from zero, if it can be computed."""
     number = quantity.parse_quantity(text)
     assert -(2**63 - 1) <= number <= 2**63 - 1
     parts = re.fullmatch(r"([^a-zA-Z]*)(?:[eE]([+-]?[0-9]+)|([a-zA-Z]*))", text)
@@ -181,7 +181,7 @@ def test_durations_that_the_schema_accepts_can_be_parsed(text: str) -> None:
 
 
 @given(st.text(max_size=12, alphabet="0123456789.hmsGiMkKTPe-"))
-def test_schema_and_parser_take_the_same_durations(text: str) -> None:
+def test_schema_and_parser_accept_the_same_durations(text: str) -> None:
     matches = re.fullmatch(quantity.DURATION_PATTERN, text) is not None and text != ""
     try:
         quantity.parse_duration_s(text)
@@ -197,7 +197,10 @@ def test_a_size_as_a_quantity_is_rounded_up(size: int) -> None:
 
 
 def test_only_numbers_with_a_binary_suffix_end_at_the_largest_integer() -> None:
-    """The API server refused requests of 294590482P beside limits of 293590482P; the models took both."""
+    """The API server refuses a request of 294590482P with a limit of 293590482P.
+
+    Earlier, our classes accepted it.
+    """
     assert quantity.exact_quantity("294590482P") > quantity.exact_quantity("293590482P")
     assert quantity.exact_quantity("1.5P") == quantity.parse_quantity("1.5P")
     assert (

@@ -68,14 +68,14 @@ def test_an_omitted_field_has_its_documented_default() -> None:
     assert parsed.roles[1].gpu_resource == "nvidia.com/gpu"
 
 
-def test_a_dump_is_the_resources_own_spelling_without_nulls() -> None:
+def test_a_dump_has_the_spelling_of_the_resource_and_no_nulls() -> None:
     dumped = parse_resource(resource(planning={"onGPUShortage": {"action": "CPUOnly"}})).dump()
     assert dumped["spec"]["planning"] == {"onGPUShortage": {"action": "CPUOnly", "after": "10m"}}
     assert "layers" not in dumped["spec"]["roles"][0]
     assert parse_resource(dumped).dump() == dumped
 
 
-def test_models_are_built_by_their_python_names() -> None:
+def test_spec_classes_are_built_with_python_names() -> None:
     built = HeteroInferenceSpec(
         model=ModelSpec(uri="hf://org/model"),
         roles=(RoleSpec(name="cpu", device=Device.CPU, ranks_per_pod=2),),
@@ -309,7 +309,7 @@ def test_another_kind_is_refused() -> None:
         parse_resource({**resource(), "kind": "Deployment"})
 
 
-def test_a_longest_name_fits_every_host_name() -> None:
+def test_a_name_of_maximum_length_fits_every_host_name() -> None:
     # 64 groups, 16 roles of 64 pods; a billion epochs are 31 years of one a second.
     assert len(f"{'a' * 40}-{63}-{10**9}-{16 * 64 - 1}") <= 63
 

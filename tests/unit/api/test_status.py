@@ -100,7 +100,7 @@ def test_conditions_of_other_controllers_stay() -> None:
     assert merged[1].dump() == foreign
 
 
-def test_own_conditions_have_space_however_many_others_there_are() -> None:
+def test_the_operators_conditions_fit_beside_any_number_of_other_conditions() -> None:
     others = [
         Condition(
             type=f"example.com/C{i}",

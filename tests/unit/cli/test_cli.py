@@ -115,7 +115,9 @@ def test_reports_a_context_that_the_kubeconfig_lacks(
 
 
 @pytest.mark.parametrize("option", ["-A", "-lteam=search"])
-def test_a_name_excludes_the_choice_of_several(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_and_an_option_for_several_resources_exclude_each_other(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["top", "llama", option]) == 1
     assert "exclude each other" in capsys.readouterr().err
 
@@ -128,7 +130,7 @@ def test_a_missing_kubeconfig_is_reported_in_one_message(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The client had warned twice before it."""
+    """Earlier, the Kubernetes client logged two warnings before this message."""
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", f"{tmp_path}/none")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(command) == 1

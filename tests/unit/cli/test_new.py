@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, list[str], Mode, set[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_resource_plans_with_the_figures_of_its_comments(
+def test_the_comments_have_the_figures_of_the_resources_plan(
     case: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, options, mode, roles = CASES[case]
@@ -254,7 +254,7 @@ def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", ["with space: #x", "7b", "ü\x1b[8m", "a" * 60, "quote\"'", "***"])
-def test_odd_folders_become_valid_names_and_yaml(
+def test_unusual_folder_names_become_valid_names_and_yaml(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_model(tmp_path / name)
@@ -266,7 +266,7 @@ def test_odd_folders_become_valid_names_and_yaml(
     assert 0 < len(parsed.metadata.name) <= 40
 
 
-def test_layouts_are_tried_from_the_fastest_on() -> None:
+def test_layouts_are_tried_in_order_of_speed() -> None:
     mixed = GivenHardware(gpus=1, gpu_memory="8Gi", cpus=8, cpu_memory="8Gi")
 
     def modes(**options: Any) -> list[tuple[str, int]]:
@@ -283,7 +283,7 @@ def test_layouts_are_tried_from_the_fastest_on() -> None:
     assert str(mixed) == "1 GPU of 8Gi and 8 CPUs with 8Gi"
 
 
-def test_the_step_of_a_rank_in_the_comments_is_that_of_the_file(
+def test_the_comments_have_the_step_time_of_the_written_file(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "resource.yaml"

@@ -137,7 +137,7 @@ def test_choices_are_shown_on_request(
 
 
 @pytest.mark.parametrize(("output", "parse"), [("json", json.loads), ("yaml", yaml.safe_load)])
-def test_json_and_yaml_hold_the_plan(
+def test_json_and_yaml_contain_the_plan(
     output: str, parse: Any, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, planning=CPU_ONLY)
@@ -195,7 +195,7 @@ UNITS = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
         ),
     ],
 )
-def test_an_amount_in_no_unit_names_the_units(
+def test_the_refusal_of_an_amount_without_a_unit_names_the_units(
     role: dict[str, Any],
     path: str,
     words: str,
@@ -320,7 +320,9 @@ def test_reports_a_missing_path_of_the_model(
     assert message.count("\n") == 1
 
 
-def test_model_path_is_not_a_model(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_model_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (model / "config.json").unlink()
     message = error(capsys, "-f", write(tmp_path, model), "--model-dir", str(model))
     assert message.startswith(f"error: --model-dir: {model}: ")
@@ -340,7 +342,7 @@ def test_an_argument_that_the_plan_sets_is_refused(
 def test_names_each_argument_and_annotation_that_the_chart_refuses(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan is printed all the same, since an administrator may allow it; the exit code says 4."""
+    """The plan is still printed, because an administrator may allow the values. The exit code is 4."""
     file = write(tmp_path, model, engine={"args": ["--middleware", "a.B", "--trust-remote-code", "--foo"]})
     assert main(["plan", "-f", file]) == 4
     out, err = capsys.readouterr()
@@ -393,7 +395,7 @@ def test_names_each_argument_that_no_plan_accepts(
         ({}, ["--model-dir", "/nowhere"], ("invalid", 1, ["ModelNotReadable"], [])),
     ],
 )
-def test_json_has_the_outcome_and_all_that_is_refused(
+def test_json_has_the_outcome_and_every_refused_value(
     engine: dict[str, Any],
     arguments: list[str],
     expected: tuple[str, int, list[str], list[str]],
@@ -418,7 +420,7 @@ def test_a_model_that_does_not_fit_the_memory_does_not_fit(
     assert "error: " in error(capsys, "-f", write(tmp_path, model, roles=roles), code=3)
 
 
-def test_values_of_the_chart_are_the_policy(
+def test_values_of_the_chart_decide_which_arguments_are_allowed(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     annotated = {"template": {"annotations": {"example.org/note": "x"}}}
@@ -629,7 +631,7 @@ def test_the_table_shows_the_node_of_each_rank(
 def test_hundreds_of_nodes_take_seconds(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """300 nodes and 4,500 pods of the size that kubelets make of them (33 MB) took 54 s as YAML."""
+    """Earlier, YAML of 300 nodes and 4,500 pods with realistic sizes (33 MB) took 54 s."""
     env = [{"name": f"NAME_{i}", "value": "value" * 8} for i in range(40)]
     pod = {
         "kind": "Pod",

@@ -107,7 +107,7 @@ def test_prints_the_limits_of_requests_and_of_their_length() -> None:
         plan(spec(*roles, engine={"maxModelLen": held + 32}), LARGE)
 
 
-def test_bounds_with_plenty_of_memory_and_with_unknown_memory() -> None:
+def test_limits_of_requests_with_plenty_of_memory_and_with_unknown_memory() -> None:
     found = kv_cache(plan(spec(gpu(deviceMemory="141Gi"), engine={"maxModelLen": 1024})))
     assert found["requests"].startswith(
         "256 requests of 1,024 tokens each at the same time. Limit: 256 requests in a step. One request of "

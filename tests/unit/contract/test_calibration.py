@@ -83,7 +83,7 @@ def test_rates_between_measured_thread_counts_are_interpolated() -> None:
     assert CALIBRATION.read_rate(0.5) == pytest.approx(5e9)
 
 
-def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
+def test_threads_that_fit_on_one_numa_node_have_the_rate_of_the_slower_node() -> None:
     both = (
         MemoryReading(threads=16, bytes_per_s=300e9, node=ALL_NODES),
         MemoryReading(threads=8, bytes_per_s=120e9, node=0),

@@ -95,7 +95,7 @@ def test_each_rank_with_attention_has_equally_many_feed_forward_ranks() -> None:
         _shared_stage(*(_lane(2 + lane, lane) for lane in range(3)))
 
 
-def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
+def test_a_plan_without_feed_forward_ranks_has_the_text_of_older_versions() -> None:
     plan = _plan(_rank(0), mode=Mode.PIPELINE)
     assert "feed_forward" not in plan.to_json()
     assert Plan.from_json(plan.to_json()) == plan

@@ -35,7 +35,7 @@ def test_reads_each_spelling(args: list[str], name: str, path: tuple[str, ...], 
 
 @pytest.mark.parametrize("hiding", [["--"], ["--hf-overrides.x"], ["--chat-template"]])
 def test_no_argument_hides_the_next(hiding: list[str]) -> None:
-    """The parser looks for --config among all arguments, behind -- and as the value of a key, too."""
+    """The parser of vLLM looks for --config in all arguments, also after -- and as the value of a key."""
     assert [each.name for each in given_options([*hiding, "--config", "x"])][-1] == "--config"
 
 

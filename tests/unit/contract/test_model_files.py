@@ -502,7 +502,10 @@ def test_reports_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
 
 
 def test_reports_a_byte_order_mark(tmp_path: Path) -> None:
-    """Python's json takes it, transformers does not: the plan was made, and every rank ended."""
+    """Python's json accepts a byte order mark, but transformers does not.
+
+    Earlier, a plan was made, and every rank ended.
+    """
     path = write_model(tmp_path) / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     message = error_of(tmp_path)

@@ -275,7 +275,7 @@ def test_speech_that_is_not_served_is_dropped(tmp_path: Path) -> None:
     assert read_profile(write_model(tmp_path, tensors=tensors)).dropped_bytes == 300
 
 
-def test_null_is_an_answer_and_no_field_left_out(tmp_path: Path) -> None:
+def test_null_is_a_value_and_not_a_missing_field(tmp_path: Path) -> None:
     config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 128}
     windows = read_profile(write_model(tmp_path / "left out", config=config))
     assert windows.layer(0).attention is AttentionKind.WINDOW, "4096 in transformers' MistralConfig"
@@ -495,7 +495,7 @@ def test_gemma_3n_shares_keys_and_values_by_default(tmp_path: Path) -> None:
 def test_routing_comes_from_the_architecture_if_the_config_does_not_name_it(
     architecture: str, text: dict[str, Any], expected: Routing
 ) -> None:
-    """What vLLM's class of each gives its router (vllm/model_executor/models@v0.32.0)."""
+    """The expected routing is that of vLLM's class (vllm/model_executor/models@v0.32.0)."""
     assert read_routing(architecture, text) is expected
 
 

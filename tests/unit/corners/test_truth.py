@@ -52,7 +52,7 @@ def seen(*pods: dict[str, Any], spec: dict[str, Any] | None = None, said: Said |
 BOTH = (pod("life-1-0-70-0"), pod("life-1-0-70-1"))
 
 
-def test_true_conditions_are_not_reported_as_lies() -> None:
+def test_true_conditions_are_not_reported_as_false() -> None:
     assert judge(seen(*BOTH)) == (Verdict.SERVES, "Serving")
     assert find_lies(seen(*BOTH)) == []
 
@@ -66,32 +66,32 @@ def test_true_conditions_are_not_reported_as_lies() -> None:
         pytest.param((BOTH[0], pod("life-1-0-71-1")), id="a pod of another epoch"),
     ],
 )
-def test_available_and_ready_without_the_pods_are_lies(pods: tuple[dict[str, Any], ...]) -> None:
+def test_available_and_ready_without_the_pods_are_reported_as_false(pods: tuple[dict[str, Any], ...]) -> None:
     found = find_lies(seen(*pods))
     assert len(found) == 2
     assert found[0].startswith("Available is True")
     assert found[1].startswith("Ready is True")
 
 
-def test_unavailable_while_a_group_serves_is_a_lie() -> None:
+def test_unavailable_while_a_group_serves_is_reported_as_false() -> None:
     said = {"Available": ("False", "Starting"), "Ready": ("False", "Starting")}
     assert find_lies(seen(*BOTH, said=said)) == ["Available is False, but groups that serve are [0] of 1"]
 
 
-def test_conditions_of_another_generation_are_lies() -> None:
+def test_conditions_of_another_generation_are_reported_as_false() -> None:
     resource = copy.deepcopy(dict(seen(*BOTH).resource))
     resource["metadata"]["generation"] = 4
     found = find_lies(Seen(resource=resource, pods=seen(*BOTH).pods))
     assert len(found) == 5, "four conditions, and the status itself"
 
 
-def test_ready_and_stalled_at_once_are_reported_as_a_lie() -> None:
+def test_ready_and_stalled_at_the_same_time_are_reported_as_false() -> None:
     assert find_lies(seen(*BOTH, said={"Stalled": ("True", "RestartsUsedUp")})) == [
         "Ready and Stalled are both True"
     ]
 
 
-def test_a_suspended_resource_with_pods_is_reported_as_a_lie() -> None:
+def test_the_conditions_of_a_suspended_resource_with_pods_are_reported_as_false() -> None:
     said = {"Available": ("False", "Suspended"), "Ready": ("True", "Suspended")}
     assert judge(seen(spec={"suspend": True}, said=said)) == (Verdict.RESTS, "Suspended")
     assert find_lies(seen(spec={"suspend": True}, said=said)) == []

@@ -63,7 +63,10 @@ def test_a_failed_lane_is_distinguished_from_a_late_lane() -> None:
     late=st.integers(0, 2),
 )
 def test_counts_no_time_without_a_turn(gaps_s: list[float], late: int) -> None:
-    """However long and often the judge is frozen, it names a lane only after the turns of the limit."""
+    """The judging thread may be frozen for any time.
+
+    It names a lane only after it ran as often as the limit requires.
+    """
     judge, now_s, awake_s = LaneJudge(INTERVAL_S, 0.0), 0.0, 0.0
     answered = tuple(0 if lane == late else 1 for lane in range(3))
     verdict: Verdict | None = None
@@ -100,7 +103,10 @@ def test_names_a_lane_that_never_answers_within_its_limit_of_turns(
     asks=st.lists(st.tuples(st.floats(0.0, 1.3), st.floats(0.0, 600.0), st.integers(0, 2)), max_size=20),
 )
 def test_never_names_a_lane_that_answers_in_time(asks: list[tuple[float, float, int]]) -> None:
-    """Each lane takes up to 1.3 s of the judge's own turns, and everything may be frozen in the middle."""
+    """Each lane answers within 1.3 s in which the judging thread runs.
+
+    All threads may be frozen in between.
+    """
     judge, now_s = LaneJudge(INTERVAL_S, 0.0), 0.0
     for number, (takes_s, frozen_s, slow) in enumerate(asks, start=1):
         turns = int(takes_s / INTERVAL_S)

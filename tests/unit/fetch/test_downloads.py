@@ -30,7 +30,7 @@ def refusal(*, is_temporary: bool) -> FetchError:
 
 
 @pytest.mark.parametrize("error", [refusal(is_temporary=False), OSError("a defect")])
-def test_a_refusal_for_good_waits_for_no_other_download(error: Exception) -> None:
+def test_a_permanent_refusal_waits_for_no_other_download(error: Exception) -> None:
     release, begun = threading.Event(), threading.Barrier(3)
 
     def fetch(each: FetchedFile) -> None:

@@ -99,7 +99,7 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
 
 
 @pytest.mark.parametrize("broken", ["find_stall", "progress"])
-def test_a_look_at_the_cache_that_raises_ends_the_fetch(broken: str, tmp_path: Path) -> None:
+def test_an_error_while_the_cache_is_checked_ends_the_fetch(broken: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Stale file handle"):
         run(tmp_path, broken, patience_s=600.0)
 
@@ -110,7 +110,7 @@ def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
 
 
 def test_a_frozen_pod_resumes(tmp_path: Path) -> None:
-    """The hub may have sent all the while."""
+    """The hub may have sent data during the pause."""
     with pytest.raises(FetchError, match="released"):
         run(tmp_path, "turns", patience_s=3.0)
 

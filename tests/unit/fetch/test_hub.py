@@ -66,6 +66,6 @@ def test_an_invalid_index_names_no_files(content: bytes) -> None:
     assert parse_index(content) == {}
 
 
-def test_a_marker_with_a_name_that_no_file_can_have_is_of_a_damaged_model(tmp_path: Path) -> None:
+def test_a_marker_with_an_impossible_file_name_means_a_damaged_model(tmp_path: Path) -> None:
     odd = FetchedFile(path="a\0b", size_bytes=1, digest="")
     assert damaged_files(tmp_path, CompleteModel(repository="o/m", commit="c", files=(odd,))) == [odd]

@@ -80,7 +80,7 @@ def test_reports_the_files_of_a_repository_without_a_model() -> None:
 
 
 def test_files_that_bear_our_own_names_are_not_the_models() -> None:
-    """A repository that was filled from one of our caches holds the marker of that cache."""
+    """A repository that was filled from one of our caches contains the marker of that cache."""
     files = listing((*SHARDED, MARKER_FILE, ".parts/x.json", ".lock"))
     assert MARKER_FILE not in names(describing_files(files))
     with pytest.raises(FetchError, match=f"no usable {MARKER_FILE}, which"):

@@ -78,7 +78,7 @@ def test_a_part_of_another_user_of_the_group_is_continued(tmp_path: Path) -> Non
     check_complete(tmp_path / model_folder("acme/tiny", "abc"))
 
 
-def test_a_path_longer_than_a_name_has_a_part(store: ModelStore) -> None:
+def test_a_path_longer_than_a_file_name_gets_a_partial_file(store: ModelStore) -> None:
     long, other = ("/".join([letter * 200] * 3) for letter in "ab")
     for path in (long, other):
         file = FetchedFile(path=path, size_bytes=FILE.size_bytes, digest=FILE.digest)
@@ -200,7 +200,7 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
     assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}
 
 
-def test_a_folder_that_vanishes_ends_no_look_at_the_size(store: ModelStore) -> None:
+def test_a_vanished_folder_does_not_end_the_measurement_of_the_cache(store: ModelStore) -> None:
     """As when another fetch of the model removes its parts."""
     stop = threading.Event()
 

@@ -39,7 +39,9 @@ def test_without_a_bundle_nothing_changes(tmp_path: Path) -> None:
     assert (env, list(tmp_path.iterdir())) == ({}, [])
 
 
-def test_a_bundle_is_added_to_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_is_added_to_the_certificates_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     system = tmp_path / "system"
     system.write_text(FIRST)
     monkeypatch.setattr(certificates, "SYSTEM_BUNDLES", (str(tmp_path / "none"), str(system)))
@@ -52,7 +54,7 @@ def test_a_bundle_is_added_to_the_systems(tmp_path: Path, monkeypatch: pytest.Mo
     assert trusted(bundled(alone, SECOND)["SSL_CERT_FILE"]) == 1
 
 
-def test_a_file_that_the_user_names_counts_as_the_systems(tmp_path: Path) -> None:
+def test_certificates_in_a_file_that_the_user_names_are_kept(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text(FIRST)
     env = bundled(tmp_path, SECOND, SSL_CERT_FILE=str(own))
@@ -84,7 +86,7 @@ def test_text_around_certificates_does_not_matter(
     assert trusted(bundled_bytes(tmp_path, content)["SSL_CERT_FILE"]) == 2
 
 
-def test_text_of_any_encoding_is_kept_in_the_systems_file(tmp_path: Path) -> None:
+def test_text_of_any_encoding_is_kept_in_the_users_file_of_certificates(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_bytes("# ô\n".encode("latin-1") + FIRST.encode())
     assert trusted(bundled(tmp_path, SECOND, SSL_CERT_FILE=str(own))["SSL_CERT_FILE"]) == 2

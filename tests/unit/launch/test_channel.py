@@ -80,7 +80,9 @@ def test_failure_is_sent_before_the_call_returns(ends: tuple[RankChannel, RankRe
     assert [m.failure for m in channel.read() if m.failure] == [failure]
 
 
-def test_heartbeat_age_is_the_groups_and_grows_in_silence(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_the_heartbeat_age_is_that_of_the_group_and_grows_without_messages(
+    ends: tuple[RankChannel, RankReporter],
+) -> None:
     channel, reporter = ends
     channel.send(SupervisorMessage(group_age_s=40.0))
     deadline = time.monotonic() + LIMIT_S
@@ -183,7 +185,7 @@ def test_the_end_of_the_supervisor_ends_the_process() -> None:
 
 
 def test_a_supervisor_of_another_version_ends_the_process() -> None:
-    """The thread that speaks and listens does not end alone: the process would be deaf and mute."""
+    """If only the thread for the channel ended, the process could neither send nor receive."""
     ours, theirs = socket.socketpair()
     gone = threading.Event()
     reporter = RankReporter(theirs, 0, gone.set)
@@ -200,7 +202,7 @@ def test_a_supervisor_of_another_version_ends_the_process() -> None:
     pauses=st.sets(st.integers(0, 59)),
 )
 def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
-    """Whenever the reader stands still: it reads lines that were sent, whole, in their order."""
+    """The reader may pause at any time. It then reads whole lines in the order in which they were sent."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -41,7 +41,7 @@ def test_reserved_cpus_leave_equally_many_cores_on_each_numa_node() -> None:
     )
 
 
-def test_a_few_threads_less_are_better_than_two_numa_nodes() -> None:
+def test_a_few_unused_threads_are_better_than_a_second_numa_node() -> None:
     uneven = TWO_NODES[:6] + TWO_NODES[8:]
     assert allocate(uneven, ranks=2, reserved=0) == (
         cpu_set(*range(6), nodes=(0,)),
@@ -54,7 +54,7 @@ def test_one_rank_spans_numa_nodes_instead_of_leaving_half_of_the_machine_unused
 
 
 def test_three_ranks_share_two_numa_nodes() -> None:
-    """Whole nodes would leave each four of five threads: that is near enough."""
+    """With whole NUMA nodes, each rank has four of the five threads of an equal share, which is enough."""
     assert allocate(TWO_NODES, ranks=3, reserved=0) == (
         cpu_set(0, 1, 2, 3, nodes=(0,)),
         cpu_set(4, 5, 6, 7, nodes=(0,)),
@@ -70,7 +70,7 @@ def test_a_rank_uses_one_hyper_thread_of_each_core() -> None:
 
 
 def test_reserved_cpus_are_a_whole_core() -> None:
-    """Two CPUs are one core here: the rank's threads never share a core with what spins on them."""
+    """Two CPUs are one core here. The rank's threads must not share a core with a spinning process."""
     assert allocate(SMT, ranks=1, reserved=2) == (cpu_set(1, 2, 3, 4, 5, 6, 7, nodes=(0, 1)),)
 
 

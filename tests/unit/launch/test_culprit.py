@@ -59,7 +59,7 @@ ENGINE = Failure(reason=FailureReason.API_SERVER_EXITED, message="exited with co
         ),
     ],
 )
-def test_weighs_evidence_by_its_nearness_to_the_cause(evidence: Evidence, weight: Weight) -> None:
+def test_evidence_nearer_to_the_cause_counts_more(evidence: Evidence, weight: Weight) -> None:
     assert weigh(evidence) is weight
 
 
@@ -72,7 +72,7 @@ def test_the_text_of_an_error_does_not_decide_the_culprit(
     assert weigh(Evidence(failure=failure)) is weigh(Evidence(failure=gloo))
 
 
-def test_cause_is_found_whatever_the_order() -> None:
+def test_the_cause_is_found_in_any_order_of_reports() -> None:
     # The death is seen last, as over a slow network.
     evidence = [
         Evidence(failure=CLOSED, age_s=0.2, lost=Lost.RANK),
@@ -89,7 +89,7 @@ def test_cause_is_found_whatever_the_order() -> None:
 
 
 def test_an_input_error_of_a_rank_is_not_a_lost_peer() -> None:
-    """A rank that reads from NFS raised first, and its engine's end took another rank along."""
+    """A rank that reads from NFS raised first. Then the end of its engine ended another rank."""
     own = replace(RAISED, message="OSError: [Errno 104] Connection reset by peer while reading /models (NFS)")
     gone = replace(CLOSED, message="PeerGoneError: the engine's calls have ended")
     evidence = [Evidence(failure=own, age_s=2.0), Evidence(failure=gone, age_s=0.1, lost=Lost.ENGINE)]
@@ -133,7 +133,7 @@ def accused_ranks(draw: st.DrawFn) -> tuple[Failure, list[Evidence]]:
 
 @given(accused_ranks())
 def test_a_ranks_own_report_comes_before_reports_of_others(drawn: tuple[Failure, list[Evidence]]) -> None:
-    """In whatever order all arrive, and however old each is."""
+    """The order and the age of the reports do not matter."""
     own, evidence = drawn
     assert most_likely_cause(evidence) == own
 
@@ -147,7 +147,7 @@ def test_an_accusation_is_nearer_to_the_cause_than_a_lost_connection(
     assert (blamed.rank, blamed.message) == (2, "rank 2 gave no answer")
 
 
-def test_oldest_of_equals_is_the_cause() -> None:
+def test_the_oldest_of_equal_reports_is_the_cause() -> None:
     later = Failure(reason=FailureReason.RANK_EXITED, message="", pod=0, rank=0, exit_code=-11)
     assert (
         most_likely_cause([Evidence(failure=later, age_s=0.01), Evidence(failure=KILLED, age_s=0.02)])

@@ -50,7 +50,7 @@ def test_an_api_server_that_answers_nothing_is_reported_before_its_engine() -> N
 
 
 def test_names_an_api_server_that_answers_but_does_not_report() -> None:
-    """It would not hear that the group drains."""
+    """Such an API server would not learn that the group drains."""
     clock = EngineClock(LIMIT_S, 100.0)
     update(clock, 110.0, api_silent_s=10.0)
     assert clock.find_overdue() is None
@@ -61,7 +61,7 @@ def test_names_an_api_server_that_answers_but_does_not_report() -> None:
 
 
 def test_a_long_step_does_not_count_as_silence() -> None:
-    """A prefill of an hour; then the engine answers what it was asked before it."""
+    """During a prefill of an hour the engine does not answer. Afterwards it answers the earlier requests."""
     clock = EngineClock(LIMIT_S, 0.0)
     for second in range(3600):
         update(clock, float(second), busy=True, api=False, waits_s=float(second))
@@ -79,7 +79,10 @@ def test_a_long_step_does_not_count_as_silence() -> None:
 def test_an_engine_is_overdue_after_a_limit_without_answers_and_busy_ranks(
     ticks: list[tuple[bool, bool, bool]],
 ) -> None:
-    """Whatever comes before: only the last silence without a busy rank counts, as a model of it says."""
+    """Events are random.
+
+    Only the last silence without a busy rank counts, as in a simple model of the clock.
+    """
     clock = EngineClock(LIMIT_S, 0.0)
     api_silent = engine_silent = waits = 0
     for number, (busy, api, answers) in enumerate(ticks, 1):

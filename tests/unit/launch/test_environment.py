@@ -110,7 +110,7 @@ def test_pod_with_too_few_gpus_is_refused() -> None:
         rank_environment(PLAN, FOLLOWER, PLAN.ranks[3], {"CUDA_VISIBLE_DEVICES": "4"}, HOST)
 
 
-def test_users_variables_win_over_tuning_and_not_over_the_plan() -> None:
+def test_a_users_variable_overrides_tuning_but_not_the_plan() -> None:
     users = {"OMP_NUM_THREADS": "3", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PP_LAYER_PARTITION": "1,1,1,1"}
     env = rank_environment(PLAN, LEADER, PLAN.ranks[0], users, HOST)
     assert env["OMP_NUM_THREADS"] == "3"
@@ -206,7 +206,7 @@ def test_cpu_ranks_share_the_threads_of_a_pod(
         (CpuBinding.NEVER, 16, None, False),
     ],
 )
-def test_threads_are_bound_where_the_cores_are_the_pods_own(
+def test_threads_are_bound_if_the_cores_belong_to_the_pod_alone(
     binding: CpuBinding, count: int, quota: float | None, bound: bool
 ) -> None:
     host = replace(HOST, cpus=cpus(count), cpu_quota=quota)
@@ -215,7 +215,10 @@ def test_threads_are_bound_where_the_cores_are_the_pods_own(
 
 
 def test_pods_of_one_machine_share_its_cores() -> None:
-    """`heteroinfer up`: a GPU rank and CPU ranks of two pods have one address; no CPU is given twice."""
+    """Under `heteroinfer up`, a GPU rank and CPU ranks of two pods have one address.
+
+    No CPU is assigned twice.
+    """
     one = tuple(PodAddress(host="127.0.0.1") for _ in range(3))
     plan = replace(
         PLAN,
@@ -239,7 +242,7 @@ def test_pods_of_one_machine_share_its_cores() -> None:
 
 
 @pytest.mark.parametrize(("count", "first", "second"), [(16, "0", "1"), (64, "0,1", "0,1")])
-def test_memory_comes_from_the_nodes_of_a_ranks_cpus(count: int, first: str, second: str) -> None:
+def test_a_rank_allocates_memory_on_the_numa_nodes_of_its_cpus(count: int, first: str, second: str) -> None:
     host = replace(HOST, cpus=cpus(count, nodes=2))
     nodes = [rank_environment(PLAN, LEADER, PLAN.ranks[i], {}, host)[names.ENV_MEMORY_NODES] for i in (0, 1)]
     assert nodes == [first, second]
@@ -285,7 +288,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_quota_v2_is_the_least_of_all_ancestors(tmp_path: Path) -> None:
+def test_the_cpu_quota_of_cgroup_v2_is_the_smallest_of_all_ancestors(tmp_path: Path) -> None:
     write(tmp_path / "kubepods/pod1/cpu.max", "250000 100000\n")
     write(tmp_path / "kubepods/cpu.max", "max 100000\n")
     write(tmp_path / "kubepods/pod1/box/cpu.max", "400000 100000\n")

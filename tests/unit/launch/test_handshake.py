@@ -29,7 +29,7 @@ def test_a_follower_without_the_key_gets_no_answer() -> None:
             reply_to(KEY, line)
 
 
-def test_a_leader_without_the_key_is_not_believed() -> None:
+def test_a_follower_refuses_a_leader_without_the_key() -> None:
     opening = build_opening(KEY, 1)
     forged, _ = reply_to(OTHER, codec.to_json(build_opening(OTHER, 1)))
     with pytest.raises(ContractError, match="does not have this epoch's key"):
@@ -40,7 +40,7 @@ def test_a_leader_without_the_key_is_not_believed() -> None:
 
 
 def test_a_replayed_opening_gives_no_connection() -> None:
-    """Its recorder is answered, with a nonce that is new: nothing that was recorded fits it."""
+    """The leader answers with a new nonce, for which the recorded messages are wrong."""
     opening = build_opening(KEY, 1)
     reply, _ = reply_to(KEY, codec.to_json(opening))
     recorded = check_reply(KEY, opening, codec.to_json(reply)).seal("hello")
@@ -51,7 +51,7 @@ def test_a_replayed_opening_gives_no_connection() -> None:
         reply_to(KEY, codec.to_json(Opening(pod=2, nonce=opening.nonce, code=opening.code)))
 
 
-def test_lines_are_not_repeated_left_out_changed_or_turned_around() -> None:
+def test_lines_that_are_repeated_left_out_changed_or_sent_back_are_refused() -> None:
     leader, follower = connect()
     first, second = leader.seal("first"), leader.seal("second")
     for wrong in (second, first.replace("first", "other"), follower.seal("first"), "first", ""):

@@ -41,7 +41,7 @@ def test_a_node_without_limits_has_the_kernels_available_memory(tmp_path: Path) 
     assert node.schedulable
 
 
-def test_tightest_limit_of_the_cgroups_above_counts(tmp_path: Path) -> None:
+def test_the_smallest_limit_of_all_parent_cgroups_counts(tmp_path: Path) -> None:
     proc, cgroup = _machine(tmp_path)
     (cgroup / "a" / "memory.max").write_text(f"{3 * GIB}\n")
     (cgroup / "a" / "memory.current").write_text(f"{2 * GIB}\n")
@@ -63,7 +63,7 @@ def test_another_architecture_runs_only_roles_that_select_it() -> None:
             check_platform(spec(*roles), arm)
 
 
-def test_gpus_are_the_drivers_own_list(tmp_path: Path) -> None:
+def test_gpus_are_those_that_the_driver_lists(tmp_path: Path) -> None:
     proc, cgroup = _machine(tmp_path, gpus=3)
     assert observe_gpus(proc, env={}) == ("0", "1", "2")
     assert observe_node(proc, cgroup, {}).allocatable["nvidia.com/gpu"] == 3

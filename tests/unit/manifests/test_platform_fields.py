@@ -98,7 +98,7 @@ def test_pods_that_fetch_and_serve_mount_the_ca_bundle(
         assert env(pod)[names.ENV_CA_BUNDLE] == "/etc/heteroinfer/ca-bundle/ca.crt"
 
 
-def test_another_ca_bundle_causes_a_new_fetch_and_no_ca_bundle_changes_no_key() -> None:
+def test_another_ca_bundle_causes_a_new_fetch_and_without_a_ca_bundle_keys_stay_the_same() -> None:
     model = {"uri": "hf://org/model", "cache": {"size": "1Gi"}}
     plain, trusting = spec(model=model), spec(model={**model, "caBundle": BUNDLE})
     assert model_pod_name(plain, OWNER) == "llama-fetch-10a901296a", "as 5ba4481 named it"

@@ -31,7 +31,7 @@ def test_the_taint_of_gpu_nodes_is_tolerated_once() -> None:
     assert "tolerations" not in role_fields(parsed, parsed.roles[0], Device.CPU), "it stays off GPU nodes"
 
 
-def test_a_group_stays_in_one_place_with_capacity_for_all_its_pods() -> None:
+def test_all_pods_of_a_group_require_the_topology_domain_with_capacity_for_them() -> None:
     made = fields(
         gpu(template={"nodeSelector": {"a": "b"}}),
         NodeAssignment(domain=("zone", "2")),

@@ -123,7 +123,7 @@ def test_moved_resources_are_those_of_the_cpu_role_and_no_more() -> None:
 
 
 def test_the_load_decides_which_mode_is_the_fastest() -> None:
-    """A cache for many requests is worth more than the fastest step for one."""
+    """For many requests, a large KV cache gives more speed than the fastest step of one request."""
     model = shapes()["dense"]
     roles = (gpu(deviceMemory="23Gi"), cpu(resources=CPUS))
     one, many = (
@@ -221,7 +221,7 @@ def test_gpus_of_one_pod_share_layers() -> None:
     assert title(planned) == "Tensor"
 
 
-def test_settings_of_the_user_bound_the_modes() -> None:
+def test_settings_of_the_user_limit_the_modes() -> None:
     planned = plan(auto(gpu(deviceMemory="24Gi", layers=[20]), cpu(layers=[12], resources=CPUS)))
     assert title(planned) == "Pipeline"
     assert planned.plan.layers_by_stage == (12, 20)

@@ -101,7 +101,7 @@ def test_nodes_of_another_system_or_architecture_do_not_count() -> None:
     ],
     ids=["node selector", "node affinity"],
 )
-def test_an_architecture_that_the_user_names_wins(template: dict[str, Any]) -> None:
+def test_an_architecture_that_the_user_names_takes_precedence(template: dict[str, Any]) -> None:
     arm = big("arm", labels={"kubernetes.io/arch": "arm64"})
     windows = big("windows", labels={"kubernetes.io/arch": "arm64", "kubernetes.io/os": "windows"})
     asked = spec(cpu(memory="64Gi", template=template))
@@ -184,7 +184,7 @@ def test_gpus_of_other_kinds_do_not_help() -> None:
     ).node_assignment.nodes == {0: "b"}
 
 
-def test_a_group_keeps_to_one_value_of_a_label() -> None:
+def test_all_pods_of_a_group_have_one_value_of_the_topology_label() -> None:
     parsed = spec(gpu(pods=2), scheduling={"topologyKey": ZONE})
     nodes = [big(f"n{i}", gpus=1, labels={ZONE: zone}) for i, zone in enumerate("122")]
     planned = fit(parsed, build_free_nodes(nodes))
@@ -213,7 +213,7 @@ def test_memory_and_product_of_gpus_come_from_labels() -> None:
 
 
 @pytest.mark.parametrize("memory_mib", [8192, 11264, 16384, 24576, 81920])
-def test_a_pod_asks_for_a_gpu_that_holds_the_floor_too(memory_mib: int) -> None:
+def test_a_pod_requests_a_gpu_with_memory_beyond_weights_and_kv_cache(memory_mib: int) -> None:
     group, labelled = spec(gpu(), cpu(memory="96Gi")), [big("a", gpus=1, memory_mib=memory_mib)]
     planned = fit(group, build_free_nodes(labelled))
     rank = planned.plan.ranks[1]
@@ -242,8 +242,8 @@ def test_an_existing_plan_keeps_its_gpu_size_despite_nodes_of_another_architectu
     assert asked(large, arm) == asked(large) == dict(planned.node_assignment.gpu_memory_mib)
 
 
-def test_a_plan_that_leaves_less_than_the_floor_still_gets_its_gpu() -> None:
-    """Earlier versions made such plans: no GPU of the cluster has the floor beside them."""
+def test_a_plan_that_leaves_too_little_gpu_memory_free_still_gets_its_gpu() -> None:
+    """Earlier versions made such plans, and no GPU of the cluster is larger."""
     group = spec(gpu(), cpu(memory="96Gi"))
     planned = fit(group, build_free_nodes([big("a", gpus=1, memory_mib=16384)]))
     full = replace(planned.plan.ranks[1], kv_cache_bytes=int(14.4 * GIB) - planned.plan.ranks[1].weight_bytes)
@@ -257,7 +257,7 @@ def test_a_plan_that_leaves_less_than_the_floor_still_gets_its_gpu() -> None:
     assert asked(24576) > 16384
 
 
-def test_device_memory_of_the_role_wins_over_labels() -> None:
+def test_device_memory_of_the_role_takes_precedence_over_labels() -> None:
     nodes = build_free_nodes([big("a", gpus=1, memory_mib=80 * 1024)])
     planned = fit(spec(gpu(deviceMemory="12Gi"), cpu(memory="64Gi")), nodes)
     assert planned.plan.layers_by_stage[0] > 5

@@ -405,10 +405,10 @@ def test_the_busiest_rank_has_at_least_one_expert_and_at_most_its_own(
     ("ranks", "experts", "topk", "most"),
     [(2, 128, 8, 5.06), (3, 64, 6, 3.18), (4, 128, 8, 3.49), (4, 16, 2, 1.20), (6, 256, 8, 2.89)],
 )
-def test_the_busiest_rank_of_one_token_is_predicted_as_drawn(
+def test_the_prediction_for_the_busiest_rank_of_one_token_is_the_exact_average(
     ranks: int, experts: int, topk: int, most: float
 ) -> None:
-    """Averages are exact: over all ways to draw the experts of a token."""
+    """The averages are exact, over all choices of a token's experts."""
     assert fullest(ranks, experts, topk, rows=1) == pytest.approx(most, rel=0.04)
 
 
@@ -525,7 +525,7 @@ def test_steps_by_load_include_feed_forward_ranks() -> None:
     assert float(found[1]) / 1e3 > on_cpus > 0
 
 
-def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
+def test_the_kv_cache_follows_from_the_gpu_and_not_from_ranks_without_a_cache() -> None:
     planned = plan(feed_forward(own={"layers": 12}), mixture())
     kv = planned.sizes.kv
     blocks = planned.plan.ranks[0].kv_cache_bytes // kv.block_bytes(0, 24)

@@ -66,7 +66,7 @@ def test_units_that_cannot_be_divided_equally_enlarge_the_largest_part() -> None
     assert sum(sizes) == LAYERS * 128 * EXPERT
 
 
-def test_whole_experts_of_a_gpus_columns() -> None:
+def test_ranks_of_a_gpu_share_whole_experts_of_its_columns() -> None:
     """A GPU has 384 columns, 12 units, so 13 ranks share experts, of which each has those columns."""
     planned = gpus(1, ranks=13, columns=384)
     assert planned.remote is not None
@@ -88,7 +88,7 @@ def test_columns_that_the_gpus_cannot_divide_are_refused(count: int, unit: int, 
     assert f"Use {fix}" in caught.value.message
 
 
-def test_a_stored_plan_is_predicted_again_alike() -> None:
+def test_a_stored_plan_gets_the_same_prediction_again() -> None:
     planned = gpus(2, ranks=4)
     again = predict_again(planned.plan, _spec(2, 4, LAYERS), planned.request.profile, Inventory())
     assert again is not None
@@ -96,7 +96,7 @@ def test_a_stored_plan_is_predicted_again_alike() -> None:
     assert again.step == predict(planned.plan, planned.rates)
 
 
-def test_the_gpus_hold_more_than_one_gpu() -> None:
+def test_several_gpus_hold_more_layers_than_one_gpu() -> None:
     one, two = feed_forward(), feed_forward(ranksPerPod=2, own={"ranks": 2})
     moved = [len(plan(each, mixture()).plan.ranks[-1].layers) for each in (one, two)]
     assert moved[1] < moved[0]

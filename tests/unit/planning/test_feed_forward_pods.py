@@ -104,7 +104,7 @@ def test_a_running_plan_is_predicted_again() -> None:
     assert other is None
 
 
-def test_weights_of_all_ranks_are_all_experts() -> None:
+def test_the_weights_of_all_ranks_together_are_all_experts() -> None:
     planned = plan(pods(cpu(memory="64Gi", pods=3), own=OWN), in_units(32)).plan
     assert planned.ranks[1].feed_forward is not None
     count = len(planned.ranks[1].feed_forward.layers)
@@ -129,7 +129,7 @@ def test_shares_follow_speeds_as_far_as_memory_allows(
     assert [each / sum(found) for each in found] == pytest.approx(expected, abs=0.02)
 
 
-def test_shares_beyond_all_memory_are_still_shares() -> None:
+def test_every_pod_has_a_share_even_if_no_memory_suffices() -> None:
     assert all(share >= 1 for share in fit_shares((1, 2), (0.1, 0.1)))
 
 

@@ -79,7 +79,9 @@ def test_a_large_batch_needs_more() -> None:
 
 
 @pytest.mark.parametrize(("eager", "measured_mib"), [("Never", 1941), ("Always", 1073)])
-def test_the_floor_is_close_to_the_measured_memory(eager: str, measured_mib: int) -> None:
+def test_the_planned_memory_besides_weights_and_kv_cache_is_close_to_the_measurement(
+    eager: str, measured_mib: int
+) -> None:
     """Llama-8B of 16 layers, batches of 2,048 tokens and 64 requests (tests/bench/gpu_floor.py, H100)."""
     model = profile(
         num_layers=16,

@@ -27,7 +27,7 @@ def test_cheaper_layers_come_first_and_the_others_are_spread() -> None:
     assert sorted(choose_layers([[3, 5], [0, 1, 2, 4]], 6)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_mixture_gives_experts_of_layers_that_are_spread_over_the_model() -> None:
+def test_a_mixture_moves_experts_of_layers_that_are_spread_over_the_model() -> None:
     assert group_by_cost(mixture(dense_layers=2, layers=6)) == [[2, 3, 4, 5]]
     share = plan(feed_forward(own={"layers": 6}, device_memory="80Gi"), mixture()).plan.ranks[1].feed_forward
     assert share is not None

@@ -167,7 +167,7 @@ def mixture(experts: int) -> ModelProfile:
 
 
 def test_packing_uses_the_memory_of_the_later_kv_cache() -> None:
-    """Of experts in GPTQ three copies lie beside a layer: more than KV cache for one short sequence."""
+    """Packing GPTQ experts needs more memory than the KV cache of one short sequence: three more copies."""
     model, short = mixture(256), {"maxModelLen": 64}
     (rank,) = plan(spec(cpu(), engine=short), model).plan.ranks
     grown = (3 * 256 + 20) * MIB * Fraction(-1, 133)
@@ -182,7 +182,7 @@ def test_packing_uses_the_memory_of_the_later_kv_cache() -> None:
 
 
 def test_ranks_that_share_layers_pack_experts_for_amx() -> None:
-    """Those that hold whole layers keep GPTQ's experts in less than the checkpoint has."""
+    """Ranks that hold whole layers store GPTQ experts in fewer bytes than the checkpoint."""
     shared = spec(cpu(memory="64Gi", ranksPerPod=2), parallelism={"tensor": 2}, engine={"maxModelLen": 64})
     grown = 20 * MIB * Fraction(-1, 133) + 3 * 256 * MIB * Fraction(13, 133)
     assert set(plan(shared, mixture(256)).sizes.packing_growth_bytes) == {ceil(grown / 2)}
@@ -190,7 +190,7 @@ def test_ranks_that_share_layers_pack_experts_for_amx() -> None:
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_all_layers_are_loaded_before_one_is_packed(group: int) -> None:
-    """Our kernels have GPTQ in less than the checkpoint has."""
+    """Our kernels store GPTQ in fewer bytes than the checkpoint."""
     model, short = four_bits(SchemeName.GPTQ, group, kind_bytes=400 * MIB), {"maxModelLen": 32}
     loaded = 32 * (PLAIN + 400 * MIB) + 3 * 400 * MIB - 384 * MIB
     memory = loaded + 2 * 2 * 1002 * MIB + 8192 + 2 * GIB  # tables, the process and the API server
@@ -211,7 +211,10 @@ def plain_mixture(experts: int) -> ModelProfile:
 
 
 def test_sixteen_bit_experts_need_a_second_copy_while_packed() -> None:
-    """Beside 1.5 GiB of experts 1.5 GiB, of which the process has left 384 MiB; KV cache needs 4 * 3 MiB."""
+    """Packing 1.5 GiB of experts needs another 1.5 GiB.
+
+    The process itself has 384 MiB for this. The KV cache needs 4 * 3 MiB.
+    """
     model, short = plain_mixture(256), {"maxModelLen": 64}
     beside = (6 * 256 - 384) * MIB
     (rank,) = plan(spec(cpu(), engine=short), model).plan.ranks
@@ -269,7 +272,7 @@ def test_ranks_of_one_stage_use_the_weights_form_of_their_device() -> None:
 
 
 @pytest.mark.parametrize("device_memory", ["4500Mi", "9Gi", "80Gi"])
-def test_a_stage_is_bounded_by_its_rank_with_least_memory_left(device_memory: str) -> None:
+def test_the_rank_with_the_least_free_memory_limits_its_stage(device_memory: str) -> None:
     planned = in_one_stage(device_memory)
     left = []
     for rank, budget in zip(planned.plan.ranks, planned.budgets[0].ranks, strict=True):

@@ -267,7 +267,7 @@ def app(count: int, **fields: Any) -> list[PodDemand]:
 def test_pods_that_must_be_near_each_other_are_in_the_zone_that_holds_all(
     held: tuple[int, ...], pods: int
 ) -> None:
-    """The first zone was filled, and the rest of the pods was put where the scheduler never places them."""
+    """Earlier, pods beyond the first zone's capacity got nodes on which the scheduler never places them."""
     nodes = [each for name, count in zip("abc", held, strict=False) for each in zone(name, count)]
     found = assign_nodes(app(pods, near=(NEAR,)), build_free_nodes(nodes))
     assert found is not None
@@ -325,7 +325,9 @@ def test_pods_that_must_be_on_one_host_are_found_on_many_hosts_in_milliseconds()
         ({"namespaceSelector": {"matchLabels": {"team": "another"}}}, True),
     ],
 )
-def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any], *, apart: bool) -> None:
+def test_affinity_terms_apply_to_the_namespaces_that_they_name(
+    namespaces: dict[str, Any], *, apart: bool
+) -> None:
     term = {**NEAR, "topologyKey": HOST, **namespaces}
     (one,) = zone("a", 1)
     one = NodeView(name=one.name, allocatable={"cpu": 64.0, "pods": 110.0}, labels=one.labels)
@@ -617,7 +619,7 @@ def test_respects_required_node_affinity(expression: dict[str, Any], *, matches:
 
 
 def test_five_hundred_nodes_cost_milliseconds() -> None:
-    """All of it takes about 0.1 s on a quiet machine; the bound is for a busy one."""
+    """The search takes about 0.1 s on an idle machine. The limit of the test is for a busy machine."""
     nodes = [node(f"n{i:03}", gpus=8, labels={"kubernetes.io/hostname": f"n{i:03}"}) for i in range(500)]
     fits = [pod(gpus=8, cpu=4)] * 64 + [pod(cpu=2, memory=2**30)] * 64
     full = [pod(gpus=8, cpu=4)] * 501

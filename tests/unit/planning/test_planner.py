@@ -27,7 +27,7 @@ def test_cpu_stages_come_first_and_the_gpu_last() -> None:
     assert [(r.role, r.pod, r.stage) for r in ranks] == [("cpu", 0, 0), ("cpu", 1, 1), ("gpu", 2, 2)]
 
 
-def test_the_listed_order_is_honoured() -> None:
+def test_stages_can_follow_the_order_of_the_roles() -> None:
     ranks = plan(spec(gpu(), cpu(), parallelism={"stageOrder": "AsListed"})).plan.ranks
     assert [r.role for r in ranks] == ["gpu", "cpu"]
 
@@ -114,7 +114,7 @@ def test_a_mixed_stage_with_the_cpu_listed_first_is_refused() -> None:
     assert error.message.endswith("List the GPU roles first, or set parallelism.stageOrder: Auto")
 
 
-def test_a_mixed_stage_is_bounded_by_its_tightest_rank() -> None:
+def test_the_rank_with_the_least_memory_limits_a_mixed_stage() -> None:
     roles = gpu(deviceMemory="80Gi"), cpu(memory="12Gi")
     planned = plan(spec(*roles, parallelism={"mode": "Tensor"})).plan
     gpu_rank, cpu_rank = planned.ranks
@@ -184,7 +184,7 @@ def test_a_tensor_size_must_split_the_model(tensor: int, what: str | None) -> No
 # Layers
 
 
-def test_explicit_layers_are_honoured_by_stage() -> None:
+def test_explicit_layers_apply_to_the_stages_of_their_role() -> None:
     planned = plan(spec(gpu(layers=[28]), cpu(pods=2, layers=[1, 3]))).plan
     assert [(r.role, r.first_layer, r.end_layer) for r in planned.ranks] == [
         ("cpu", 0, 1),
@@ -216,7 +216,7 @@ def test_reports_the_missing_memory_of_explicit_layers() -> None:
 
 @pytest.mark.parametrize("first", [cpu(layers=[2]), {**gpu(layers=[2]), "name": "first"}])
 def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, Any]) -> None:
-    """A CPU rank divided by the 0 bytes of its plan, and vLLM's cache manager does by those of a block."""
+    """Otherwise a CPU rank and vLLM's cache manager would divide by the 0 bytes of the layers' cache."""
     kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
     model = profile(kinds=kinds, kind_of_layer=(0, 0, *(1,) * 30))
     last = {"parallelism": {"stageOrder": "AsListed"}}
@@ -318,7 +318,7 @@ def test_reports_the_missing_memory_of_a_stage() -> None:
 
 
 def test_reports_the_memory_for_the_first_layer_of_a_later_stage() -> None:
-    """Its pod holds the small layers that the first stage has, and not a large one."""
+    """The pod of the later stage could hold the small layers of the first stage, but not a large layer."""
     model = profile(
         num_layers=6, layer_bytes=(MIB, MIB, *(4 * GIB,) * 4), embedding_bytes=0, head_bytes=0, other_bytes=0
     )
@@ -333,7 +333,7 @@ def test_reports_the_memory_for_the_first_layer_of_a_later_stage() -> None:
 
 
 def test_reports_the_fewest_layers_of_a_stage_together() -> None:
-    """Of 8 layers all were counted as fitting, and 0 as too many."""
+    """Earlier, the message counted all 8 layers as fitting, and 0 as too many."""
     model = profile(
         num_layers=8, layer_bytes=(GIB,) * 8, embedding_bytes=0, head_bytes=0, first_stage_layers=3
     )
@@ -351,7 +351,7 @@ def test_reports_the_fewest_layers_of_a_stage_together() -> None:
 
 
 def test_counts_layers_that_fit_if_their_sizes_differ() -> None:
-    """The second stage could hold a small layer, and has to have the large one before it."""
+    """The second stage could hold a small layer, but it must also have the large layer before this layer."""
     sizes = (GIB, GIB, GIB, 4 * GIB, GIB)
     model = profile(num_layers=5, layer_bytes=sizes, embedding_bytes=0, head_bytes=0, other_bytes=0)
     roles = [
@@ -391,7 +391,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 # Memory
 
 
-def test_weights_count_embedding_first_and_head_last() -> None:
+def test_the_first_stage_counts_the_embedding_and_the_last_stage_the_head() -> None:
     first, last = plan(spec(gpu(pods=2, layers=[16, 16]))).plan.ranks
     assert (first.weight_bytes, last.weight_bytes) == (
         (16 * 416 + 1002) * 2**20,
@@ -432,7 +432,7 @@ def test_kv_capacity_is_the_same_number_of_whole_blocks_everywhere() -> None:
     assert blocks.pop() % 1 == 0
 
 
-def test_kv_capacity_is_bounded_by_the_scheduler() -> None:
+def test_the_scheduler_limits_the_kv_capacity() -> None:
     (rank,) = plan(spec(gpu(deviceMemory="999Gi"), engine={"maxModelLen": 64})).plan.ranks
     assert rank.kv_cache_bytes == (256 * 64 + 32) * 32 * 4096
 

@@ -40,7 +40,7 @@ def refusal(name: str, *roles: dict[str, Any], inventory: Inventory = NODES, **f
 
 @pytest.mark.parametrize("name", [shape.name for shape in SHAPES_2026])
 def test_asks_for_memory_only_if_memory_is_enough(name: str) -> None:
-    """Users of 7 of these 20 models were told to buy memory for a model that is refused with any."""
+    """Earlier, refusals of 7 of these 20 models asked for more memory, although no amount of memory helps."""
     try:
         feed_forward(name, "24Gi", "224Gi")
     except PlanError as error:
@@ -48,7 +48,7 @@ def test_asks_for_memory_only_if_memory_is_enough(name: str) -> None:
             assert feed_forward(name, "1Ti", HUGE).plan
 
 
-def test_names_the_mode_that_runs_it_with_its_memory() -> None:
+def test_a_refusal_names_the_mode_that_runs_the_model_with_its_memory() -> None:
     slow = Inventory(cpu_features={"cpu": frozenset({AVX512})})
     reason, ways = refusal("GLM-4.7-Flash", cpu(memory=HUGE, pods=2), inventory=slow)
     assert "AMX is needed on CPUs for multi-head latent attention" in reason
@@ -60,7 +60,7 @@ def test_names_the_mode_that_runs_it_with_its_memory() -> None:
     assert feed_forward("GLM-4.7-Flash", "6.8Gi", "54Gi").plan
 
 
-def test_names_the_format_that_runs_it_with_its_size() -> None:
+def test_a_refusal_names_the_format_that_runs_the_model_with_its_size() -> None:
     slow = Inventory(cpu_features={"cpu": frozenset()})
     text = {"engine": {"args": ["--language-model-only"]}, "parallelism": {"mode": "Tensor"}}
     *_, ways = refusal("Qwen3.5-397B-A17B-FP8", cpu(memory=HUGE, pods=2), inventory=slow, **text)
@@ -72,7 +72,7 @@ def test_suggests_nothing_for_a_model_that_vllm_cannot_load() -> None:
     assert "contains a language model of type mistral4. vLLM 0.32 has no class for this type" in reason
 
 
-def test_the_class_inside_is_checked_like_the_model_s_own() -> None:
+def test_an_inner_class_is_checked_like_the_class_of_the_model() -> None:
     inside = replace(of_2026("Mistral-Small-4-119B"), text_architecture="DeepseekV3ForCausalLM")
     assert plan(spec(gpu(deviceMemory="1Ti")), inside, NODES).plan
     pooling = replace(inside, text_architecture="Qwen3ForSequenceClassification")

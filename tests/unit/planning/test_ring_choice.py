@@ -155,7 +155,7 @@ def unsupported() -> list[Any]:
 
 
 @pytest.mark.parametrize(("parsed", "model", "inventory"), unsupported())
-def test_no_ring_where_the_worker_would_not_use_it(
+def test_no_ring_is_planned_if_the_worker_would_not_use_it(
     parsed: HeteroInferenceSpec, model: ModelProfile, inventory: Inventory
 ) -> None:
     planned = plan(parsed, model, inventory)
@@ -269,7 +269,7 @@ def check_pace(planned: Planned, before: Planned) -> None:
 @settings(max_examples=25)
 @given(less=st.integers(14, 90), more=st.integers(0, 20), layers=st.integers(1, 48))
 def test_more_gpu_memory_never_gives_slower_prompts(less: int, more: int, layers: int) -> None:
-    """With as many layers on CPUs."""
+    """The number of layers on CPUs is the same."""
 
     def tokens_per_s(gib: int) -> float:
         parsed = asked(f"{gib}Gi", layers=layers)

@@ -54,7 +54,7 @@ def test_layers_that_share_a_kv_cache_take_no_memory_for_it() -> None:
     assert steps[0] == steps[1]
 
 
-def test_stages_are_cut_before_the_layers_that_share() -> None:
+def test_stages_are_divided_before_the_layers_that_share_a_kv_cache() -> None:
     for roles in (
         (cpu(memory="64Gi"), gpu(deviceMemory="80Gi")),
         (cpu(memory="64Gi", pods=3),),

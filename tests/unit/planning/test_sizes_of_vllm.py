@@ -33,6 +33,9 @@ def test_weights_and_kv_cache_of_both_stages_equal_vllms(device: str, name: str)
 
 
 def test_knows_the_models_that_cuda_refuses() -> None:
-    """DeepGEMM was not in the GPU machine's packages; the other needs its repository's own code."""
+    """DeepSeek-V3.2 needs DeepGEMM, which the GPU machine lacked.
+
+    InternVL3-8B needs the code of its repository.
+    """
     refused = {name for name, answer in recorded("cuda").items() if "refused" in answer}
     assert refused == {"DeepSeek-V3.2", "InternVL3-8B"}

@@ -34,7 +34,9 @@ def tokens(of: Planned) -> int:
 
 
 @pytest.mark.parametrize("roles", EXAMPLE, ids=["GPU and CPU", "GPU", "CPU"])
-def test_a_step_has_the_most_tokens_that_keep_the_limit(roles: tuple[dict[str, Any], ...]) -> None:
+def test_a_step_has_the_maximum_number_of_tokens_that_keep_the_limit(
+    roles: tuple[dict[str, Any], ...],
+) -> None:
     unlimited = planned(*roles)
     step_s = time_between_tokens(unlimited).step_s
     seen = []

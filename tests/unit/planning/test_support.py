@@ -171,7 +171,7 @@ def test_linear_layers_of_any_format_run_on_any_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Kimi-K2-Thinking", "Nemotron-3-Nano-30B-A3B", "DeepSeek-V3"])
 def test_feed_forward_ranks_take_experts_on_any_cpu(name: str) -> None:
-    """Of models whose activations or attention keep them from stages on these CPUs."""
+    """These models cannot run in CPU stages because of their activations or attention."""
     model = recorded_profiles()[name]
     assert refusal(name, spec(*MIXED), NO_AVX512)
     role = gpu(feedForward={"ranks": 1, "cpu": "56", "memory": "3Ti"}, deviceMemory="141Gi")
@@ -538,7 +538,7 @@ def test_states_have_the_same_type_on_every_rank_and_blocks_fit_them() -> None:
 
 @pytest.mark.parametrize(("dtype", "tokens"), [("auto", 1056), ("bfloat16", 1056), ("float32", 1088)])
 def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> None:
-    """Blocks of vLLM 0.32 have so many tokens with `--mamba-cache-dtype` (as tests/shapes/oracle.py asks)."""
+    """The expected values come from vLLM 0.32 with `--mamba-cache-dtype` (tests/shapes/oracle.py)."""
     engine: dict[str, Any] = {"args": ["--mamba-cache-dtype", dtype]}
     profile = recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"]
     planned = plan(spec(*MIXED, engine=engine), profile)
@@ -556,7 +556,7 @@ def test_reports_unsupported_models_before_missing_memory(memory: str, device: s
 
 
 def test_reports_all_reasons_at_once() -> None:
-    """One by one they cost a user as many tries."""
+    """If each reason came alone, the user would need one attempt for each."""
     coarse = Scheme(name=SchemeName.INT4, bits=4, group=16)
     sees = replace(
         recorded_profiles()["Kimi-K2-Thinking"], scheme=coarse, encoder="images", encoder_bytes=2**30

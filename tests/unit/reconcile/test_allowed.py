@@ -278,12 +278,12 @@ def test_usual_arguments_are_allowed(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "0000000005000", "many", ""])
-def test_uncounted_log_probabilities_are_refused(value: str) -> None:
+def test_more_log_probabilities_than_the_plan_counts_are_refused(value: str) -> None:
     assert "Set a number from 0 to 100" in refusal(f"--max-logprobs={value}")
 
 
 @pytest.mark.parametrize("value", ["nvfp4", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc"])
-def test_an_uncounted_kv_cache_type_is_refused(value: str) -> None:
+def test_a_kv_cache_type_that_the_plan_cannot_count_is_refused(value: str) -> None:
     assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype", value)
     assert "Set one of auto, bfloat16" in refusal(f"--kv_cache_dtype={value}")
     assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype")

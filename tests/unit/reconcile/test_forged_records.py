@@ -276,7 +276,7 @@ def test_an_unsigned_record_is_ignored_once_all_records_are_signed() -> None:
     assert world.condition("Available")[0] == "True"
 
 
-def test_records_must_be_signed_before_the_status_relies_on_it() -> None:
+def test_the_status_states_that_records_are_signed_only_after_the_api_server_accepted_it() -> None:
     world = served()
     forget_codes(world)
     world.refuses = {("ConfigMap", "*"): "the API server is away"}

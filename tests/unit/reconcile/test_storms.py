@@ -367,7 +367,7 @@ TestStorms.settings = settings(max_examples=8, stateful_step_count=12, deadline=
 
 
 def test_groups_that_create_their_pods_in_turn_stay_within_the_limit_together() -> None:
-    """TestStorms found it: each group fitted the limit, but both together created 23 pods in a minute."""
+    """Earlier, each group stayed within the limit, but both together created 23 pods in a minute."""
     state = Storms()
     state.begin(replicas=3, serves=True)
     state.a_controller_takes_labels_off_pods(takes=True)

@@ -20,7 +20,7 @@ def test_an_accusation_names_the_accused_rank(error: LaneError, reason: FailureR
     assert (seen.reason, seen.rank, seen.message) == (reason, 1, str(error))
 
 
-def test_an_own_report_has_the_kind_of_the_exception() -> None:
+def test_a_ranks_own_report_has_the_kind_of_its_exception() -> None:
     seen = build_failure(OSError("expert weights: Input/output error"), PLAN.ranks[1], starting=False)
     assert (seen.reason, seen.rank) == (FailureReason.RANK_RAISED, 1)
     assert seen.message == "OSError: expert weights: Input/output error"

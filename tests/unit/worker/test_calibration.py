@@ -229,13 +229,13 @@ def test_the_machine_is_read_from_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"), [("105M", 210 << 20), ("32K", 192 << 20), ("2G?", 192 << 20), ("999M", 768 << 20)]
 )
-def test_a_round_is_twice_the_largest_cache(tmp_path: Path, size: str, expected: int) -> None:
+def test_a_round_reads_twice_the_bytes_of_the_largest_cache(tmp_path: Path, size: str, expected: int) -> None:
     write_caches(tmp_path, 3, {"32K": "3,11", size: "0-15"})
     write_caches(tmp_path, 4, {size: "0-15"})
     assert bytes_beyond_caches([3, 4], tmp_path) == expected
 
 
-def test_a_round_is_twice_all_the_largest_caches_of_the_cores(tmp_path: Path) -> None:
+def test_a_round_reads_twice_the_bytes_of_the_largest_caches_of_all_cores(tmp_path: Path) -> None:
     for cpu in range(32):
         first = cpu // 8 * 8
         write_caches(tmp_path, cpu, {"1024K": str(cpu), "96M": f"{first}-{first + 7}"})

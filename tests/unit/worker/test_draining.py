@@ -69,7 +69,7 @@ def test_a_drain_accepts_requests_for_a_moment_and_then_refuses_them_with_a_mess
     assert draining.DRAIN.is_done()
 
 
-def test_health_is_answered_to_the_end(clock: Clock) -> None:
+def test_health_requests_are_answered_until_the_end_of_the_drain(clock: Clock) -> None:
     draining.DRAIN.begin()
     clock.now_s += STILL_ACCEPTED_S
     assert asyncio.run(get("/health"))[0]["status"] == 200
@@ -117,7 +117,10 @@ class Posted:
 
 
 def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
-    """Its client is answered, and its connection is closed; whoever sends the body in time is served."""
+    """The client gets an answer and its connection is closed.
+
+    Clients that send the body in time are served.
+    """
 
     async def scenario() -> None:
         slow, never = Posted(), Posted()

@@ -128,7 +128,10 @@ def test_refuses_an_owned_argument_with_a_fix() -> None:
 
 
 def test_the_worker_has_no_list_of_allowed_arguments() -> None:
-    """A plan was allowed when it was made: its group starts again by it, however strict the lists are now."""
+    """A plan was allowed when it was made.
+
+    Its group restarts with this plan even if the lists are stricter now.
+    """
     args = ("--middleware", "a.B", "--api-key", "x", "--trust-remote-code", "--runner", "generate")
     assert set(args) <= set(arguments.arguments(plan(*args), LAUNCH, plan().ranks[0]))
 
@@ -181,7 +184,7 @@ def test_cpu_ranks_of_mode_feed_forward_read_gpu_formats_as_safetensors() -> Non
         assert read == [asked, "safetensors" if asked in load_formats.GPU_FORMATS else asked]
 
 
-def test_a_loader_of_other_files_is_refused_where_there_are_feed_forward_ranks() -> None:
+def test_a_loader_of_other_files_is_refused_with_feed_forward_ranks() -> None:
     plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3])
     args = argparse.Namespace(load_format="tensorizer")
     with pytest.raises(ContractError, match=r"--load-format must be auto or .* \(got tensorizer\)"):

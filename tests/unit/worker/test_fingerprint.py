@@ -47,7 +47,9 @@ def test_a_setting_that_one_rank_lacks_is_a_difference() -> None:
         (None, None),
     ],
 )
-def test_one_format_has_other_names_on_other_devices(on_cpus: str | None, on_gpus: str | None) -> None:
+def test_a_format_may_have_different_names_on_different_devices(
+    on_cpus: str | None, on_gpus: str | None
+) -> None:
     assert fingerprint.quantized_format(on_cpus) == fingerprint.quantized_format(on_gpus)
 
 
@@ -97,5 +99,7 @@ def test_equal_files_give_equal_fingerprints(tmp_path: Path) -> None:
         (["hidden", "lanes"], "Start all pods from one plan and one image"),
     ],
 )
-def test_only_sizes_of_the_model_lead_to_the_models_files(fields: list[str], fix: str) -> None:
+def test_only_differing_sizes_of_the_model_lead_to_advice_about_its_files(
+    fields: list[str], fix: str
+) -> None:
     assert fingerprint.remedy_for_slab(fields) == fix

@@ -44,11 +44,11 @@ def test_reads_the_memory_limit_of_cgroup_v1_in_a_container(tmp_path: Path) -> N
     assert available_memory(tmp_path, own, MEMINFO) == 600_000 + 500
 
 
-def test_the_machine_limits_where_no_cgroup_does(tmp_path: Path) -> None:
+def test_the_memory_of_the_machine_is_the_limit_if_no_cgroup_has_one(tmp_path: Path) -> None:
     assert available_memory(tmp_path, "0::/\n", MEMINFO) == 4194304 * 1024
 
 
-def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
+def test_ranks_divide_memory_in_the_ratio_of_their_planned_caches() -> None:
     cpu = tuple(
         replace(rank, device=Device.CPU, kv_cache_bytes=size)
         for rank, size in zip(PLAN.ranks, (100, 300, 50, 50), strict=True)

@@ -39,7 +39,7 @@ class Runner:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 7, 20])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 7, 8, 13])
-def test_each_token_is_scored_once_and_few_at_a_time(length: int, step: int) -> None:
+def test_each_token_is_scored_once_and_only_a_few_tokens_at_a_time(length: int, step: int) -> None:
     prompts = {"a": length, "b": 5}
     runner = Runner(prompts)
     score: Any = PromptLogprobsInParts(runner, ROWS)

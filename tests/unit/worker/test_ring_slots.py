@@ -46,7 +46,7 @@ def test_an_early_copy_serves_once() -> None:
     assert order.take(content(0, 0)) == (2, False)
 
 
-def test_the_begin_of_an_early_copy_serves_too_but_not_more_or_others() -> None:
+def test_fewer_but_not_more_or_other_experts_of_an_early_copy_may_be_used() -> None:
     order = SlotOrder()
     assert order.take_early(content(0, 0, 4)) == 0
     assert order.take(content(0, 0, 5)) == (1, False)
@@ -54,7 +54,7 @@ def test_the_begin_of_an_early_copy_serves_too_but_not_more_or_others() -> None:
     assert order.take(content(0, 0, 3)) == (0, True)
 
 
-def test_an_early_copy_that_is_not_used_gives_its_slot_up() -> None:
+def test_an_unused_early_copy_frees_its_slot() -> None:
     order = SlotOrder()
     assert [order.take_early(content(0, 4 * number)) for number in range(SLOTS + 1)] == [0, 1, 2, None]
     assert order.take(content(5, 0)) == (0, False)

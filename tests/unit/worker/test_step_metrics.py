@@ -71,7 +71,7 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     ("limit_bytes", "reported_bytes"),
     [(65536, 65536), (2**53, 2**53), (2**53 + 2, None), (resource.RLIM_INFINITY, None)],
 )
-def test_a_limit_that_no_report_can_hold_is_no_limit(
+def test_a_limit_too_large_for_a_report_counts_as_no_limit(
     monkeypatch: pytest.MonkeyPatch, limit_bytes: int, reported_bytes: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit_bytes, limit_bytes))
@@ -86,7 +86,7 @@ def test_a_limit_that_no_report_can_hold_is_no_limit(
         ours.close()
 
 
-def test_a_step_has_no_more_transfer_than_time() -> None:
+def test_the_transfer_time_of_a_step_is_at_most_its_duration() -> None:
     step = Step(step_s=1.0, wait_s=0.4, transfer_s={"send": 0.9, "recv": 0.3})
     fit_transfer(step)
     assert step.transfer_s == pytest.approx({"send": 0.45, "recv": 0.15})
@@ -126,7 +126,7 @@ def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["its last copy", "a whole step"])
 def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
-    """So that a device which hangs is named, and its engine is not taken for hung meanwhile."""
+    """So a hanging device is named, and its engine does not count as hanging in that time."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
 
@@ -163,7 +163,7 @@ def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
 
 
 def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
-    """A supervisor looks now and then: two steps of one name would be one that takes too long."""
+    """A supervisor checks at intervals. Two steps with the same name would look like one long step."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
     try:

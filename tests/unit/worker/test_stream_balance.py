@@ -54,7 +54,7 @@ def test_the_gpu_copies_in_gaps_too_as_far_as_the_ring_has_room() -> None:
 
 
 def test_the_gpu_takes_all_experts_if_it_is_about_as_fast_alone() -> None:
-    """That needs no answers of CPUs, and its time is surer."""
+    """The GPU alone needs no answers of CPUs, and its time varies less."""
     times = measured(8192, 1.0, 0.022)
     assert times.period_s(119, 0.0, EXPERTS) < times.period_s(EXPERTS, 0.0, EXPERTS)
     assert times.gpu_experts(0.0, EXPERTS) == EXPERTS
@@ -68,7 +68,7 @@ def test_fewer_rows_than_measured_are_left_to_the_cpus() -> None:
     assert balance.gpu_experts(128, 0.0, EXPERTS) == 80
 
 
-def test_more_rows_than_measured_need_more_time_but_for_copies() -> None:
+def test_more_rows_than_measured_need_more_time_except_for_copies() -> None:
     balance = Balance([measured(64, 0.01, 0.01)])
     assert balance.gpu_experts(192, 0.0, EXPERTS) == measured(192, 0.03, 0.01).gpu_experts(0.0, EXPERTS)
 
@@ -93,7 +93,7 @@ def test_a_size_at_which_the_gpu_does_not_help_is_left_to_the_cpus() -> None:
     experts=st.integers(2, 256),
     data=st.data(),
 )
-def test_the_number_is_about_the_fastest(
+def test_the_chosen_number_of_experts_is_nearly_the_fastest(
     times: tuple[float, ...], gap_s: float, experts: int, data: st.DataObject
 ) -> None:
     ahead = data.draw(st.integers(0, experts))
@@ -108,7 +108,7 @@ def test_the_number_is_about_the_fastest(
 def test_measurements_find_the_rates_with_any_number_of_experts(
     cpu_s: float, gpu_s: float, experts: int
 ) -> None:
-    """Of a host with constant rates."""
+    """The simulated host has constant rates."""
 
     def run(rows: int, number: int) -> LayerTimes:
         assert 0 <= number <= experts
@@ -155,7 +155,7 @@ def test_measured_numbers_of_rows_are_above_captured_graphs() -> None:
     assert list(rows_to_measure(0, 16)) == [16]
 
 
-def test_gaps_of_fewer_rows_stand_for_more_rows_but_not_the_reverse() -> None:
+def test_gaps_of_fewer_rows_are_used_for_more_rows_but_not_the_reverse() -> None:
     gaps = Gaps()
     assert gaps.gap_s(512) == 0.0
     gaps.note(512, 0.001)
@@ -167,7 +167,7 @@ def test_gaps_of_fewer_rows_stand_for_more_rows_but_not_the_reverse() -> None:
     assert gaps.gap_s(4095) == 0.001
 
 
-def test_first_of_each_kind() -> None:
+def test_returns_the_first_number_of_each_kind() -> None:
     assert first_of_each_kind(lambda number: number // 10, range(8, 35, 3)) == [8, 11, 20, 32]
 
 
