@@ -108,7 +108,7 @@ cluster-tests: need-root setup  ## tests the test cluster itself, once for each 
 nodes: cluster-tests e2e
 .PHONY: computing unhurried waiting cluster-tests nodes programs images
 
-feed-forward: setup  ## runs 21 architectures in mode FeedForward on CPUs, and compares the tokens with those of transformers
+feed-forward: setup  ## runs 20 architectures in mode FeedForward on CPUs, and compares the tokens with those of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
 .PHONY: feed-forward
 
