@@ -340,9 +340,8 @@ def engine_of(group: TinyGroup) -> int:
         (
             signal.SIGKILL,
             (
-                "was killed by SIGKILL while Ready. If no user killed the process, the pod or the node had "
-                "no memory left. Raise the pod's memory limit if kubectl describe pod shows OOMKilled; "
-                "otherwise free memory of the node"
+                "was killed by SIGKILL while Ready. If no user killed the process, memory was missing. Raise "
+                "the memory limit of the pod's role, or free memory of the node"
             ),
         ),
         (signal.SIGABRT, "was killed by SIGABRT while Ready"),

@@ -71,8 +71,8 @@ def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
     assert failure.exit_code == -signal.SIGKILL
     words = (
-        "vLLM's engine (pod 0) was killed by SIGKILL while Ready. If no user killed the process, the pod or "
-        "the node had no memory left"
+        "vLLM's engine (pod 0) was killed by SIGKILL while Ready. If no user killed the process, memory was "
+        "missing"
     )
     assert failure.message.startswith(words)
 

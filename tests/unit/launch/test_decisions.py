@@ -270,9 +270,8 @@ def test_stat_of_a_process_with_an_ugly_name(
         (
             -9,
             (
-                "was killed by SIGKILL while Ready. If no user killed the process, the pod or the node had "
-                "no memory left. Raise the pod's memory limit if kubectl describe pod shows OOMKilled; "
-                "otherwise free memory of the node"
+                "was killed by SIGKILL while Ready. If no user killed the process, memory was missing. Raise "
+                "the memory limit of the pod's role, or free memory of the node"
             ),
         ),
         (-11, "was killed by SIGSEGV while Ready"),

@@ -123,16 +123,26 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
     """
     lacking = [name for name, requested in demand.requests.items() if not free_node.has({name: requested})]
     if not lacking:
-        return Obstacle(excludes=False, rest=f"capacity for {free_node.max_pods(demand.requests)}")
+        num_pods = free_node.max_pods(demand.requests)
+        all_requests = {name: (num_pods + 1) * requested for name, requested in demand.requests.items()}
+        limits = [name for name, amount in all_requests.items() if not free_node.has({name: amount})]
+        return Obstacle(
+            excludes=False, rest=f"capacity for {num_pods} ({_format_free_amounts(limits, free_node)})"
+        )
+    return Obstacle(excludes=False, rest=_format_free_amounts(lacking, free_node))
+
+
+def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:
+    """Lists the free and the whole amount of these resources on a node."""
     texts = []
-    for name in lacking:
+    for name in resources:
         free, whole = max(free_node.free_amount(name), 0.0), free_node.node.allocatable.get(name, 0.0)
         texts.append(
             f"{_format_amount(name, free)} free of {_format_amount(name, whole)} {_resource_name(name)}"
             if whole
             else f"no {_resource_name(name)}"
         )
-    return Obstacle(excludes=False, rest=", ".join(texts))
+    return ", ".join(texts)
 
 
 def _format_amounts(requests: Mapping[str, float]) -> str:

@@ -22,6 +22,7 @@ from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILEN
 
 _RESTARTS_USED_UP: Final = "RestartsUsedUp"
 _ROLLING_OUT: Final = "RollingOut"
+_ROLLOUT_STUCK: Final = "RolloutStuck"
 _BETWEEN_EPOCHS: Final = "BetweenEpochs"
 ENDING: Final = "pods finish their running requests, then end"
 HELD_BY_FINALIZER: Final = "HeldByFinalizer"
@@ -147,9 +148,10 @@ def a_group_is_down(facts: ConditionFacts) -> ConditionAnswer | None:
 
 def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
     """Answers False, because all groups serve but some groups have an older revision."""
-    return ConditionAnswer(
-        False, _ROLLING_OUT, facts.rollout.message if facts.rollout is not None else facts.serving_count
-    )
+    if facts.rollout is None:
+        return ConditionAnswer(False, _ROLLING_OUT, facts.serving_count)
+    reason = _ROLLOUT_STUCK if facts.rollout.stuck else _ROLLING_OUT
+    return ConditionAnswer(False, reason, facts.rollout.message)
 
 
 # Stalled
@@ -223,7 +225,7 @@ def rollout_stuck(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers False if a rollout cannot continue until the user acts; otherwise returns None."""
     if facts.rollout is None or not facts.rollout.stuck:
         return None
-    return ConditionAnswer(False, "RolloutStuck", facts.rollout.message)
+    return ConditionAnswer(False, _ROLLOUT_STUCK, facts.rollout.message)
 
 
 def group_starts_or_stops(facts: ConditionFacts) -> ConditionAnswer | None:

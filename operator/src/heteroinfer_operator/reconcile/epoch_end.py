@@ -16,8 +16,10 @@ POD_DELETED: Final = "PodDeleted"
 POD_ENDED: Final = "PodEnded"
 OOM_KILLED: Final = "OOMKilled"
 """The kubelet's reason for a container in which the kernel killed a process that reached the memory limit."""
-_MAX_TEXT, _MAX_LOG = 370, 160
-"""Characters of message and log line together, and of the log line alone; a stored failure has 400."""
+_MAX_TEXT: Final = 370
+"""Characters of message and log line together; a stored failure has 400."""
+_MIN_LOG: Final = 80
+"""Characters of the log line's end that stay beside a long message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +111,11 @@ def _find_peer_report(pod: PodView) -> EpochEnd | None:
 def _build_from_failure(failure: Failure) -> EpochEnd:
     """Returns the end for a failure report; shortens message and log line so that both fit the status."""
     message, log = failure.message, failure.last_log
-    if len(message) + len(log) > _MAX_TEXT:  # keep the beginning of the message and the end of the log line
-        message, log = message[: _MAX_TEXT - min(len(log), _MAX_LOG)], log[-_MAX_LOG:]
+    # The message has the fix, so the log line is shortened first.
+    if (max_log := max(_MAX_TEXT - len(message), _MIN_LOG)) < len(log):
+        log = f"…{log[1 - max_log :]}"
+    if (max_message := _MAX_TEXT - len(log)) < len(message):
+        message = f"{message[: max_message - 1]}…"
     return EpochEnd(
         reason=failure.reason.value,
         message=f"{message} (last log line: {log})" if log else message,

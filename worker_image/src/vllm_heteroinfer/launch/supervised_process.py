@@ -191,8 +191,8 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     hint = (
-        ". If no user killed the process, the pod or the node had no memory left. Raise the pod's memory "
-        "limit if kubectl describe pod shows OOMKilled; otherwise free memory of the node"
+        ". If no user killed the process, memory was missing. Raise the memory limit of the pod's role, or "
+        "free memory of the node"
         if -exit_code == signal.SIGKILL
         else ""
     )
