@@ -120,7 +120,7 @@ DRAWN: Final[Mapping[str, Drawn]] = {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
-            "exclude_modules": _LAYERS_ALONE,
+            "ignore": _LAYERS_ALONE,
         },
         draw=("nvfp4", {"model_opt": True}),
     ),
