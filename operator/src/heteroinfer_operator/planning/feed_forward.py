@@ -254,7 +254,7 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
         return ()
     all_sizes = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     reads = count_reads(all_sizes, 0, remote.profile.num_layers, StepLoad(), has_head=False, engine=engine)
-    weight_bytes = _packed_bytes(remote, list(all_sizes.layer_bytes))
+    weight_bytes = _packed_bytes(remote, engine, all_sizes.layer_bytes)
     speeds, max_parts = [], []
     for rank_set, rank_indices in remote.numbered_sets:
         rates = rank_set.rates(remote.profile, engine, inventory, by_rate=False)
@@ -612,19 +612,21 @@ def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence
 
 def rank_weight_bytes(remote: FeedForwardPart, engine: EngineSettings, rank: int) -> int:
     """Returns the bytes of a feed-forward rank's weights in the packed form of its kernels."""
-    return _packed_bytes(remote, _rank_sizes(remote, engine, (rank,)).layer_bytes)
+    return _packed_bytes(remote, engine, _rank_sizes(remote, engine, (rank,)).layer_bytes)
 
 
-def _packed_bytes(remote: FeedForwardPart, layer_bytes: Sequence[int]) -> int:
+def _packed_bytes(remote: FeedForwardPart, engine: EngineSettings, layer_bytes: Sequence[int]) -> int:
     """Returns the bytes of layers in the packed form of the kernels, from their stored bytes."""
-    return ceil(sum(layer_bytes[index] * _packed_part(remote, index) for index in remote.layers))
+    return ceil(sum(layer_bytes[index] * _packed_part(remote, engine, index) for index in remote.layers))
 
 
-def _packed_part(remote: FeedForwardPart, index: int) -> Fraction:
+def _packed_part(remote: FeedForwardPart, engine: EngineSettings, index: int) -> Fraction:
     """Returns the size of a layer in the packed form of the kernels, relative to its stored size."""
     kind = remote.profile.layer(index)
     is_packed = kind.experts_quantized or kind.quantized_bytes
-    return packed_ratio(remote.profile.scheme) if is_packed else Fraction(1)
+    if not is_packed:
+        return Fraction(1)
+    return packed_ratio(remote.profile.scheme, ELEMENT_BYTES[engine.dtype])
 
 
 def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) -> ExpertRing:
@@ -639,7 +641,7 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
         )
         for index in remote.layers
         for kind in (remote.profile.layer(index),)
-        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, index) / remote.tensor),)
+        for packed_bytes in (ceil(stored_bytes[index] * _packed_part(remote, engine, index) / remote.tensor),)
     )
     return ExpertRing(
         num_bytes=num_bytes,
