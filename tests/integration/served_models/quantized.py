@@ -107,14 +107,6 @@ DRAWN: Final[Mapping[str, Drawn]] = {
         ),
         draw=("nvfp4", {"model_opt": False}),
     ),
-    "NVFP4 of experts": Drawn(
-        config=_compressed(
-            "nvfp4-pack-quantized",
-            _in_floats(4, "tensor_group", 16)[0],
-            {**_in_floats(4, "tensor_group", 16)[0], "dynamic": "local"},
-        ),
-        draw=("nvfp4", {"model_opt": False, "factor_of_all": 2.0**-14}),
-    ),
     "NVFP4 of ModelOpt": Drawn(
         config={
             "quant_method": "modelopt",

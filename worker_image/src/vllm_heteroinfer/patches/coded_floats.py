@@ -76,7 +76,7 @@ class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
 class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
     """NVFP4: e2m1 weights with an e4m3 scale for each 16 inputs, and a float32 factor.
 
-    If vLLM joins several layers of the file to one, each of them has its own factor.
+    If vLLM joins several layers of the file to one, each joined layer has its own factor.
     """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -88,11 +88,11 @@ class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
         self._coded = _pack_layer(layer, form, columns, inputs, factors)
 
 
-def keeping_divisors(original: Callable[..., None]) -> Callable[..., None]:
+def with_kept_divisors(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a replacement of compressed-tensors' method that keeps the factors of joined layers."""
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        """Keeps the factors, of which the file has the inverses, then calls vLLM's method."""
+        """Keeps the factors, then calls vLLM's method. The file stores the inverse of each factor."""
         divisors = layer.weight_global_scale.data
         _keep_factors(layer, 1 / divisors.float())
         divisors.fill_(divisors.max())
@@ -101,7 +101,7 @@ def keeping_divisors(original: Callable[..., None]) -> Callable[..., None]:
     return process_weights_after_loading
 
 
-def keeping_factors(original: Callable[..., None]) -> Callable[..., None]:
+def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a replacement of ModelOpt's method that keeps the factors of joined layers."""
 
     def process(self: Any, layer: torch.nn.Module, role: Any) -> None:
@@ -117,8 +117,8 @@ def keeping_factors(original: Callable[..., None]) -> Callable[..., None]:
 def _keep_factors(layer: torch.nn.Module, factors: torch.Tensor) -> None:
     """Keeps the factor of each column of a layer for `CodedNvFp4Kernel`.
 
-    vLLM itself keeps one of the factors and warns of wrong weights. So the callers then overwrite the other
-    factors, because the warning would not be true.
+    If the layer's own factors differ, vLLM warns of wrong weights, which would not be true. So the callers
+    then overwrite the layer's own factors with equal ones.
 
     Args:
         factors: float32, one for each joined layer.

@@ -35,8 +35,8 @@ from vllm_heteroinfer.patches.coded_floats import (
     CodedMxFp4Kernel,
     CodedMxFp8Kernel,
     CodedNvFp4Kernel,
-    keeping_divisors,
-    keeping_factors,
+    with_kept_divisors,
+    with_kept_factors,
 )
 from vllm_heteroinfer.patches.coded_integers import CodedInt8Kernel, CodedWNA16Kernel
 from vllm_heteroinfer.patches.coded_layer import CodedLayer
@@ -76,8 +76,8 @@ def install() -> None:
             kernels.insert(0, kernel)
     replace(CPU_CODED_SCALES, _with_kept_scales)
     replace(CPU_CODED_MODELOPT_SCALES, _with_kept_scales)
-    replace(CPU_CODED_FACTORS, keeping_divisors)
-    replace(CPU_CODED_MODELOPT_FACTORS, keeping_factors)
+    replace(CPU_CODED_FACTORS, with_kept_divisors)
+    replace(CPU_CODED_MODELOPT_FACTORS, with_kept_factors)
     _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
 
 
