@@ -301,6 +301,9 @@ FORMATS: Final = (
     _format("nvfp4", SchemeName.NVFP4, drawn="NVFP4"),
     # vLLM takes these methods in 16 bits alone. With these prompts, rounding changes no token.
     _format("fp8-per-tensor", SchemeName.FP8_TENSOR, "float16", always=True, prompts=_prompts(23, 37)),
+    _format(
+        "fp8-modelopt", SchemeName.FP8_TENSOR, "float16", drawn="FP8 of ModelOpt", prompts=_prompts(25, 7)
+    ),
     _format("awq", SchemeName.AWQ, "float16", prompts=_prompts(41, 3)),
     _format("gptq", SchemeName.GPTQ, "float16", prompts=_prompts(21, 5)),
     _format(

@@ -107,6 +107,10 @@ DRAWN: Final[Mapping[str, Drawn]] = {
         ),
         draw=("nvfp4", {"model_opt": False}),
     ),
+    "FP8 of ModelOpt": Drawn(
+        config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": _LAYERS_ALONE},
+        draw=("fp8_tensor", {}),
+    ),
     "NVFP4 of ModelOpt": Drawn(
         config={
             "quant_method": "modelopt",
