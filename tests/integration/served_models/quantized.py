@@ -107,20 +107,16 @@ DRAWN: Final[Mapping[str, Drawn]] = {
         ),
         draw=("nvfp4", {"model_opt": False}),
     ),
-    "NVFP4 of experts": Drawn(
-        config=_compressed(
-            "nvfp4-pack-quantized",
-            _in_floats(4, "tensor_group", 16)[0],
-            {**_in_floats(4, "tensor_group", 16)[0], "dynamic": "local"},
-        ),
-        draw=("nvfp4", {"model_opt": False, "factor_of_all": 2.0**-14}),
+    "FP8 of ModelOpt": Drawn(
+        config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": _LAYERS_ALONE},
+        draw=("fp8_tensor", {}),
     ),
     "NVFP4 of ModelOpt": Drawn(
         config={
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
-            "exclude_modules": _LAYERS_ALONE,
+            "ignore": _LAYERS_ALONE,
         },
         draw=("nvfp4", {"model_opt": True}),
     ),

@@ -43,8 +43,12 @@ MAX_SHARE_OF_STORED = 1.06
 """Bytes of packed experts as a share of their bytes in the checkpoint."""
 SMALL_TABLES = 0.02
 """Of a rank's weights: padding of small layers, and their shapes and scales that vLLM keeps after packing."""
-LEAST_MARGIN_IN_BF16 = 0.05
-"""Of tokens of the reference in float32, if the group computes in bf16, which rounds logprobs."""
+LEAST_MARGIN_IN_16_BITS = 0.05
+"""Of tokens of the reference in float32, if the group computes in 16 bits, which rounds logits.
+
+In float16, the difference of the two largest logits was up to 0.027 off (24 tokens of each dense model in
+AWQ, FP8 per tensor and NVFP4, against float64; 2 cores of an EPYC with AVX512-BF16, 2026-11-28).
+"""
 VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
 """Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""
 
@@ -128,10 +132,8 @@ def check_served(case: Case, folder: Path) -> None:
         stocks = replace(stocks, model=f"{folder}/model-widened", dtype="float32")
     expected, margin = ask_stock(stocks, case.prompts, at_once=at_once, rotary=case.rotary_by_torch)
     check_telling(expected)
-    if case.widened and case.dtype == "bfloat16":
-        assert margin >= LEAST_MARGIN_IN_BF16, (
-            "rounding may change a token of the reference. Choose other prompts"
-        )
+    if case.widened:
+        check_margin(case, margin)
     kernels = {} if case.widened else VLLMS_KERNELS
     with start_group(planned, folder / "group", env={**ONE_THREAD, **kernels}) as group:
         group.wait_ready()
@@ -165,8 +167,9 @@ def check_served_with_feed_forward(case: Case, folder: Path) -> None:
         make(case, folder), num_layers=LAYERS, remote=range(LAYERS), dtype=case.dtype, max_model_len=LONGEST
     )
     stocks = replace(planned.engine, model=f"{folder}/model-widened", dtype="float32")
-    expected, _ = ask_stock(stocks, case.prompts, at_once=False, rotary=False)
+    expected, margin = ask_stock(stocks, case.prompts, at_once=False, rotary=False)
     check_telling(expected)
+    check_margin(case, margin)
     with start_group(planned, folder / "group", env=ONE_THREAD) as group:
         group.wait_ready()
         assert ask_group(group, case.prompts, at_once=False) == expected
@@ -180,6 +183,13 @@ def check_telling(answers: Sequence[Sequence[int]]) -> None:
     """Answers tell something of the model: they are no repeated token, and no two are alike."""
     assert all(len(set(tokens)) > ANSWER_TOKENS // 3 for tokens in answers), answers
     assert len({tuple(tokens) for tokens in answers}) == len(answers)
+
+
+def check_margin(case: Case, margin: float) -> None:
+    """Rounding to the group's type cannot change a token of the reference, which computes in float32."""
+    assert case.dtype == "float32" or margin >= LEAST_MARGIN_IN_16_BITS, (
+        f"rounding may change a token of the reference (margin {margin:.4f}). Choose other prompts"
+    )
 
 
 def check_refused(case: Case, folder: Path) -> None:

@@ -12,7 +12,7 @@ from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model.attention import layer_attention
 from heteroinfer_contract.model.config import from_params, text_config
-from heteroinfer_contract.model.scheme import has_limited_experts, read_routing
+from heteroinfer_contract.model.scheme import has_limited_experts, read_routing, read_scheme
 from heteroinfer_contract.model_fetch import FetchedModel
 from heteroinfer_contract.model_file_content import ModelFilesError
 from heteroinfer_contract.model_files import read_profile
@@ -148,6 +148,20 @@ def test_recognizes_the_layers_of_published_models() -> None:
     assert profiles["DeepSeek-V3.2"].layer(0).index_bytes == 132
     assert profiles["Qwen3-VL-8B-Instruct"].first_stage_layers == 3
     assert profiles["Qwen2.5-VL-7B-Instruct"].encoder == "images"
+
+
+@pytest.mark.parametrize(
+    ("fields", "zeros"), [({"symmetric": False}, True), ({"symmetric": True}, False), ({}, False)]
+)
+def test_packed_integers_have_zero_points_if_they_are_not_symmetric(
+    fields: dict[str, bool], zeros: bool
+) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, **fields}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    }
+    assert read_scheme(config, config) == Scheme(name=SchemeName.INT4, bits=4, group=32, zeros=zeros)
 
 
 @pytest.mark.parametrize("found", SHAPES, ids=lambda found: found.name)

@@ -76,6 +76,11 @@ MEASURED = [
     *((SchemeName.GPTQ, *each) for each in ((32, 0.973), (64, 0.9855), (128, 0.9925))),
 ]
 """What our kernels make of 4,096 x 4,096 weights (kernels/coded.py::packed_bytes, 2026-11-27)."""
+MEASURED_INT4 = [
+    *((32, True, 2, 1.027), (128, True, 2, 1.0075)),
+    *((32, False, 4, 1.1111), (128, False, 4, 1.0303), (32, True, 4, 1.1351), (128, True, 4, 1.0376)),
+]
+"""The same in int4, with zero points and with scales in float32 (2026-11-28)."""
 BITS = {SchemeName.INT8: 8}
 
 
@@ -90,6 +95,14 @@ def test_our_kernels_keep_codes_and_scales_as_wide_as_stored(
     name: SchemeName, group: int, measured: float
 ) -> None:
     part = packed_ratio(Scheme(name=name, bits=BITS.get(name, 4), group=group))
+    assert float(part) == pytest.approx(measured, abs=5e-5)
+
+
+@pytest.mark.parametrize(("group", "zeros", "element_bytes", "measured"), MEASURED_INT4)
+def test_zero_points_of_int4_become_a_byte_and_scales_have_the_engines_type(
+    group: int, zeros: bool, element_bytes: int, measured: float
+) -> None:
+    part = packed_ratio(Scheme(name=SchemeName.INT4, bits=4, group=group, zeros=zeros), element_bytes)
     assert float(part) == pytest.approx(measured, abs=5e-5)
 
 

@@ -262,7 +262,7 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
         return ()
     all_sizes = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     reads = count_reads(all_sizes, 0, remote.profile.num_layers, StepLoad(), has_head=False, engine=engine)
-    weight_bytes = _packed_bytes(remote, list(all_sizes.layer_bytes))
+    weight_bytes = _packed_bytes(remote, engine, all_sizes.layer_bytes)
     speeds, max_parts = [], []
     for rank_set, rank_indices in remote.numbered_sets:
         rates = rank_set.rates(remote.profile, engine, inventory, by_rate=False)
@@ -643,22 +643,22 @@ def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence
 
 def rank_weight_bytes(remote: FeedForwardPart, engine: EngineSettings, rank: int) -> int:
     """Returns the bytes of a feed-forward rank's weights in the packed form of its kernels."""
-    return _packed_bytes(remote, _rank_sizes(remote, engine, (rank,)).layer_bytes)
+    return _packed_bytes(remote, engine, _rank_sizes(remote, engine, (rank,)).layer_bytes)
 
 
-def _packed_bytes(remote: FeedForwardPart, layer_bytes: Sequence[int]) -> int:
+def _packed_bytes(remote: FeedForwardPart, engine: EngineSettings, layer_bytes: Sequence[int]) -> int:
     """Returns the bytes of layers in the packed form of the kernels, from their stored bytes."""
-    return ceil(sum(layer_bytes[index] * _packed_part(remote, index) for index in remote.layers))
+    return ceil(sum(layer_bytes[index] * _packed_part(remote, engine, index) for index in remote.layers))
 
 
-def _packed_part(remote: FeedForwardPart, index: int) -> Fraction:
+def _packed_part(remote: FeedForwardPart, engine: EngineSettings, index: int) -> Fraction:
     """Returns the size of a layer in the packed form of the kernels, relative to its stored size.
 
     Unquantized weights keep their size.
     """
     kind = remote.profile.layer(index)
     is_quantized = kind.experts_quantized or kind.quantized_bytes
-    return packed_ratio(remote.profile.scheme) if is_quantized else Fraction(1)
+    return packed_ratio(remote.profile.scheme, ELEMENT_BYTES[engine.dtype]) if is_quantized else Fraction(1)
 
 
 def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) -> ExpertRing:
@@ -671,7 +671,7 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
     for index in remote.layers:
         kind = remote.profile.layer(index)
         columns_of_gpu = _total_columns(remote.profile, kind) // remote.tensor
-        packed_bytes_of_gpu = ceil(stored_bytes[index] * _packed_part(remote, index) / remote.tensor)
+        packed_bytes_of_gpu = ceil(stored_bytes[index] * _packed_part(remote, engine, index) / remote.tensor)
         equal_layers[(kind.experts, kind.experts_per_token, columns_of_gpu, packed_bytes_of_gpu)] += 1
     return ExpertRing(
         num_bytes=num_bytes,

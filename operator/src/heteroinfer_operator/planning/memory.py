@@ -188,7 +188,8 @@ class Sizes:
             scale=scale,
             layer_bytes=tuple(ceil(size / tensor) for size in layer_bytes),
             packing_growth_bytes=tuple(
-                ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
+                ceil(growth_bytes(profile, kind, tensor, scale, element_bytes) / tensor)
+                for kind in profile.layers
             ),
             packing_bytes=tuple(
                 max(ceil(packing_copy) - PACKED_IN_OVERHEAD_BYTES, 0) for packing_copy in packing_copies

@@ -17,6 +17,8 @@ from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 _AMX_BLOCK: Final = 128
 """Weights in a block of vLLM's expert kernels for AMX. Each block has a sum of 4 bytes. A group of fewer
 weights is one block."""
+_SCALE_BYTES: Final = 2
+"""Bytes of a group's scale in the checkpoint."""
 _ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
     {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2)}
 )
@@ -43,17 +45,24 @@ _GATE_AND_UP_SHARE: Final = Fraction(2, 3)
 """Share of an MLP's bytes in its gate and up projections."""
 
 
-def packed_ratio(scheme: Scheme) -> Fraction:
+def packed_ratio(scheme: Scheme, element_bytes: int = 2) -> Fraction:
     """Returns the size of quantized weights in the packed form of our kernels, relative to the checkpoint.
 
-    Codes and scales keep their size (kernels/coded.py). In AWQ a zero point becomes a byte: 1.008 with groups
-    of 128 and 1.027 with groups of 32. In GPTQ the zero points are dropped: 0.992 and 0.973.
+    Codes and scales keep their size (kernels/coded.py), but a zero point becomes a byte: the ratio of AWQ is
+    1.008 with groups of 128 and 1.027 with groups of 32. In GPTQ the zero points are dropped: 0.992 and
+    0.973. If the engine computes in float32, vLLM reads the scales of int4 as float32.
+
+    Args:
+        element_bytes: size of the engine's element type.
     """
     if scheme.name in _FLOAT_FORMATS:
         return _FLOAT_RATIO
-    stored_bytes, bytes_without_zero_point = _group_bytes(scheme)
-    zero_point_bytes = 1 if scheme.name is SchemeName.AWQ else 0
-    return (bytes_without_zero_point + zero_point_bytes) / stored_bytes
+    stored_bytes, packed_bytes = _group_bytes(scheme)
+    if scheme.name is SchemeName.AWQ or scheme.zeros:
+        packed_bytes += 1
+    if scheme.name is SchemeName.INT4:
+        packed_bytes += element_bytes - _SCALE_BYTES
+    return packed_bytes / stored_bytes
 
 
 def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
@@ -81,15 +90,16 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
     """Returns the bytes of a group in the checkpoint, with and without its zero point.
 
-    A group has its codes and a scale of 2 bytes. A format without groups counts as if _AMX_BLOCK weights were
-    a group.
+    A group has its codes and a scale. A format without groups counts as if _AMX_BLOCK weights were a group.
     """
     code_bytes = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8)
-    zero_point_bytes = _ZERO_POINT_BYTES.get(scheme.name, Fraction(0))
-    return code_bytes + 2 + zero_point_bytes, code_bytes + 2
+    zero_point_bytes = Fraction(scheme.bits, 8) if scheme.zeros else _ZERO_POINT_BYTES.get(scheme.name, 0)
+    return code_bytes + _SCALE_BYTES + zero_point_bytes, code_bytes + _SCALE_BYTES
 
 
-def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction) -> Fraction:
+def growth_bytes(
+    profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction, element_bytes: int
+) -> Fraction:
     """Returns the bytes that packing adds to a layer, for all ranks of a CPU stage together.
 
     The number is negative if the packed form is smaller. vLLM fills the columns of 16-bit experts with zeros
@@ -99,13 +109,15 @@ def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fra
     Args:
         tensor: number of ranks that share each expert's columns.
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
+        element_bytes: size of the engine's element type.
     """
-    growth = kind.quantized_bytes * (packed_ratio(profile.scheme) - 1)
+    growth = kind.quantized_bytes * (packed_ratio(profile.scheme, element_bytes) - 1)
     columns = Fraction(kind.columns, tensor)
     if kind.experts_quantized:
         # Our kernels compute the experts of ranks that hold whole layers, vLLM's those of other ranks.
-        ratio_of_kernel = packed_ratio if tensor == 1 else packed_ratio_for_amx
-        growth += kind.routed_bytes * (ratio_of_kernel(profile.scheme_of_experts) - 1)
+        scheme = profile.scheme_of_experts
+        ratio = packed_ratio(scheme, element_bytes) if tensor == 1 else packed_ratio_for_amx(scheme)
+        growth += kind.routed_bytes * (ratio - 1)
     elif kind.experts and columns:
         padded_ratio = ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
         growth += kind.routed_bytes * (padded_ratio - 1) * scale

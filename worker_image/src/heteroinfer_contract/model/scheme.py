@@ -34,11 +34,13 @@ class Scheme:
 
     Attributes:
         group: weights that share a scale; 0 if a whole channel or tensor shares one.
+        zeros: whether each group of compressed-tensors' packed integers stores a zero point.
     """
 
     name: SchemeName = SchemeName.NONE
     bits: int = 16
     group: int = 0
+    zeros: bool = False
 
     def __str__(self) -> str:
         """Describes the format for messages."""
@@ -156,7 +158,8 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
         case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):
             name = SchemeName.INT8
         case "int", _, _:
-            return Scheme(name=SchemeName.INT4, bits=bits, group=group)
+            zeros = not weights.get("symmetric", True)
+            return Scheme(name=SchemeName.INT4, bits=bits, group=group, zeros=zeros)
         case _:
             name = SchemeName.OTHER
     return Scheme(name=name, bits=bits)

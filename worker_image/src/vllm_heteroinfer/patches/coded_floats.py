@@ -5,6 +5,7 @@ Sources: vllm/model_executor/kernels/linear/mxfp4/base.py::MxFp4LinearKernel@v0.
 kernel for CPUs in these formats.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,8 @@ _MX_GROUP: Final = 32
 _NV_GROUP: Final = 16
 _NAME: Final = "weight"
 _SCALE: Final = "weight_scale"
+_FACTORS: Final = "heteroinfer_factors"
+"""Attribute of a layer in NVFP4 between vLLM's processing and our packing: the factor of each column."""
 
 
 class _AnyLayerKernel:
@@ -71,15 +74,57 @@ class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
 
 
 class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
-    """NVFP4: e2m1 weights with an e4m3 scale for each 16 inputs, and one float32 factor for the layer."""
+    """NVFP4: e2m1 weights with an e4m3 scale for each 16 inputs, and a float32 factor.
+
+    If vLLM joins several layers of the file to one, each joined layer has its own factor.
+    """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the codes, the scales of groups of 16 inputs, and the layer's factor."""
+        """Packs the codes, the scales of groups of 16 inputs, and the factors."""
         codes = layer.weight.data
         columns, inputs = codes.shape[0], codes.shape[1] * 2
-        factors = layer.weight_global_scale.data.float().reshape(-1).expand(columns).contiguous()
+        factors = vars(layer).pop(_FACTORS)
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=_NV_GROUP)
         self._coded = _pack_layer(layer, form, columns, inputs, factors)
+
+
+def with_kept_divisors(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a replacement of compressed-tensors' method that keeps the factors of joined layers."""
+
+    def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
+        """Keeps the factors, then calls vLLM's method. The file stores the inverse of each factor."""
+        divisors = layer.weight_global_scale.data
+        _keep_factors(layer, 1 / divisors.float())
+        divisors.fill_(divisors.max())
+        original(self, layer)
+
+    return process_weights_after_loading
+
+
+def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a replacement of ModelOpt's method that keeps the factors of joined layers."""
+
+    def process(self: Any, layer: torch.nn.Module, role: Any) -> None:
+        """Keeps the factors, then calls vLLM's method."""
+        factors = layer.weight_scale_2.data
+        _keep_factors(layer, factors.float())
+        factors.fill_(factors.max())
+        original(self, layer, role)
+
+    return process
+
+
+def _keep_factors(layer: torch.nn.Module, factors: torch.Tensor) -> None:
+    """Keeps the factor of each column of a layer for `CodedNvFp4Kernel`.
+
+    If the layer's own factors differ, vLLM warns of wrong weights, which would not be true. So the callers
+    then overwrite the layer's own factors with equal ones.
+
+    Args:
+        factors: float32, one for each joined layer.
+    """
+    widths = torch.tensor(layer.logical_widths)
+    setattr(layer, _FACTORS, factors.repeat_interleave(widths))
 
 
 def _pack_layer(

@@ -31,10 +31,21 @@ from vllm_heteroinfer.kernels import coded
 from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, Coded, Format, Scale
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
-from vllm_heteroinfer.patches.coded_floats import CodedMxFp4Kernel, CodedMxFp8Kernel, CodedNvFp4Kernel
+from vllm_heteroinfer.patches.coded_floats import (
+    CodedMxFp4Kernel,
+    CodedMxFp8Kernel,
+    CodedNvFp4Kernel,
+    with_kept_divisors,
+    with_kept_factors,
+)
 from vllm_heteroinfer.patches.coded_integers import CodedInt8Kernel, CodedWNA16Kernel
 from vllm_heteroinfer.patches.coded_layer import CodedLayer
-from vllm_heteroinfer.patches.registry import CPU_CODED_SCALES
+from vllm_heteroinfer.patches.registry import (
+    CPU_CODED_FACTORS,
+    CPU_CODED_MODELOPT_FACTORS,
+    CPU_CODED_MODELOPT_SCALES,
+    CPU_CODED_SCALES,
+)
 from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
@@ -67,6 +78,9 @@ def install() -> None:
         if kernel not in kernels:
             kernels.insert(0, kernel)
     replace(CPU_CODED_SCALES, _with_kept_scales)
+    replace(CPU_CODED_MODELOPT_SCALES, _with_kept_scales)
+    replace(CPU_CODED_FACTORS, with_kept_divisors)
+    replace(CPU_CODED_MODELOPT_FACTORS, with_kept_factors)
     _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
 
 

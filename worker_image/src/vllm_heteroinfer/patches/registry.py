@@ -127,6 +127,30 @@ CPU_CODED_SCALES: Final = Patch(
     remove_when="vLLM keeps the scale of each joined layer",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
+CPU_CODED_MODELOPT_SCALES: Final = replace(
+    CPU_CODED_SCALES,
+    target="vllm.model_executor.layers.quantization.modelopt:requantize_with_max_scale",
+    why="the same function, which vLLM's methods for ModelOpt's files import by name",
+)
+CPU_CODED_FACTORS: Final = replace(
+    CPU_CODED_SCALES,
+    target=(
+        "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4"
+        ":CompressedTensorsW4A4Fp4.process_weights_after_loading"
+    ),
+    parameters=("self", "layer"),
+    why=(
+        "each layer in NVFP4 has a factor. If vLLM joins layers with different factors, it uses one of the "
+        "factors for all, so most of the weights are wrong. Our kernels take a factor for each column"
+    ),
+    remove_when="vLLM keeps the factor of each joined layer",
+)
+CPU_CODED_MODELOPT_FACTORS: Final = replace(
+    CPU_CODED_FACTORS,
+    target="vllm.model_executor.layers.quantization.modelopt:KNvfp4Static.process",
+    parameters=("self", "layer", "role"),
+    why="keeps the factors of joined layers in ModelOpt's files too",
+)
 CPU_CODED_EXPERTS_CHOICE: Final = Patch(
     id="cpu_coded_experts",
     target="vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts.is_supported_config",
@@ -233,6 +257,9 @@ PATCHES: Final = (
     CPU_INT4_PACKING_AMX,
     CPU_AWQ_PACKING,
     CPU_CODED_SCALES,
+    CPU_CODED_MODELOPT_SCALES,
+    CPU_CODED_FACTORS,
+    CPU_CODED_MODELOPT_FACTORS,
     CPU_CODED_EXPERTS_CHOICE,
     CPU_CODED_EXPERTS_METHOD,
     CPU_ROUTER,
