@@ -278,9 +278,10 @@ def test_reports_the_missing_capacity_if_no_zone_has_space_for_all_pods() -> Non
     assert reported(app(4, near=(NEAR,)), *zone("a", 3), *zone("b", 2)) == (
         f"no single value of {ZONE} has enough free capacity: "
         "a: needs 4 pods (role r) with 4 CPUs, and there is capacity for 3; "
-        "nodes a0, a1, a2 have capacity for 1; "
+        "nodes a0, a1, a2 have capacity for 1 (6 free of 6 CPUs); "
         "b: needs 4 pods (role r) with 4 CPUs, and there is capacity for 2; "
-        "nodes b0, b1 have capacity for 1; the podAffinity of these pods requires one value for all pods"
+        "nodes b0, b1 have capacity for 1 (6 free of 6 CPUs); "
+        "the podAffinity of these pods requires one value for all pods"
     )
     assert reported(app(1, near=(NEAR,)), node("bare")) == (
         f"needs 1 pod (role r) with 4 CPUs; node bare has no label {ZONE}, which the pod's podAffinity names"
@@ -401,7 +402,8 @@ def test_reports_for_how_many_pods_there_is_capacity() -> None:
     words = reported([pod(gpus=1)] * 4, node("a", gpus=2), node("b", gpus=1))
     assert words == (
         "needs 4 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 3; "
-        "node a has capacity for 2, node b has capacity for 1"
+        "node a has capacity for 2 (2 free of 2 nvidia.com/gpu), "
+        "node b has capacity for 1 (1 free of 1 nvidia.com/gpu)"
     )
 
 
@@ -424,9 +426,9 @@ def test_all_pods_must_fit_within_one_value_of_the_topology_key() -> None:
     assert reported([pod(gpus=1)] * 2, *nodes, key=ZONE) == (
         f"no single value of {ZONE} has enough free capacity: "
         "1: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 1; "
-        "node a has capacity for 1; "
+        "node a has capacity for 1 (1 free of 1 nvidia.com/gpu); "
         "2: needs 2 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 1; "
-        "node b has capacity for 1"
+        "node b has capacity for 1 (1 free of 1 nvidia.com/gpu)"
     )
     assert reported([pod(gpus=1)], node("c", gpus=1), key=ZONE).startswith(f"no node has the label {ZONE}")
     assert reported([pod()]) == "needs 1 pod (role cpu) with no requests; there are no nodes"

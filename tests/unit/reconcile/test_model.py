@@ -388,7 +388,7 @@ def test_a_failed_fetch_of_a_new_model_keeps_the_old_one_serving(world: World) -
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelNotFound")
     assert world.condition("Available") == ("True", "Serving")
-    assert world.condition("Ready") == ("False", "RollingOut")
+    assert world.condition("Ready") == ("False", "RolloutStuck")
     world.change_spec(model=hub_model())
     serve(world)
     assert world.condition("Ready") == ("True", "Serving")
