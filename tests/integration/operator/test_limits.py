@@ -92,7 +92,7 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
 
         async def refused() -> bool:
             text = json.dumps((await server.get(HETERO_INFERENCE.path(namespace, "tiny")))["status"])
-            advice = "Raise the quota, or lower resources of role"
+            advice = f"Raise the quota one-pod of namespace {namespace}, or lower resources of role"
             return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
         await until("the refusal is reported, and no pod exists", refused, said=lambda: process.said)
