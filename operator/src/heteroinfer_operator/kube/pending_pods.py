@@ -44,8 +44,9 @@ and many pods that wait for long cause few requests.
 NOT_LOOKED_S: Final = 5.0
 """How long a pod may wait for the first look of a scheduler.
 
-kube-scheduler looks at a new pod within milliseconds, and within 1 to 2 s on a busy machine. After each look
-without a node, it writes the condition PodScheduled. A scheduler that has just started needs a few seconds.
+After each look, kube-scheduler writes a node or the condition PodScheduled. Measured with kube-scheduler 1.35
+on two cores: 5 to 27 ms after the creation (60 pods). The rest is for busy machines, hundreds of other new
+pods and a scheduler that restarts.
 """
 _NOT_LOOKED: Final = "no scheduler has looked at the pod"
 _SELECTED_NODE: Final = "volume.kubernetes.io/selected-node"
