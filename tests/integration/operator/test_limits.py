@@ -3,12 +3,24 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heteroinfer_contract import metric_names, names
-from heteroinfer_operator.cluster import PatchStatus
-from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
+from heteroinfer_operator.cluster import CreateObject, PatchStatus
+from heteroinfer_operator.kube.child_errors import refusal_message
+from heteroinfer_operator.kube.paths import (
+    CLAIM,
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    HETERO_INFERENCE,
+    NETWORK_POLICY,
+    POD,
+    SECRET,
+    SERVICE,
+    Kind,
+)
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
 from tests.integration.operator.life import Install, condition, stored
@@ -92,7 +104,7 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
 
         async def refused() -> bool:
             text = json.dumps((await server.get(HETERO_INFERENCE.path(namespace, "tiny")))["status"])
-            advice = "Raise the quota, or lower resources of role"
+            advice = f"Raise the quota one-pod of namespace {namespace}, or lower resources of role"
             return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
         await until("the refusal is reported, and no pod exists", refused, said=lambda: process.said)
@@ -143,6 +155,56 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
         )
         await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
         assert await process.stop() == 0
+
+
+NO_OBJECTS = {
+    "pods": "0",
+    "services": "0",
+    "configmaps": "0",
+    "secrets": "0",
+    "count/networkpolicies.networking.k8s.io": "0",
+    "count/poddisruptionbudgets.policy": "0",
+}
+
+
+async def test_refusals_of_a_real_api_server_have_a_fix(server: ApiServer, namespace: str) -> None:
+    worker = {names.LABEL_COMPONENT: names.COMPONENT_WORKER, names.LABEL_ROLE: "front"}
+
+    async def refusal_of(kind: Kind, spec: dict[str, Any], **labels: str) -> str:
+        metadata = {"name": "tiny", "namespace": namespace, "labels": labels}
+        manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+        manifest |= {"spec": spec} if spec else {}
+        with pytest.raises(ApiError) as refused:
+            await server.create(kind.path(namespace), manifest)
+        return refusal_message(CreateObject(manifest=manifest), refused.value.answer_message)
+
+    container = {"name": "worker", "image": "example.test/worker:1"}
+    pod_spec = {"containers": [container]}
+    words = await refusal_of(POD, {**pod_spec, "runtimeClassName": "nope"}, **worker)
+    assert "Create RuntimeClass nope, or correct roles[].template.runtimeClassName of role front" in words
+    words = await refusal_of(POD, {**pod_spec, "priorityClassName": "nope"}, **worker)
+    assert words.endswith("Create PriorityClass nope, or correct spec.scheduling.priorityClassName")
+
+    limit = {"type": CLAIM.name, "max": {"storage": "1Gi"}}
+    ranges = {"metadata": {"name": "claims"}, "spec": {"limits": [limit]}}
+    await server.create(
+        f"/api/v1/namespaces/{namespace}/limitranges", {"apiVersion": "v1", "kind": "LimitRange", **ranges}
+    )
+    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "5Gi"}}}
+    assert "Lower spec.model.cache.size, or raise the limit" in await refusal_of(CLAIM, claim)
+    await allow(server, namespace, "none", NO_OBJECTS)
+    raised = f"Raise the quota none of namespace {namespace}"
+    kinds: list[tuple[Kind, dict[str, Any]]] = [
+        (SERVICE, {"ports": [{"port": 80}]}),
+        (CONFIG_MAP, {}),
+        (SECRET, {}),
+        (NETWORK_POLICY, {"podSelector": {}}),
+        (DISRUPTION_BUDGET, {"minAvailable": 1, "selector": {}}),
+    ]
+    for kind, spec in kinds:
+        assert (await refusal_of(kind, spec)).endswith(raised)
+    words = await refusal_of(POD, pod_spec, **worker)
+    assert words.endswith(f"{raised}, or lower pods of the roles or spec.replicas")
 
 
 async def living(server: ApiServer, namespace: str) -> list[str]:

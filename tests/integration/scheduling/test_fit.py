@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.pending_pods import NOT_LOOKED_S
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import operator, run_pod, until
@@ -353,3 +355,71 @@ async def evict(server: ApiServer, namespace: str, name: str) -> bool:
             raise
         return False
     return True
+
+
+async def test_a_pod_that_no_scheduler_looks_at_is_not_placed(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """Also after a restart of the operator. The healthy scheduler's pods are never reported."""
+    await add_node(server, "roomy", labels={"pool": "looked"})
+    role = {"device": "CPU", "resources": {"requests": {"cpu": "2"}}}
+    template = {"nodeSelector": {"pool": "looked"}}
+    roles = [{"name": name, **role, "template": template} for name in ("first", "second")]
+    seen: dict[str, list[tuple[str, str]]] = {"healthy": [], "absent": []}
+
+    async def reported(name: str, wanted: tuple[str, str]) -> str:
+        status, reason, message = await capacity(server, namespace, name)
+        if not seen[name] or seen[name][-1] != (status, reason):
+            seen[name].append((status, reason))
+        return message or "none" if (status, reason) == wanted else ""
+
+    def said() -> str:
+        return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+
+    placed, unschedulable = ("True", "Placed"), ("False", "Unschedulable")
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "healthy", roles=roles)
+        await until("placed", lambda: reported("healthy", placed), timeout_s=60, said=said)
+        assert unschedulable not in seen["healthy"]
+        scheduling = {"gang": "Never", "schedulerName": "nope"}
+        await apply(server, namespace, "absent", roles=roles, scheduling=scheduling)
+        words = await until("the cause", lambda: reported("absent", unschedulable), timeout_s=60, said=said)
+        assert "no scheduler has looked at the pod (schedulerName nope). Start that scheduler" in words
+        assert await process.stop() == 0
+    seen["absent"] = []
+    async with operator(plane.kubeconfig, tmp_path / "again", allow_host_paths="true") as process:
+        await process.working()
+        since = time.monotonic()
+        while time.monotonic() - since < NOT_LOOKED_S + 3:
+            assert await reported("absent", unschedulable) == words
+            await asyncio.sleep(0.1)
+        assert seen["absent"] == [unschedulable], "the answer of the operator before stays"
+
+
+async def test_a_missing_resource_claim_is_a_possible_cause(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """kube-scheduler reports nothing about such a pod, although it has placed the other pod."""
+    await add_node(server, "claims", labels={"pool": "claims"})
+    role = {"device": "CPU", "resources": {"requests": {"cpu": "2"}}}
+    template = {"nodeSelector": {"pool": "claims"}}
+    claims = [{"name": "nic", "resourceClaimName": "nope"}]
+    roles = [
+        {"name": "first", **role, "template": template},
+        {"name": "second", **role, "template": {**template, "resourceClaims": claims}},
+    ]
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "devices", roles=roles)
+
+        async def named() -> bool:
+            status, reason, message = await capacity(server, namespace, "devices")
+            words = f"A possible cause is that resource claim nope does not exist in namespace {namespace}"
+            return (status, reason) == ("False", "Unschedulable") and words in message
+
+        def said() -> str:
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+
+        await until("the resource claim in the condition", named, timeout_s=60, said=said)
+        assert await process.stop() == 0

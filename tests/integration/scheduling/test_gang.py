@@ -95,6 +95,15 @@ async def test_pods_get_the_objects_and_labels_of_their_gang_scheduler(
             assert group["spec"] == {"minMember": 2}
             assert group["metadata"]["ownerReferences"][0]["kind"] == names.KIND
 
+            async def explained() -> str:
+                status, reason, message = await capacity(server, namespace, "grouped")
+                assert (status, reason) != ("True", "Placed"), "no pod has a node"
+                return message if (status, reason) == ("False", "Unschedulable") else ""
+
+            words = await until("the missing scheduler in the condition", explained, timeout_s=60)
+            assert "no scheduler has looked at the pod (schedulerName scheduler-plugins-scheduler)" in words
+            assert "set spec.scheduling.gang: Never" in words
+
             await apply(server, namespace, "queued", roles=roles, scheduling={"queueName": "team"})
             pods = await until("its pods", lambda: pods_of(server, namespace, "queued"), timeout_s=30)
             labels, notes = pods[0]["metadata"]["labels"], pods[0]["metadata"]["annotations"]

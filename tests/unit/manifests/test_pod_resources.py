@@ -100,7 +100,10 @@ def test_invalid_pod_resources_are_reported_with_the_chart_value(text: str, said
     ("said", "advice"),
     [
         ("failed quota: q: must specify limits.cpu for: worker", "Set spec.model.resources, or podResources"),
-        ("exceeded quota: q, requested: limits.cpu=1", "Raise the quota, or lower spec.model.resources"),
+        (
+            "exceeded quota: q, requested: limits.cpu=1",
+            "Raise the quota q of namespace team, or lower spec.model",
+        ),
         (
             "cpu max limit to request ratio per Container is 1, but provided ratio is 4",
             "podResources.inspect",

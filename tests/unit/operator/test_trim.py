@@ -285,3 +285,35 @@ def test_builds_the_paths_of_objects() -> None:
     assert writable_kind("Pod") is POD
     with pytest.raises(ValueError, match=r"kind must be one of .* \(got 'Node'"):
         writable_kind("Node")
+
+
+@pytest.mark.parametrize(
+    ("status", "gates", "is_reported", "reason"),
+    [
+        ({}, [], False, ""),
+        ({"nominatedNodeName": "n"}, [], True, ""),
+        ({"conditions": [{"reason": "SchedulingGated"}]}, [{"name": "a/b"}], True, "blocked by scheduling"),
+        ({"conditions": [{"reason": "SchedulingGated"}]}, [], False, ""),
+        ({"conditions": [{"reason": "SchedulerError", "message": "no extender"}]}, [], True, "no extender"),
+    ],
+)
+def test_reads_whether_a_scheduler_has_looked_at_a_pod(
+    status: dict[str, Any], gates: list[dict[str, str]], is_reported: bool, reason: str
+) -> None:
+    pod = stored_pod(**status)
+    for condition in pod["status"].get("conditions", ()):
+        condition |= {"type": "PodScheduled", "status": "False"}
+    pod["spec"] |= {
+        "schedulingGates": gates,
+        "schedulerName": "mine",
+        "resourceClaims": [
+            {"name": "a", "resourceClaimName": "nic"},
+            {"name": "b", "resourceClaimTemplateName": "gpu"},
+        ],
+    }
+    record = trim.pod_record(pod)
+    assert record is not None
+    assert (record.is_reported, record.scheduler) == (is_reported, "mine")
+    assert record.view.unschedulable.startswith(reason)
+    assert bool(record.view.unschedulable) == bool(reason)
+    assert record.resource_claims == ("resource claim nic", "resource claim template gpu")

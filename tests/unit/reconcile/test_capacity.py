@@ -96,10 +96,23 @@ def test_no_pod_is_created_until_the_whole_group_has_capacity() -> None:
     world.nodes = (node("a"), node("b", gpus=1))
     world.settle()
     assert len(world.workers()) == 2
-    assert world.condition("CapacityAvailable") == ("True", "Placed")
+    assert world.condition("CapacityAvailable") == ("Unknown", "Scheduling"), "no pod has a node yet"
     assert world.condition("Planned") == ("True", "PlanReady")
     assert "CPU ranks are not needed" in message(world, "Planned")
     assert "HybridNotNeeded" in world.events
+
+
+def test_capacity_is_available_once_each_pod_has_a_node() -> None:
+    world = started(gpu_and_cpu(), node("a"), node("b", gpus=1))
+    first, second = world.workers()
+    assert world.condition("CapacityAvailable") == ("Unknown", "Scheduling")
+    world.pods[first] = replace(world.pods[first], node="a")
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("Unknown", "Scheduling")
+    world.pods[second] = replace(world.pods[second], node="b")
+    world.settle()
+    assert world.condition("CapacityAvailable") == ("True", "Placed")
+    assert "Unschedulable" not in world.events
 
 
 def test_missing_capacity_is_reported_once_while_nodes_change() -> None:
@@ -195,7 +208,7 @@ def test_a_gang_scheduler_gets_all_pods_at_once(gang: Gang, kind: str | None, bo
     assert [stored["metadata"]["name"] for stored in objects] == (["demo-0-1"] if kind else [])
     if body:
         assert objects[0]["spec"] == body
-    assert world.condition("CapacityAvailable")[0] == ("True")
+    assert world.condition("CapacityAvailable") == ("Unknown", "Scheduling")
     # The next epoch has its own object, and the operator deletes the old one.
     world.end_pod(world.workers()[0])
     world.settle()

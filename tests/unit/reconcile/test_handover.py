@@ -50,6 +50,18 @@ BUDGETS = {
 """Writes of budgets: since then two groups share one, and pods beside a stuck pod may be evicted."""
 
 
+WITHOUT_NODES = ("rolling", "stuck")
+"""States with pods without a node. CapacityAvailable was True then, and since then is Unknown."""
+
+
+def drop_capacity(*statuses: dict[str, Any]) -> None:
+    """Removes the condition CapacityAvailable, which differs between the two versions."""
+    for status in statuses:
+        conditions = {each["type"]: each for each in status["conditions"]}
+        assert conditions.pop("CapacityAvailable")["reason"] in {"Placed", "Scheduling"}
+        status["conditions"] = list(conditions.values())
+
+
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("versions")
@@ -122,6 +134,8 @@ def test_a_status_from_before_typed_transitions_stays_unchanged(
     packages: Path, state: str, back: bool
 ) -> None:
     before, taken = handed_over(packages, BEFORE, state, back=back)
+    if state in WITHOUT_NODES:
+        drop_capacity(before, taken["status"])
     assert comparable(taken["status"]) == comparable(before)
     assert taken["events"] == NEW_MESSAGES.get((state, back), [])
     assert taken["touched"] == []

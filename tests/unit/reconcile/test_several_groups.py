@@ -263,6 +263,8 @@ def test_free_nodes_come_before_nodes_where_pods_are_preempted() -> None:
     world.classes = ()
     asked(world)
     assert [world.hint(name) for name in world.workers()] == ["n1", "n1"]
+    world.all_started()
+    world.settle()
     assert world.condition("CapacityAvailable") == ("True", "Placed")
 
 

@@ -200,7 +200,10 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
     elif _has_condition(status, ConditionType.STALLED, ConditionStatus.TRUE):
         yield "correct the spec as the condition Stalled describes. Test it: heteroinfer plan -f FILE"
     elif _has_condition(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
-        yield "add the capacity that the condition CapacityAvailable names. For GPUs: heteroinfer check"
+        yield (
+            "add the capacity or remove the obstacle that the condition CapacityAvailable names. For GPUs: "
+            "heteroinfer check"
+        )
     elif _has_condition(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
         yield "solve the problem that the condition ModelReady describes"
     elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):

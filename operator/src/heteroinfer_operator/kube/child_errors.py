@@ -35,42 +35,101 @@ The last alternative is the message about a default limit below a request.
 """
 
 
+_EXCEEDED_QUOTA: Final = re.compile(r"exceeded quota: ([^, ]+), requested: (\S+)")
+"""Message of a ResourceQuota: its name and the exceeded amounts (`plugin/pkg/admission/resourcequota`)."""
+_CLAIM_LIMIT: Final = re.compile(r"(maximum|minimum) storage usage per PersistentVolumeClaim is")
+_MISSING_RUNTIME_CLASS: Final = re.compile(r'RuntimeClass "([^"]+)" not found')
+_MISSING_PRIORITY_CLASS: Final = re.compile(r"no PriorityClass with name (\S+) was found")
+_NUMBERS_OF_PODS: Final = frozenset({"pods", "count/pods"})
+"""Amounts of a ResourceQuota that count pods."""
+
+
 class ChildError(HeteroInferError):
     """A child cannot be stored as wanted, for a reason of `refusals`. The operator tries again later."""
 
 
 def refusal_message(action: Action, reason: str) -> str:
     """Returns the message of a refused write: the object, the API server's reason and a known fix."""
-    fix = _image_volume_fix(action, reason) or _resources_fix(action, reason)
+    fix = _image_volume_fix(action, reason) or _class_fix(action, reason) or _resources_fix(action, reason)
     return f"the API server refuses {_describe_write(action)}: {reason}" + (f". {fix}" if fix else "")
 
 
 def _resources_fix(action: Action, reason: str) -> str:
-    """Returns a fix if a ResourceQuota or LimitRange refuses a pod's resources, or "".
+    """Returns a fix if a ResourceQuota or LimitRange refuses an object, or "".
 
     A user writes the resources of a worker pod into its role. Other pods fetch or read the model, and users
     may not know these pods, so their fix begins with an explanation.
     """
-    if not isinstance(action, CreateObject) or action.manifest["kind"] != "Pod":
+    if not isinstance(action, CreateObject | ApplyObject):
         return ""
+    raise_quota, exceeded = _describe_quota(action.manifest, reason)
+    if action.manifest["kind"] == "PersistentVolumeClaim":
+        return _claim_fix(reason, raise_quota, exceeded)
+    if action.manifest["kind"] != "Pod":
+        return raise_quota
     labels = action.manifest["metadata"].get("labels", {})
     component = labels.get(names.LABEL_COMPONENT)
     if component == names.COMPONENT_WORKER:
         role = f"role {labels.get(names.LABEL_ROLE)}"
         limits_fix = f"Set resources.limits of {role}, or podResources.worker of the chart"
-        quota_fix = f"Raise the quota, or lower resources of {role}"
+        quota_fix = f"{raise_quota}, or lower resources of {role}"
+        number_fix = f"{raise_quota}, or lower pods of the roles or spec.replicas"
         range_fix = f"Set resources of {role} that the namespace's LimitRange allows"
     else:
         verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
         explanation = f"The operator creates this pod, which {verb} the model. "
-        limits_fix = f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
-        quota_fix = f"{explanation}Raise the quota, or lower spec.model.resources"
-        range_fix = limits_fix
-    if "exceeded quota:" in reason:  # the quota is used up
-        return quota_fix
+        limits_fix = range_fix = (
+            f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
+        )
+        quota_fix = f"{explanation}{raise_quota}, or lower spec.model.resources"
+        number_fix = f"{explanation}{raise_quota}"
+    if raise_quota:
+        return number_fix if exceeded & _NUMBERS_OF_PODS else quota_fix
     if "failed quota:" in reason:  # the pod must set limits
         return limits_fix
     return range_fix if _LIMIT_RANGE_ERROR.search(reason) else ""
+
+
+def _describe_quota(manifest: Manifest, reason: str) -> tuple[str, frozenset[str]]:
+    """Returns the advice to raise the exceeded quota, and the exceeded amounts; "" without such a quota."""
+    if "exceeded quota:" not in reason:
+        return "", frozenset()
+    namespace = manifest["metadata"].get("namespace", "")
+    found = _EXCEEDED_QUOTA.search(reason)
+    name = f" {found[1]}" if found is not None else ""
+    amounts = found[2].rstrip(",").split(",") if found is not None else []
+    place = f" of namespace {namespace}" if namespace else ""
+    return f"Raise the quota{name}{place}", frozenset(each.partition("=")[0] for each in amounts)
+
+
+def _claim_fix(reason: str, raise_quota: str, exceeded: frozenset[str]) -> str:
+    """Returns a fix if a ResourceQuota or LimitRange refuses the claim of the model cache, or ""."""
+    if raise_quota:
+        is_size = any(amount.endswith("requests.storage") for amount in exceeded)
+        return f"{raise_quota}, or " + (
+            "lower spec.model.cache.size"
+            if is_size
+            else "set spec.model.cache.claimName to an existing claim instead of size"
+        )
+    limit = _CLAIM_LIMIT.search(reason)
+    if limit is None:
+        return ""
+    if limit[1] == "maximum":
+        return "Lower spec.model.cache.size, or raise the limit of the namespace's LimitRange"
+    return "Raise spec.model.cache.size, or lower the minimum of the namespace's LimitRange"
+
+
+def _class_fix(action: Action, reason: str) -> str:
+    """Returns a fix if a pod names a RuntimeClass or PriorityClass that does not exist, or ""."""
+    if not isinstance(action, CreateObject):
+        return ""
+    if (missing := _MISSING_RUNTIME_CLASS.search(reason)) is not None:
+        role = action.manifest["metadata"].get("labels", {}).get(names.LABEL_ROLE)
+        field = "roles[].template.runtimeClassName" + (f" of role {role}" if role else "")
+        return f"Create RuntimeClass {missing[1]}, or correct {field}"
+    if (missing := _MISSING_PRIORITY_CLASS.search(reason)) is not None:
+        return f"Create PriorityClass {missing[1]}, or correct spec.scheduling.priorityClassName"
+    return ""
 
 
 def _image_volume_fix(action: Action, reason: str) -> str:

@@ -1,9 +1,9 @@
-"""Explains why pods wait for a claim or a volume, in the words of the provisioner or the kubelet.
+"""Explains why pods wait for a scheduler, a claim or a volume.
 
 For a pod without a node, the scheduler reports only that a claim is unbound, or reports nothing while the
 claim waits for the pod. The provisioner reports the reason in an event of the claim. If a volume cannot be
 mounted, for example because a ConfigMap is missing, the pod's status contains only ContainerCreating. The
-kubelet reports the reason in an event of the pod.
+kubelet reports the reason in an event of the pod. If no scheduler looks at a pod, nobody reports a reason.
 """
 
 import asyncio
@@ -17,12 +17,14 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
 from heteroinfer_contract.printable import printable
+from heteroinfer_operator.api import When, parse_status
 from heteroinfer_operator.cluster import PodView, ResourceKey, ResourceView, Waiting
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.paths import CLAIM, EVENT, POD
+from heteroinfer_operator.kube.paths import CLAIM, EVENT, GANG_CHILDREN, POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord, label_key
 from heteroinfer_operator.manifests.mounted_files import FIELDS_OF_VOLUMES
+from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.stored_fields import as_object, as_objects, as_text, as_texts
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,19 @@ AGAIN_S: Final = 20.0
 The first interval is SILENT_S, and each interval is twice as long as the interval before. So users read the
 reason soon, and many pods that wait for long cause few requests.
 """
+NOT_LOOKED_S: Final = 5.0
+"""How long a pod may wait for the first look of a scheduler.
+
+After each look, kube-scheduler writes a node or the condition PodScheduled. Measured with kube-scheduler 1.35
+on two cores: 5 to 27 ms after the creation (60 pods). The rest is for busy machines, hundreds of other new
+pods and a scheduler that restarts.
+"""
+_NOT_LOOKED: Final = "no scheduler has looked at the pod"
+_SELECTED_NODE: Final = "volume.kubernetes.io/selected-node"
+"""Annotation with which a scheduler tells the provisioner the node of a claim's pod."""
+_WAITS_FOR_POD: Final = "WaitForFirstConsumer"
+"""Reason of the event about a claim that waits for a scheduler's look at its pod."""
+_NATIVE_GANGS: Final = frozenset({Gang.NATIVE, Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
 _MAX_EVENTS: Final = 50
 _MAX_NOTE: Final = 400
 """Maximum number of characters that are quoted from an event."""
@@ -60,6 +75,8 @@ _KIND_NAMES: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
 _PodOrClaim = tuple[str, str]
 """Kind and name of a claim or a pod."""
+_Group = tuple[str, str, str]
+"""Index and epoch of a group, and the name of its scheduler."""
 
 
 @dataclass(slots=True)
@@ -71,12 +88,14 @@ class _EventRequest:
         reason: why the claim is not bound or the pod's volumes are not mounted, or "". Until this request is
             answered, the reason is that of the answer before.
         again_s: seconds from this request to the next one.
+        has_node: whether a scheduler has chosen a node for the claim's pod.
     """
 
     at_s: float
     task: asyncio.Task[None]
     reason: str = ""
     again_s: float = SILENT_S
+    has_node: bool = False
 
     def next_s(self, now_s: float) -> float:
         """Returns the seconds until the next request; at least SILENT_S if this request has no answer.
@@ -95,12 +114,17 @@ class _WaitingPods:
         uid: uid of the resource, because a new resource may get the same name.
         since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without a
             node). A pod that gets a node waits anew, for other reasons.
+        heard_s: last time at which a scheduler's report about a pod without a node was stored, by group.
+        reported: uids of pods about which the stored status reports that no scheduler looks at them. Another
+            process of the operator has waited for them, so the report stays.
         requests: last request about each claim and pod.
         next_s: seconds until the next check if no watch shows a change, or None.
     """
 
     uid: str
     since_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    heard_s: dict[_Group, float] = field(default_factory=dict)
+    reported: frozenset[str] = frozenset()
     requests: dict[_PodOrClaim, _EventRequest] = field(default_factory=dict)
     next_s: float | None = None
 
@@ -110,9 +134,33 @@ class _WaitingPods:
         self.since_s = {key: self.since_s.get(key, now_s) for key in keys}
         return {uid: now_s - since_s for (uid, _), since_s in self.since_s.items()}
 
+    def find_unlooked(
+        self, pods: Sequence[PodRecord], waiting_s: Mapping[str, float], now_s: float
+    ) -> tuple[frozenset[str], float | None]:
+        """Returns the uids of pods that no scheduler looks at, and the seconds until the next such pod.
+
+        A gang scheduler that has found a node for one pod reports nothing about this pod while it reports
+        why another pod of the group has none. So the time counts from the last such report.
+        """
+        heard = {
+            _group_of(pod) for pod in pods if pod.is_reported and not pod.view.node and not pod.view.ended
+        }
+        groups = {_group_of(pod) for pod in pods}
+        self.heard_s = {group: s for group, s in self.heard_s.items() if group in groups}
+        self.heard_s |= dict.fromkeys(heard, now_s)
+        unlooked: set[str] = set()
+        left_s: list[float] = []
+        for pod in filter(_is_silent, pods):
+            silent_s = min(waiting_s[pod.view.uid], now_s - self.heard_s.get(_group_of(pod), -float("inf")))
+            if silent_s >= NOT_LOOKED_S or pod.view.uid in self.reported:
+                unlooked.add(pod.view.uid)
+            else:
+                left_s.append(NOT_LOOKED_S - silent_s)
+        return frozenset(unlooked), min(left_s, default=None)
+
 
 class PendingPods:
-    """Finds out why claims of pods are not bound, or why volumes are not mounted. Use from one event loop.
+    """Finds out why pods without a node or a container wait. Use from one event loop.
 
     Args:
         wake: called with a resource once the reason for one of its claims or pods changes.
@@ -136,8 +184,12 @@ class PendingPods:
         Requests the reasons that are unknown or old. The answers wake the resource if a reason changes.
         """
         now_s = self._clock()
-        # A pod without a node may wait for a claim, a pod without a running container for a volume.
-        without_node = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
+        # A pod without a node may wait for a scheduler or a claim, a pod without a running container for a volume.
+        without_node = [
+            pod
+            for pod in pods
+            if _is_silent(pod) or (pod.claims and not pod.view.node and not pod.view.ended)
+        ]
         without_container = [pod for pod in pods if _is_being_prepared(pod.view)]
         if not without_node and not without_container:
             self.forget(resource.key)
@@ -145,7 +197,8 @@ class PendingPods:
         waiting = self._waiting.get(resource.key)
         if waiting is None or waiting.uid != resource.uid:
             self.forget(resource.key)
-            waiting = self._waiting[resource.key] = _WaitingPods(resource.uid)
+            reported = _find_reported_pods(resource, without_node)
+            waiting = self._waiting[resource.key] = _WaitingPods(resource.uid, reported=reported)
         waiting_s = waiting.count_seconds((*without_node, *without_container), now_s)
         for_claims = [pod for pod in without_node if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
         for_volumes = _first_of_each_role(
@@ -158,6 +211,9 @@ class PendingPods:
         next_s = [request.next_s(now_s) for request in waiting.requests.values()]
         if has_unexplained:  # check again once these pods have waited for SILENT_S
             next_s += [SILENT_S - pod_s for pod_s in waiting_s.values() if pod_s < SILENT_S]
+        unlooked, next_unlooked_s = waiting.find_unlooked(pods, waiting_s, now_s)
+        if next_unlooked_s is not None:
+            next_s.append(next_unlooked_s)
         waiting.next_s = min(next_s, default=None)
         reasons = {
             kind_and_name: request.reason
@@ -165,11 +221,18 @@ class PendingPods:
             if request.reason
         }
         uids_for_claims = {pod.view.uid for pod in for_claims}
-        return tuple(
+        chosen = {name for (_, name), request in waiting.requests.items() if request.has_node}
+        views = [
             _with_claim_reason(pod, reasons)
             if pod.view.uid in uids_for_claims
             else _with_mount_reason(pod.view, reasons)
             for pod in pods
+        ]
+        return tuple(
+            _with_silence(resource, pod, view)
+            if pod.view.uid in unlooked and not chosen.intersection(pod.claims)
+            else view
+            for pod, view in zip(pods, views, strict=True)
         )
 
     def next_check_s(self, key: ResourceKey) -> float | None:
@@ -201,39 +264,58 @@ class PendingPods:
             if not is_due:
                 continue
             reason = last.reason if last is not None else ""
+            has_node = last is not None and last.has_node
             again_s = SILENT_S if last is None else min(2 * last.again_s, AGAIN_S)
-            work = self._find_reason(resource.key, waiting, kind_and_name)
+            work = self._find_reason(resource, waiting, kind_and_name)
             task = start_task(work, name=" ".join(kind_and_name), failed=_report_error)
-            waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason, again_s)
+            waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason, again_s, has_node)
 
-    async def _find_reason(self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _PodOrClaim) -> None:
+    async def _find_reason(
+        self, resource: ResourceView, waiting: _WaitingPods, kind_and_name: _PodOrClaim
+    ) -> None:
         """Finds out why a claim or a pod waits. Wakes the resource if the reason has changed."""
-        kind, name = kind_and_name
+        key, (kind, name) = resource.key, kind_and_name
+        has_node = False
         if kind == CLAIM.name:
-            reason = await self._find_claim_reason(key.namespace, name)
+            reason, has_node = await self._find_claim_reason(resource, name)
         else:
             reason = _find_mount_reason(await self._list_events(key.namespace, kind_and_name), key.namespace)
         request = waiting.requests.get(kind_and_name)
-        if request is not None and request.reason != reason:
+        if request is not None and (request.reason, request.has_node) != (reason, has_node):
             request.reason = reason
+            request.has_node = has_node
             request.again_s = SILENT_S  # the next cause, such as a missing key, may follow soon
             self._wake(key)
 
-    async def _find_claim_reason(self, namespace: str, name: str) -> str:
-        """Returns why a claim is not bound; "" if it is bound or does not exist."""
+    async def _find_claim_reason(self, resource: ResourceView, name: str) -> tuple[str, bool]:
+        """Returns why a claim is not bound, and whether a scheduler has chosen the node of its pod.
+
+        The reason is "" if the claim is bound, if it only waits for a scheduler, or if the operator will
+        create it.
+        """
+        namespace = resource.key.namespace
         try:
             claim = await self._server.get_quickly(CLAIM.path(namespace, name))
         except ApiError as error:
             if error.status == NOT_FOUND:
-                return ""
+                return _describe_missing_claim(resource, name), False
             raise
+        annotations = as_object(
+            as_object(claim.get("metadata"), "metadata").get("annotations"), "annotations"
+        )
+        has_node = _SELECTED_NODE in annotations
         if as_text(as_object(claim.get("status"), "status").get("phase"), "phase") == _BOUND:
-            return ""
+            return "", has_node
         try:
-            reported = _quote_newest(await self._list_events(namespace, (CLAIM.name, name)))
+            events = await self._list_events(namespace, (CLAIM.name, name))
         except ApiError as error:
             reported = f"its events cannot be read ({error.answer_message[:100]})"
-        return _describe_unbound_claim(claim, name, reported)
+        else:
+            newest = _find_newest(events)
+            if newest is not None and newest.get("reason") == _WAITS_FOR_POD and not has_node:
+                return "", False
+            reported = _quote_event(newest) if newest is not None else ""
+        return _describe_unbound_claim(claim, name, reported), has_node
 
     async def _list_events(self, namespace: str, kind_and_name: _PodOrClaim) -> Sequence[Mapping[str, Any]]:
         """Returns the newest events about a claim or a pod."""
@@ -317,10 +399,9 @@ def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> Po
     return replace(pod.view, unschedulable="; ".join(filter(None, (*claim_reasons, pod.view.unschedulable))))
 
 
-def _quote_newest(events: Sequence[Mapping[str, Any]]) -> str:
-    """Quotes the newest warning, otherwise the newest event; returns "" without events."""
-    newest_last = sorted(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)))
-    return _quote_event(newest_last[-1]) if newest_last else ""
+def _find_newest(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns the newest warning, otherwise the newest event; None without events."""
+    return max(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)), default=None)
 
 
 def _quote_event(event: Mapping[str, Any]) -> str:
@@ -372,6 +453,92 @@ def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) 
         else f"Fix the claim (kubectl describe pvc {name})"
     )
     return f"{problem}: {reported or 'no event reports the reason'}. {fix}"
+
+
+def _describe_missing_claim(resource: ResourceView, name: str) -> str:
+    """Describes a claim that a user must create; returns "" for a claim that the operator creates."""
+    model = as_object(resource.spec.get("model"), "model")
+    cache = as_object(model.get("cache"), "cache")
+    if as_text(model.get("uri"), "uri").startswith(f"pvc://{name}/"):
+        source = "spec.model.uri"
+    elif as_text(cache.get("claimName"), "claimName") == name:
+        source = "spec.model.cache.claimName"
+    elif _is_claim_of_template(resource, name):
+        source = "claimName in the volumes of the role's template"
+    else:
+        return ""
+    return (
+        f"claim {printable(name)} does not exist in namespace {resource.key.namespace}. Create it, or "
+        f"correct {source}"
+    )
+
+
+def _is_claim_of_template(resource: ResourceView, name: str) -> bool:
+    """Reports whether the template of a role mounts a claim."""
+    for role in as_objects(resource.spec.get("roles"), "roles"):
+        for volume in as_objects(as_object(role.get("template"), "template").get("volumes"), "volumes"):
+            claim = as_object(volume.get("persistentVolumeClaim"), "persistentVolumeClaim")
+            if claim.get("claimName") == name:
+                return True
+    return False
+
+
+def _is_silent(pod: PodRecord) -> bool:
+    """Reports whether a pod has no node and no report of a scheduler."""
+    view = pod.view
+    never_ran = view.phase == "Pending" and not view.started and not view.ended
+    return never_ran and not view.node and not view.unschedulable and not pod.is_reported
+
+
+def _group_of(pod: PodRecord) -> _Group:
+    """Returns the group of a pod, with the scheduler of the pod."""
+    labels = pod.view.labels
+    return labels.get(names.LABEL_GROUP, ""), labels.get(names.LABEL_EPOCH, ""), pod.scheduler
+
+
+def _find_reported_pods(resource: ResourceView, pods: Sequence[PodRecord]) -> frozenset[str]:
+    """Returns the uids of pods about which the stored status reports that no scheduler looks at them."""
+    status = parse_status(resource.status)
+    texts = [each.message for each in status.conditions if _NOT_LOOKED in each.message]
+    texts += [group.message for group in status.groups if group.message and _NOT_LOOKED in group.message]
+    return frozenset(
+        pod.view.uid
+        for pod in pods
+        for text in texts
+        if f"pod {pod.view.name} waits: {_NOT_LOOKED}" in text
+        or f"pod {pod.view.name} is not placed: {_NOT_LOOKED}" in text
+    )
+
+
+def _with_silence(resource: ResourceView, pod: PodRecord, view: PodView) -> PodView:
+    """Returns the pod with the message that no scheduler looks at it, before the reasons of its claims."""
+    message = f"{_NOT_LOOKED} (schedulerName {printable(pod.scheduler)[:253]}). {_silence_fix(resource, pod)}"
+    return replace(view, unschedulable="; ".join(filter(None, (message, view.unschedulable))))
+
+
+def _silence_fix(resource: ResourceView, pod: PodRecord) -> str:
+    """Returns the likely causes why no scheduler looks at a pod, and what to do."""
+    if pod.resource_claims:
+        claims = ", ".join(map(printable, pod.resource_claims))[:_MAX_NOTE]
+        return (
+            f"A possible cause is that {claims} does not exist in namespace {resource.key.namespace}, "
+            "because kube-scheduler reports nothing about such pods: create it, or correct resourceClaims of "
+            "the role's template. If it exists, start that scheduler"
+        )
+    scheduling = as_object(resource.spec.get("scheduling"), "scheduling")
+    gang = pod.view.labels.get(names.LABEL_GANG, "")
+    if gang not in GANG_CHILDREN or scheduling.get("schedulerName") == pod.scheduler:
+        return "Start that scheduler, or set spec.scheduling.schedulerName to a scheduler that runs"
+    if scheduling.get("gang", When.AUTO) != When.AUTO:
+        return (
+            "Start that scheduler, or set spec.scheduling.schedulerName to a scheduler that runs and places "
+            "gangs"
+        )
+    origin = "makes the pods a gang" if Gang(gang) in _NATIVE_GANGS else "chose that scheduler"
+    return (
+        f"spec.scheduling.gang: Auto {origin} because the cluster serves the API "
+        f"{GANG_CHILDREN[Gang(gang)].api_version}. Start that scheduler, or set spec.scheduling.gang: Never"
+    )
 
 
 def _report_error(error: BaseException) -> None:

@@ -52,6 +52,9 @@ _FINALIZER_FIELD: Final = f'v:"{names.FINALIZER}"'
 """The finalizer of earlier versions, in the notation of `managedFields`."""
 _UNKNOWN: Final = "Unknown"
 """Kubernetes' phase of a pod whose state is unknown."""
+_GATED: Final = "SchedulingGated"
+_WITH_CAUSE: Final = frozenset({"Unschedulable", "SchedulerError"})
+"""Reasons of PodScheduled=False whose message is a scheduler's obstacle (`core/v1/types.go`)."""
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
 """Conditions of a pod that is removed through no fault of its own. Kubernetes and Kueue set them."""
 
@@ -90,6 +93,11 @@ class PodRecord:
         health_port: port of the pod's supervisor, or 0.
         grace_s: grace period of a pod that is being deleted, in seconds.
         claims: names of the PersistentVolumeClaims that the pod mounts.
+        scheduler: name of the pod's scheduler.
+        is_reported: whether the status shows that a scheduler has looked at the pod, or that a scheduling
+            gate blocks the pod.
+        resource_claims: kinds and names of the resource claims and their templates that the pod uses, such
+            as `resource claim nic`.
     """
 
     view: PodView
@@ -99,6 +107,9 @@ class PodRecord:
     health_port: int
     grace_s: float = 0.0
     claims: tuple[str, ...] = ()
+    scheduler: str = ""
+    is_reported: bool = False
+    resource_claims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +280,32 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         health_port=_health_port(stored),
         grace_s=float(as_integer(_metadata(stored).get("deletionGracePeriodSeconds"), "grace period")),
         claims=_claim_names(stored),
+        scheduler=as_text(_spec(stored).get("schedulerName"), "schedulerName"),
+        is_reported=_is_reported(stored),
+        resource_claims=_resource_claims(stored),
     )
+
+
+def _is_reported(stored: Manifest) -> bool:
+    """Reports whether a scheduler has looked at a pod, or a scheduling gate blocks the pod."""
+    status = _status(stored)
+    scheduled = _conditions_by_type(status).get("PodScheduled")
+    if scheduled is None:
+        # kube-scheduler nominates a node before it waits for the pod's volumes or devices.
+        return bool(as_text(status.get("nominatedNodeName"), "nominatedNodeName"))
+    # The API server writes SchedulingGated. The condition stays after the last gate is gone.
+    return scheduled.get("reason") != _GATED or bool(_gate_names(_spec(stored)))
+
+
+def _resource_claims(stored: Manifest) -> tuple[str, ...]:
+    """Returns kind and name of each resource claim, or of its template, that a pod uses."""
+    found = []
+    for claim in as_objects(_spec(stored).get("resourceClaims"), "resourceClaims"):
+        if name := as_text(claim.get("resourceClaimName"), "resourceClaimName"):
+            found.append(f"resource claim {name}")
+        elif name := as_text(claim.get("resourceClaimTemplateName"), "resourceClaimTemplateName"):
+            found.append(f"resource claim template {name}")
+    return tuple(found)
 
 
 def _claim_names(stored: Manifest) -> tuple[str, ...]:
@@ -428,11 +464,12 @@ def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
     """
     if scheduled.get("status") != "False":
         return ""
-    if scheduled.get("reason") == "Unschedulable":
-        return as_text(scheduled.get("message"), "message")
-    if scheduled.get("reason") != "SchedulingGated":
-        return ""
+    if scheduled.get("reason") != _GATED:
+        has_cause = scheduled.get("reason") in _WITH_CAUSE
+        return as_text(scheduled.get("message"), "message") if has_cause else ""
     gates = ", ".join(_gate_names(_spec(stored)))
+    if not gates:
+        return ""
     workload = _labels(_metadata(stored)).get(KUEUE_POD_GROUP)
     return f"blocked by scheduling gate {gates}" + (
         f". Kueue's Workload {workload} shows the reason" if workload else ""

@@ -12,6 +12,7 @@ from heteroinfer_operator.api import (
     ConditionType,
     GroupPhase,
     GroupStatus,
+    StartupPhase,
 )
 from heteroinfer_operator.errors import PlanReason, Shortage
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
@@ -349,7 +350,12 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
         (decision.limit_range_defaults for decision in running if decision.limit_range_defaults), ""
     )
     message = "; ".join(filter(None, (unplaced, defaulted)))
-    capacity_condition = facts.build(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", message)
+    if unplaced:
+        capacity_condition = facts.build(capacity, False, UNSCHEDULABLE, message)
+    elif all(decision.placed for decision in running):
+        capacity_condition = facts.build(capacity, True, "Placed", message)
+    else:  # a moment after each creation: a scheduler has not looked at the pods yet
+        capacity_condition = facts.build(capacity, None, StartupPhase.SCHEDULING.value, message)
     if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
         return (
             facts.build(planned, False, refusal.reason, refusal.message),

@@ -18,6 +18,7 @@ class GroupDecision:
         runs: whether the group has an active epoch, perhaps one that starts now.
         new_plan: plan that the operator must store from now on.
         notes: notes for users on a plan made in this reconcile; None for an older plan.
+        placed: whether all pods of the running epoch exist and have nodes.
         unplaced: the pod that has no node, and the reason, or "".
         gang_object: object that describes the epoch to a gang scheduler, or None.
         lost_labels_message: the labels that a pod of the epoch has lost, and the fix, or "".
@@ -37,6 +38,7 @@ class GroupDecision:
     new_plan: Plan | None = None
     notes: tuple[str, ...] | None = None
     refusal: HeteroInferError | None = None
+    placed: bool = False
     unplaced: str = ""
     gang_object: Manifest | None = None
     lost_labels_message: str = ""

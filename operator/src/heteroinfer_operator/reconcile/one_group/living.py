@@ -66,6 +66,8 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         events=_build_events(before, status, newly_stuck, replaceable),
         runs=True,
         plan=origin.plan,
+        # A pod of unknown state may lack its node, but has run.
+        placed=not missing and all(pod.node or pod.started for pod in current),
         unplaced=_describe_unplaced(current),
         limit_range_defaults=_describe_limit_range_defaults(current),
         gang_object=gang,
