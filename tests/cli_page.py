@@ -25,6 +25,7 @@ so they cannot change your terminal.
 | 1 | refused, or not found; `error: ...` on stderr has the reason. For `check`: a check failed |
 | 2 | a command or an option is wrong |
 | 130 | you pressed Ctrl-C |
+| 141 | the program that read the output, such as `head`, ended first |
 
 `plan` has [more codes](exit-codes.md#heteroinfer-plan), and so have [worker pods](exit-codes.md#worker-pods).
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.cluster import images, tested, tools
 from tests.cluster.errors import ClusterError
 from tests.cluster.node import attach, start_node_cluster
+from tests.cluster.progress import say
 from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
 from tests.cluster.state import State, all_states
 from tests.cluster.volumes import volume_manifests
@@ -36,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     built.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(images.TARGETS)}")
     built.add_argument("--load", action="store_true", help="import them into the running node too")
     up = commands.add_parser(
-        "up", help="start a cluster that stays until `down`, and print its KUBECONFIG line"
+        "up", help="start a cluster that stays until `down` (if none runs), and print its lines for a shell"
     )
     up.add_argument("kind", choices=["control-plane", "node"])
     up.add_argument("--images", action="store_true", help="with the Dockerfile's images in the node")
@@ -87,6 +88,11 @@ def _images(targets: Sequence[str], load: bool) -> None:
 
 
 def _up(kind: str, with_images: bool, models: Path | None) -> None:
+    for state in all_states():
+        if state.name.startswith(f"{kind}-") and not state.abandoned() and state.owner() is None:
+            say(f"{state.name} runs already. `make cluster-down` stops it. Its lines:")
+            _print_environment(Cluster(state=state))
+            return
     ensure_tools(tools.NODE)
     if models is not None and kind != "node":
         raise ClusterError("a control plane has no node to mount a folder: leave --models out, or `up node`")
@@ -119,8 +125,9 @@ def _named(name: str | None, kind: str) -> State:
 
 def _down(names: Sequence[str]) -> None:
     for state in [_named(name, "") for name in names] or list(all_states()):
-        if not names and not state.abandoned() and state.owner() is not None:
-            print(f"{state.name} belongs to a running test: left alone; `down {state.name}` stops it")
+        owner = None if names or state.abandoned() else state.owner()
+        if owner is not None:
+            print(f"{state.name} belongs to a running test (pid {owner.pid}): left alone")
             continue
         state.remove()
         print(f"{state.name} is gone")

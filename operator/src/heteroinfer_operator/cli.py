@@ -68,6 +68,7 @@ EXAMPLES: Final = MappingProxyType(
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = exit_code_of_signal(signal.SIGINT)
+EXIT_OUTPUT_CLOSED: Final = exit_code_of_signal(signal.SIGPIPE)
 
 _COMPLETES: Final = "_ARGCOMPLETE"
 """Variable that the script of `heteroinfer completion` sets while a shell completes a line."""
@@ -149,13 +150,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return code
     except HeteroInferError as error:
         for line in error.message.splitlines():
             sys.stderr.write(f"error: {printable(line)}\n")
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has ended. Python also writes what is left when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OUTPUT_CLOSED
 
 
 def complete_for_kubectl() -> None:

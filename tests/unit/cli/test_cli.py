@@ -1,6 +1,8 @@
 """The shell of the command line, and `heteroinfer crd`."""
 
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from kubernetes.aio.config import kube_config
 
 from heteroinfer_operator.api.crd import render_crd
-from heteroinfer_operator.cli import COMMANDS, EXAMPLES, build_parser, main
+from heteroinfer_operator.cli import COMMANDS, EXAMPLES, EXIT_OUTPUT_CLOSED, build_parser, main
 from heteroinfer_operator.commands.crd_command import COPIES
 from heteroinfer_operator.version import own_version
 
@@ -143,6 +145,25 @@ def test_a_missing_kubeconfig_is_reported_in_one_message(
 def test_crd_prints_the_generated_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crd"]) == 0
     assert capsys.readouterr().out == render_crd()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_nobody_reads_ends_the_command_without_a_traceback(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "heteroinfer_operator.cli", "version", "--client"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (EXIT_OUTPUT_CLOSED, "")
 
 
 def test_crd_writes_every_copy(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ model name\t: Intel(R) Xeon(R) Platinum
 flags\t\t: fpu avx2 avx512f amx_tile amx_bf16 of_no_interest
 """
 
-RAISE_LIMIT = "Raise calibration.limitSeconds (chart) or --limit (heteroinfer-worker calibrate)"
+RAISE_LIMIT = (
+    "Measure again while the machine does nothing else, or raise calibration.limitSeconds (chart) or --limit "
+    "(heteroinfer-worker calibrate)"
+)
 
 
 def line(kind: str, **values: object) -> str:

@@ -30,7 +30,10 @@ from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
 """Time for all measurements. The calibration lists unfinished measurements as skipped."""
-_RAISE_LIMIT: Final = "Raise calibration.limitSeconds (chart) or --limit (heteroinfer-worker calibrate)"
+_RAISE_LIMIT: Final = (
+    "Measure again while the machine does nothing else, or raise calibration.limitSeconds (chart) or --limit "
+    "(heteroinfer-worker calibrate)"
+)
 _MODULE: Final = __name__.rpartition(".")[0]
 _MAX_NODES: Final = 8
 """At most this many NUMA nodes, the first ones, are also measured separately."""
