@@ -14,7 +14,7 @@ from heteroinfer_operator.nodes.node_platform import (
     ARCH_LABEL,
     OS_LABEL,
     describe_other_platform,
-    platform_selector,
+    select_platform,
 )
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import HOSTNAME
@@ -63,8 +63,8 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
         HeteroInferError: the platform differs.
     """
     for role in spec.roles:
-        selected = role.template.node_selector if role.template else None
-        other = describe_other_platform({**platform_selector(role.template), **(selected or {})}, node.labels)
+        fields = select_platform(role.template.dump() if role.template else {})
+        other = describe_other_platform(fields.get("nodeSelector") or {}, node.labels)
         if other:
             selector = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
             raise HeteroInferError(
