@@ -369,7 +369,7 @@ def test_cpu_only_is_decided_whether_or_not_pods_may_wait() -> None:
 
 
 def apart_from(nodes: list[NodeView], *occupied: str) -> dict[str, Any]:
-    return {"others": OtherGroups.on_nodes(occupied, nodes)}
+    return {"others": OtherGroups.on_nodes([{name} for name in occupied], nodes)}
 
 
 def chosen(parsed: HeteroInferenceSpec, nodes: list[NodeView], *occupied: str) -> set[str]:
@@ -387,6 +387,20 @@ def test_a_node_without_another_group_comes_before_larger_gpus() -> None:
     assert chosen(spec(gpu()), nodes, "a") == {"b"}, "the largest GPU of the other nodes"
     assert chosen(spec(gpu()), nodes, "a", "b") == {"c"}
     assert chosen(spec(gpu()), nodes, "a", "b", "c") == {"a"}, "the model does not fit on d"
+
+
+def test_a_node_with_fewer_other_groups_comes_before_larger_gpus() -> None:
+    nodes = [big("a", gpus=8, memory_mib=81559), big("b", gpus=8, memory_mib=40960)]
+    occupied: list[str] = []
+    for _ in range(4):
+        occupied += chosen(spec(gpu()), nodes, *occupied)
+    assert occupied == ["a", "b", "a", "b"]
+
+
+def test_a_zone_with_fewer_other_groups_is_no_reason_for_smaller_gpus() -> None:
+    sizes = (("a", "x", 81559), ("b", "x", 81559), ("c", "y", 40960))
+    nodes = [big(name, gpus=8, memory_mib=size, labels={ZONE: zone}) for name, zone, size in sizes]
+    assert chosen(spec(gpu()), nodes, "a", "b", "c") == {"a"}
 
 
 def test_a_smaller_gpu_that_would_change_the_split_of_layers_is_not_used() -> None:

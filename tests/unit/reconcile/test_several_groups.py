@@ -113,6 +113,25 @@ def test_two_groups_share_the_only_node() -> None:
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n0"})
 
 
+def test_four_groups_on_two_nodes_are_two_and_two() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=4)
+    nodes_of_groups = [world.nodes_of(group) for group in range(4)]
+    assert sorted(map(sorted, nodes_of_groups)) == [["n0"], ["n0"], ["n1"], ["n1"]]
+    world.end_group(2)
+    world.settle()
+    world.place()
+    assert world.nodes_of(2) == nodes_of_groups[2], "the node with fewer other groups"
+
+
+def test_groups_that_are_added_one_by_one_are_two_and_two() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=1)
+    for replicas in (2, 3, 4):
+        world.change_spec(replicas=replicas)
+        world.settle()
+        world.place()
+    assert [world.nodes_of(group) for group in range(4)] == 2 * [{"n0"}, {"n1"}]
+
+
 def test_pods_of_a_single_group_have_no_anti_affinity() -> None:
     world = pairs(map(node, ("n0", "n1")), replicas=1)
     assert "podAntiAffinity" not in world.manifests[world.of_group(0)[0]]["spec"]["affinity"]
