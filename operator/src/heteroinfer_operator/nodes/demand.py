@@ -31,6 +31,8 @@ MAX_AFFINITY_BYTES: Final = 2**16
 """Largest size of an affinity that names nodes, as JSON. The API server stores objects of up to 1.5 MiB."""
 _NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
+_WEIGHT_OF_OTHER_NODES: Final = 25
+"""Weight of `avoided_nodes`. It must be less than the weight of `preferred_node`, which is 100."""
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 
@@ -148,6 +150,12 @@ def preferred_node(node: str) -> dict[str, Any]:
     """Builds a node affinity term that prefers one node."""
     fields = [{"key": _NODE_NAME, "operator": "In", "values": [node]}]
     return {"weight": 100, "preference": {"matchFields": fields}}
+
+
+def avoided_nodes(nodes: Iterable[str]) -> dict[str, Any]:
+    """Builds a node affinity term that slightly prefers all nodes except these."""
+    fields = [{"key": _NODE_NAME, "operator": "NotIn", "values": [node]} for node in nodes]
+    return {"weight": _WEIGHT_OF_OTHER_NODES, "preference": {"matchFields": fields}}
 
 
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:

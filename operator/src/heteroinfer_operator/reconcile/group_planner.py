@@ -266,8 +266,15 @@ class GroupPlanner:
         """
         if self._nodes_by_group is not None:
             self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
-        nodes = assignment.nodes if self.prefers_nodes else {}
-        return replace(assignment, gang=gang, nodes=nodes, apart=self._places_groups_apart)
+        return replace(
+            assignment,
+            gang=gang,
+            nodes=assignment.nodes if self.prefers_nodes else {},
+            apart=self._places_groups_apart,
+            nodes_of_others=(
+                frozenset(self._other_groups(group).nodes) if self._places_groups_apart else frozenset()
+            ),
+        )
 
 
 @lru_cache(maxsize=_MAX_ANSWERS)
