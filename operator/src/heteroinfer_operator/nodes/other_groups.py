@@ -48,14 +48,14 @@ class OtherGroups:
         return cls(nodes=on_node, zones=in_zone)
 
     def any_is_shared(self, names: Iterable[str]) -> bool:
-        """Returns whether one of these nodes has a pod of another group."""
+        """Returns whether any given node has a pod of another group."""
         return any(name in self.nodes for name in names)
 
     def shared(self, names: Iterable[str]) -> tuple[int, int]:
-        """Returns how much a group on these nodes would share nodes; less is better.
+        """Returns two numbers of other groups with which a group would share nodes; less is better.
 
-        The first number is the number of other groups on the fullest of these nodes: the loss of a node ends
-        at most these groups and the group itself. The second number is the sum over all these nodes.
+        The first number is the largest number of other groups on a node. The loss of a node ends at most this
+        many other groups together with the group. The second number is the sum over all given nodes.
         """
         on_nodes = [self.nodes.get(name, 0) for name in set(names)]
         return max(on_nodes, default=0), sum(on_nodes)
