@@ -298,6 +298,59 @@ async def _are_gone(pair: Pair, lost: list[str]) -> bool:
     return not present & set(lost)
 
 
+@pytest.mark.parametrize("steps", [(4,), (1, 2, 3, 4)], ids=["at once", "one by one"])
+@pytest.mark.timeout(240)
+async def test_the_loss_of_one_of_two_nodes_ends_two_of_four_groups(
+    steps: Sequence[int], plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """Each node has room for all groups."""
+    for index in range(2):
+        await add_node(server, f"{namespace}-{index}", labels={"pool": namespace})
+    pool = {"template": {"nodeSelector": {"pool": namespace}}, "resources": {"requests": {"cpu": "1"}}}
+    roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
+
+    async def running(replicas: int) -> dict[str, dict[str, str]]:
+        """Returns the node of each pod, by group and uid, once all pods of all groups run."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        pods = await pods_of(server, namespace, "four")
+        for pod in pods:
+            if pod["metadata"]["name"] not in nodes.running or "deletionTimestamp" in pod["metadata"]:
+                return {}
+            group = pod["metadata"]["labels"][names.LABEL_GROUP]
+            found[group][pod["metadata"]["uid"]] = pod["spec"]["nodeName"]
+        return dict(found) if len(pods) == 2 * replicas else {}
+
+    def show() -> str:
+        return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "wide")
+
+    async with (
+        operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process,
+        kubelets(server, namespace) as nodes,
+    ):
+        await process.working()
+        await apply(server, namespace, "four", **{**SETTINGS, "roles": roles, "replicas": steps[0]})
+        for replicas in steps:
+            await server.merge(HETERO_INFERENCE.path(namespace, "four"), {"spec": {"replicas": replicas}})
+            before = await until(f"{replicas} groups", functools.partial(running, replicas), STEP_S, show)
+        node_sets = [set(pods.values()) for pods in before.values()]
+        assert sorted(map(sorted, node_sets)) == [[f"{namespace}-{index}"] for index in (0, 0, 1, 1)], before
+
+        lost = f"{namespace}-0"
+        lost_pods = {name for name, pod in nodes.running.items() if pod["spec"]["nodeName"] == lost}
+        await nodes.lose(lost)
+
+        async def gone() -> bool:
+            return (
+                not {pod["metadata"]["name"] for pod in await pods_of(server, namespace, "four")} & lost_pods
+            )
+
+        await until("its pods are given up", gone, STEP_S, show)
+        after = await until("4 groups", functools.partial(running, 4), STEP_S, show)
+        assert {node for pods in after.values() for node in pods.values()} == {f"{namespace}-1"}
+        kept = [group for group in before if before[group] == after[group]]
+        assert len(kept) == 2, f"{before} -> {after}"
+
+
 async def test_each_group_has_its_own_zone(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
-from heteroinfer_operator.nodes.demand import pod_demand
+from heteroinfer_operator.nodes.demand import pod_demand, preferred_node
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.role_demand import role_fields
@@ -58,3 +58,19 @@ def test_gpu_memory_is_required_of_each_alternative_of_the_user() -> None:
     memory = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": ["40959"]}
     assert [term["matchExpressions"][-1] for term in demand.node_terms] == [memory, memory]
     assert demand.node_terms[0]["matchExpressions"][0]["key"] == "disk"
+
+
+def test_a_planned_node_comes_before_the_distance_to_other_groups() -> None:
+    others = frozenset(f"n{number:03}" for number in range(150))
+    made = fields(gpu(), NodeAssignment(nodes={0: "n"}, apart=True, nodes_of_others=others))
+    assert "podAntiAffinity" not in made["affinity"]
+    planned, fallback = made["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert planned == preferred_node("n")
+    assert fallback["weight"] < planned["weight"]
+    excluded = [
+        term["values"] for term in fallback["preference"]["matchFields"] if term["operator"] == "NotIn"
+    ]
+    assert excluded == [[f"n{number:03}"] for number in range(100)]
+    assert pod_demand("p", {}, made).preferred_node == "n"
+    without_node = fields(gpu(), NodeAssignment(apart=True, nodes_of_others=others))["affinity"]
+    assert list(without_node) == ["podAntiAffinity"]

@@ -8,10 +8,15 @@ import pytest
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.nodes.demand import Taint
+from heteroinfer_operator.manifests.model_pods import model_template
+from heteroinfer_operator.manifests.pod_security import PodSecurity
+from heteroinfer_operator.manifests.worker_pods import build_pod_spec
+from heteroinfer_operator.nodes.demand import Taint, required_node_terms
+from heteroinfer_operator.nodes.node_platform import ARCH_LABEL, IMAGE_PLATFORM, accepts_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
+from heteroinfer_operator.nodes.role_demand import template_fields
 from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
@@ -21,6 +26,7 @@ from heteroinfer_operator.planning import (
     plan_group,
 )
 from heteroinfer_operator.planning.gpu_floor import usable_gpu_memory
+from heteroinfer_operator.planning.gpu_sizes import largest_labelled_gpus
 from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 
@@ -106,6 +112,82 @@ def test_an_architecture_that_the_user_names_takes_precedence(template: dict[str
     windows = big("windows", labels={"kubernetes.io/arch": "arm64", "kubernetes.io/os": "windows"})
     asked = spec(cpu(memory="64Gi", template=template))
     assert fit(asked, build_free_nodes([windows, big("amd"), arm])).node_assignment.nodes == {0: "arm"}
+
+
+ARM_TERM = {"matchExpressions": [{"key": ARCH_LABEL, "operator": "In", "values": ["arm64"]}]}
+DEFAULT_ARCH = {"key": ARCH_LABEL, "operator": "In", "values": ["amd64"]}
+
+
+def with_terms(*terms: dict[str, Any]) -> dict[str, Any]:
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}
+    return {"affinity": {"nodeAffinity": required}}
+
+
+def test_an_architecture_in_one_alternative_applies_to_this_alternative_only() -> None:
+    host = {"key": "kubernetes.io/hostname", "operator": "Exists"}
+    fields_term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["s390x"]}]}
+    s390x_term = {"matchExpressions": [{"key": ARCH_LABEL, "operator": "In", "values": ["s390x"]}]}
+    template = with_terms({"matchExpressions": [host]}, s390x_term, fields_term, {})
+    asked = spec(cpu(memory="64Gi", template=template))
+    arm, amd, s390x = (
+        big(name, labels={"kubernetes.io/hostname": name, ARCH_LABEL: name})
+        for name in ("arm64", "amd64", "s390x")
+    )
+    assert "not matched by the pod's nodeSelector or node affinity" in refused(asked, arm).message
+    for node_ in (amd, s390x):
+        assert fit(asked, build_free_nodes([arm, node_])).node_assignment.nodes == {0: node_.name}
+    role_template = asked.roles[0].template
+    fields = template_fields(role_template)
+    assert fields["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    assert required_node_terms(fields["affinity"]) == [
+        {"matchExpressions": [host, DEFAULT_ARCH]},
+        s390x_term,
+        {**fields_term, "matchExpressions": [DEFAULT_ARCH]},
+        {},
+    ]
+    model_pod_fields = build_pod_spec(asked, model_template(asked), PodSecurity())
+    assert {key: model_pod_fields[key] for key in fields} == fields
+    assert [accepts_platform(role_template, each.labels) for each in (arm, amd, s390x)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("operator", "values"), [("NotIn", ["s390x"]), ("Exists", None), ("DoesNotExist", None)]
+)
+def test_an_architecture_that_is_only_excluded_keeps_the_default(
+    operator: str, values: list[str] | None
+) -> None:
+    expression = {"key": ARCH_LABEL, "operator": operator, **({"values": values} if values else {})}
+    template = with_terms({"matchExpressions": [expression]}, {})
+    fields = template_fields(spec(cpu(memory="64Gi", template=template)).roles[0].template)
+    assert fields == {**template, "nodeSelector": dict(IMAGE_PLATFORM)}
+
+
+def test_terms_without_an_architecture_leave_the_default_in_the_node_selector() -> None:
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    for template in (with_terms(zone), with_terms(zone, {}), with_terms({})):
+        fields = template_fields(spec(cpu(memory="64Gi", template=template)).roles[0].template)
+        assert fields == {**template, "nodeSelector": dict(IMAGE_PLATFORM)}
+
+
+def test_a_node_selector_counts_for_all_alternatives() -> None:
+    template = {
+        "nodeSelector": {ARCH_LABEL: "arm64"},
+        **with_terms(ARM_TERM, {"matchExpressions": [DEFAULT_ARCH]}),
+    }
+    fields = template_fields(spec(cpu(memory="64Gi", template=template)).roles[0].template)
+    assert fields == {**template, "nodeSelector": {"kubernetes.io/os": "linux", ARCH_LABEL: "arm64"}}
+
+
+def test_the_largest_gpu_is_on_a_node_of_an_accepted_architecture() -> None:
+    zone = {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}
+    nodes = [
+        big("arm", gpus=1, memory_mib=97871, labels={ARCH_LABEL: "arm64"}),
+        big("amd", gpus=1, memory_mib=40960),
+    ]
+    s390x_term = {"matchExpressions": [{"key": ARCH_LABEL, "operator": "In", "values": ["s390x"]}]}
+    for terms, size_mib in (((zone, s390x_term), 40960), ((zone, ARM_TERM), 97871), ((ARM_TERM,), 97871)):
+        asked = spec(gpu(template=with_terms(*terms)))
+        assert largest_labelled_gpus(asked, nodes) == {"gpu": size_mib * 2**20}
 
 
 def test_gpus_on_other_nodes_do_not_count_for_a_pod() -> None:
@@ -287,7 +369,7 @@ def test_cpu_only_is_decided_whether_or_not_pods_may_wait() -> None:
 
 
 def apart_from(nodes: list[NodeView], *occupied: str) -> dict[str, Any]:
-    return {"others": OtherGroups.on_nodes(occupied, nodes)}
+    return {"others": OtherGroups.on_nodes([{name} for name in occupied], nodes)}
 
 
 def chosen(parsed: HeteroInferenceSpec, nodes: list[NodeView], *occupied: str) -> set[str]:
@@ -305,6 +387,20 @@ def test_a_node_without_another_group_comes_before_larger_gpus() -> None:
     assert chosen(spec(gpu()), nodes, "a") == {"b"}, "the largest GPU of the other nodes"
     assert chosen(spec(gpu()), nodes, "a", "b") == {"c"}
     assert chosen(spec(gpu()), nodes, "a", "b", "c") == {"a"}, "the model does not fit on d"
+
+
+def test_a_node_with_fewer_other_groups_comes_before_larger_gpus() -> None:
+    nodes = [big("a", gpus=8, memory_mib=81559), big("b", gpus=8, memory_mib=40960)]
+    occupied: list[str] = []
+    for _ in range(4):
+        occupied += chosen(spec(gpu()), nodes, *occupied)
+    assert occupied == ["a", "b", "a", "b"]
+
+
+def test_a_zone_with_fewer_other_groups_is_no_reason_for_smaller_gpus() -> None:
+    sizes = (("a", "x", 81559), ("b", "x", 81559), ("c", "y", 40960))
+    nodes = [big(name, gpus=8, memory_mib=size, labels={ZONE: zone}) for name, zone, size in sizes]
+    assert chosen(spec(gpu()), nodes, "a", "b", "c") == {"a"}
 
 
 def test_a_smaller_gpu_that_would_change_the_split_of_layers_is_not_used() -> None:

@@ -488,9 +488,49 @@ def test_values_of_the_topology_key_share_the_attempts_and_a_large_group_still_f
 def test_the_value_of_the_topology_key_with_nodes_apart_from_other_groups_comes_first() -> None:
     """Zone 1 has more nodes with another group than zone 2, but also one without."""
     nodes = [*(zoned(f"n{index}", "1") for index in range(3)), zoned("m", "2")]
-    others = OtherGroups.on_nodes(["n0", "n1", "m"], nodes)
+    others = OtherGroups.on_nodes([{"n0", "n1", "m"}], nodes)
     found = assign_nodes([pod(gpus=1)], build_free_nodes(nodes), ZONE, others)
     assert found == Placement(nodes=("n2",), domain="1")
+
+
+def test_nodes_and_zones_with_fewer_other_groups_come_first() -> None:
+    nodes = [
+        *(zoned(f"a{index}", "a") for index in range(2)),
+        *(zoned(f"b{index}", "b") for index in range(2)),
+    ]
+
+    def chosen(*groups: set[str]) -> tuple[str, ...]:
+        found = assign_nodes(
+            [pod(cpu=1)] * 2, build_free_nodes(nodes), "", OtherGroups.on_nodes(groups, nodes)
+        )
+        assert found is not None
+        return found.nodes
+
+    groups: list[set[str]] = []
+    for _ in range(8):
+        groups.append(set(chosen(*groups)))
+    assert groups == 2 * [{"a0"}, {"b0"}, {"a1"}, {"b1"}]
+    assert chosen({"a0"}, {"a0"}, {"a1"}, {"b0"}, {"b1"}, {"b1"}) == ("a1", "a1")
+    assert chosen({"a0", "a1"}, {"b0"}, {"b1"}) == ("a0", "a0"), "nodes count each group once, and zones too"
+
+
+def test_a_group_that_shares_nodes_is_on_one_node_if_it_fits() -> None:
+    """In the order of free memory, the first node has room for one of two pods only."""
+    small, large = node("small", allocatable={"cpu": 4.0, "memory": 30 * 2**30}), node("large")
+
+    def chosen(*groups: set[str]) -> tuple[str, ...]:
+        free_nodes = build_free_nodes([small, large])
+        others = OtherGroups.on_nodes(groups, [small, large])
+        found = assign_nodes([pod(cpu=4), pod(cpu=3)], free_nodes, "", others)
+        assert found is not None
+        return found.nodes
+
+    assert chosen() == ("small", "large"), "no group to share with"
+    assert chosen({"small"}, {"large"}) == ("large", "large")
+    assert chosen({"small", "large"}) == ("large", "large")
+    assert chosen({"large"}) == ("large", "large"), "a part on the free node would be lost more often"
+    assert chosen({"small"}, {"large"}, {"large"}) == ("large", "large"), "its loss ends three groups anyway"
+    assert chosen({"small"}) == ("large", "large"), "it shares no node"
 
 
 @pytest.mark.parametrize("position", range(5))

@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ResourceObservation
-from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
+from heteroinfer_operator.nodes.demand import PodDemand, avoided_nodes, pod_demand, preferred_node
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import ZONE
@@ -97,10 +97,8 @@ def pairs(nodes: Iterable[NodeView], *, replicas: int = 2, **spec: Any) -> Sever
 def test_two_groups_use_different_nodes() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n1"})
-    terms = world.manifests[world.of_group(1)[0]]["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
-    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == ["kubernetes.io/hostname", ZONE]
-    (other,) = terms[0]["podAffinityTerm"]["labelSelector"]["matchExpressions"]
-    assert other == {"key": names.LABEL_GROUP, "operator": "NotIn", "values": ["1"]}
+    affinity = world.manifests[world.of_group(1)[0]]["spec"]["affinity"]
+    assert affinity == {"nodeAffinity": {PREFERRED: [preferred_node("n1"), avoided_nodes(["n0"])]}}
     world.nodes = (node("n0", schedulable=False, problem="cordoned"), node("n1"), node("n2"))
     world.end_group(0)
     world.settle()
@@ -108,9 +106,38 @@ def test_two_groups_use_different_nodes() -> None:
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n2"}, {"n1"})
 
 
+def test_groups_without_planned_nodes_have_an_anti_affinity() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")), scheduling={"gang": "Never"})
+    affinity = world.manifests[world.of_group(1)[0]]["spec"]["affinity"]
+    terms = affinity["podAntiAffinity"][PREFERRED]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == ["kubernetes.io/hostname", ZONE]
+    (other,) = terms[0]["podAffinityTerm"]["labelSelector"]["matchExpressions"]
+    assert other == {"key": names.LABEL_GROUP, "operator": "NotIn", "values": ["1"]}
+    assert "nodeAffinity" not in affinity
+
+
 def test_two_groups_share_the_only_node() -> None:
     world = pairs([node("n0")])
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n0"})
+
+
+def test_four_groups_on_two_nodes_are_two_and_two() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=4)
+    nodes_of_groups = [world.nodes_of(group) for group in range(4)]
+    assert sorted(map(sorted, nodes_of_groups)) == [["n0"], ["n0"], ["n1"], ["n1"]]
+    world.end_group(2)
+    world.settle()
+    world.place()
+    assert world.nodes_of(2) == nodes_of_groups[2], "the node with fewer other groups"
+
+
+def test_groups_that_are_added_one_by_one_are_two_and_two() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=1)
+    for replicas in (2, 3, 4):
+        world.change_spec(replicas=replicas)
+        world.settle()
+        world.place()
+    assert [world.nodes_of(group) for group in range(4)] == 2 * [{"n0"}, {"n1"}]
 
 
 def test_pods_of_a_single_group_have_no_anti_affinity() -> None:

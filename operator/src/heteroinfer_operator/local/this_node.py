@@ -14,7 +14,7 @@ from heteroinfer_operator.nodes.node_platform import (
     ARCH_LABEL,
     OS_LABEL,
     describe_other_platform,
-    platform_selector,
+    select_platform,
 )
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import HOSTNAME
@@ -63,10 +63,9 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
         HeteroInferError: the platform differs.
     """
     for role in spec.roles:
-        # A nodeSelector of the user overrides the platform of the images.
-        user_selector = role.template.node_selector if role.template else None
-        selector = {**platform_selector(role.template), **(user_selector or {})}
-        other_platform = describe_other_platform(selector, node.labels)
+        # A selector of the user overrides the platform of the images.
+        fields = select_platform(role.template.dump() if role.template else {})
+        other_platform = describe_other_platform(fields.get("nodeSelector") or {}, node.labels)
         if other_platform:
             raise HeteroInferError(
                 f"role {role.name}: this machine is {other_platform}. Use an x86-64 machine. If the worker's "

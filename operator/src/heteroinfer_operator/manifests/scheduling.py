@@ -7,13 +7,21 @@ from heteroinfer_contract.plan import PodAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
-from heteroinfer_operator.nodes.demand import REQUIRED, larger_label, preferred_node, require_label
+from heteroinfer_operator.nodes.demand import (
+    REQUIRED,
+    avoided_nodes,
+    larger_label,
+    preferred_node,
+    require_label,
+)
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.other_groups import apart_terms
 from heteroinfer_operator.nodes.placement import device_memory_label
 from heteroinfer_operator.nodes.role_demand import role_fields
 
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+_MAX_AVOIDED_NODES = 100
+"""At most this many nodes of other groups are in a pod. Each takes up to 300 bytes."""
 
 
 def assigned_fields(
@@ -28,6 +36,10 @@ def assigned_fields(
     With scheduling.topologyKey, each pod has an affinity to the other pods of its epoch, so that all run in
     one domain. If the operator chose the domain, the pod also has a node selector for this domain. Otherwise
     the first pod could start in a domain without enough free capacity for the others.
+
+    A pod with a planned node has no anti-affinity to other groups, because the plan has counted them.
+    kube-scheduler gives both preferences the same weight. So the order of other pods would decide, and
+    the pods of one group would be on several nodes.
     """
     fields = role_fields(spec, role, pod.device)
     affinity = {kind: dict(terms) for kind, terms in fields.get("affinity", {}).items()}
@@ -39,10 +51,11 @@ def assigned_fields(
     if node_assignment.domain is not None:
         key, value = node_assignment.domain
         fields["nodeSelector"] = {**fields.get("nodeSelector", {}), key: value}
-    if node_assignment.apart:  # prefer nodes without pods of the resource's other groups
-        anti_affinity = affinity.setdefault("podAntiAffinity", {})
-        anti_affinity[_PREFERRED] = [
-            *anti_affinity.get(_PREFERRED, ()),
+    planned_node = node_assignment.nodes.get(pod.index)
+    if node_assignment.apart and planned_node is None:
+        apart = affinity.setdefault("podAntiAffinity", {})
+        apart[_PREFERRED] = [
+            *apart.get(_PREFERRED, ()),
             *apart_terms(group.owner.key.name, group.index),
         ]
     if pod.index in node_assignment.gpu_memory_mib:
@@ -50,8 +63,12 @@ def assigned_fields(
         # The requirement compares by Gt (greater than), which excludes the number itself.
         more_than_mib = node_assignment.gpu_memory_mib[pod.index] - 1
         affinity = require_label(affinity, larger_label(label, more_than_mib))
-    if pod.index in node_assignment.nodes:
-        node_affinity = affinity.setdefault("nodeAffinity", {})
-        chosen_node = preferred_node(node_assignment.nodes[pod.index])
-        node_affinity[_PREFERRED] = [*node_affinity.get(_PREFERRED, ()), chosen_node]
+    if planned_node is not None:
+        nodes = affinity.setdefault("nodeAffinity", {})
+        avoided = sorted(node_assignment.nodes_of_others)[:_MAX_AVOIDED_NODES]
+        nodes[_PREFERRED] = [
+            *nodes.get(_PREFERRED, ()),
+            preferred_node(planned_node),
+            *([avoided_nodes(avoided)] if avoided else ()),
+        ]
     return {**fields, "affinity": affinity} if affinity else fields

@@ -31,6 +31,8 @@ MAX_AFFINITY_BYTES: Final = 2**16
 """Largest size of an affinity that names nodes, as JSON. The API server stores objects of up to 1.5 MiB."""
 _NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
+_WEIGHT_OF_OTHER_NODES: Final = 25
+"""Weight of `avoided_nodes`. It must be less than the weight of `preferred_node`, which is 100."""
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 
@@ -150,6 +152,12 @@ def preferred_node(node: str) -> dict[str, Any]:
     return {"weight": 100, "preference": {"matchFields": fields}}
 
 
+def avoided_nodes(nodes: Iterable[str]) -> dict[str, Any]:
+    """Builds a node affinity term that slightly prefers all nodes except these."""
+    fields = [{"key": _NODE_NAME, "operator": "NotIn", "values": [node]} for node in nodes]
+    return {"weight": _WEIGHT_OF_OTHER_NODES, "preference": {"matchFields": fields}}
+
+
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     """Returns an affinity with a requirement on node labels added to each alternative of nodes."""
     return _add_to_affinity(affinity, "matchExpressions", [expression])
@@ -170,8 +178,7 @@ def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[st
     excluding = _add_to_affinity(affinity, "matchFields", fields)
     if len(json.dumps(excluding)) <= MAX_AFFINITY_BYTES:
         return excluding
-    nodes = dict(affinity.get("nodeAffinity") or {})
-    given_terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
+    given_terms = required_node_terms(affinity)
     terms: list[dict[str, Any]] = []
     num_bytes = 0
     for name in able:  # each node is an alternative with all requirements of the given terms
@@ -181,7 +188,7 @@ def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[st
         if terms and num_bytes > MAX_AFFINITY_BYTES:
             break
         terms += new_terms
-    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": terms}}}
+    return replace_node_terms(affinity, terms)
 
 
 def with_required_label(demand: PodDemand, expression: Manifest) -> PodDemand:
@@ -197,10 +204,19 @@ def larger_label(key: str, than: int) -> dict[str, Any]:
 
 def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manifest]) -> dict[str, Any]:
     """Returns an affinity with requirements added to each alternative of nodes."""
-    nodes = dict(affinity.get("nodeAffinity") or {})
-    terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or ()
-    required = {"nodeSelectorTerms": _add_to_terms(terms, part, requirements)}
-    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: required}}
+    return replace_node_terms(affinity, _add_to_terms(required_node_terms(affinity), part, requirements))
+
+
+def required_node_terms(affinity: Manifest) -> Sequence[Manifest]:
+    """Returns the alternatives of an affinity's required node affinity."""
+    required = (affinity.get("nodeAffinity") or {}).get(REQUIRED) or {}
+    return required.get("nodeSelectorTerms") or ()
+
+
+def replace_node_terms(affinity: Manifest, terms: Sequence[Manifest]) -> dict[str, Any]:
+    """Returns an affinity with other alternatives of the required node affinity."""
+    nodes = affinity.get("nodeAffinity") or {}
+    return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
 def _add_to_terms(
@@ -208,14 +224,18 @@ def _add_to_terms(
 ) -> list[dict[str, Any]]:
     """Returns the alternatives of a node affinity with requirements added to each.
 
-    Without alternatives, the requirements are the only alternative.
+    Without alternatives, the requirements are the only alternative. An empty alternative stays empty, because
+    it selects no node.
 
     Args:
         terms: the alternatives.
         part: `matchExpressions` or `matchFields`.
     """
-    alternatives: list[Manifest] = list(terms) or [{}]
-    return [{**term, part: [*term.get(part, ()), *requirements]} for term in alternatives]
+    alternatives = [
+        dict(term) if is_empty_term(term) else {**term, part: [*(term.get(part) or ()), *requirements]}
+        for term in terms
+    ]
+    return alternatives or [{part: list(requirements)}]
 
 
 def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
@@ -267,12 +287,20 @@ def selects_node(demand: PodDemand, name: str, labels: Mapping[str, str]) -> boo
 
 def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
     """Reports whether a node satisfies all requirements of a node affinity term."""
+    if is_empty_term(term):
+        return False
     expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
-    if not expressions and not fields:
-        return False  # an empty term selects nothing (k8s.io/component-helpers/.../nodeaffinity.go)
-    return all(_is_requirement_met(item, labels) for item in expressions) and all(
-        _is_requirement_met(item, {_NODE_NAME: name}) for item in fields
+    return all(is_requirement_met(item, labels) for item in expressions) and all(
+        is_requirement_met(item, {_NODE_NAME: name}) for item in fields
     )
+
+
+def is_empty_term(term: Manifest) -> bool:
+    """Reports whether a node affinity term has no requirements. Then it selects no node.
+
+    Source: k8s.io/component-helpers/scheduling/corev1/nodeaffinity/nodeaffinity.go.
+    """
+    return not term.get("matchExpressions") and not term.get("matchFields")
 
 
 def selects_pod(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
@@ -281,11 +309,11 @@ def selects_pod(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
         return False
     exact = selector.get("matchLabels") or {}
     return all(labels.get(key) == value for key, value in exact.items()) and all(
-        _is_requirement_met(item, labels) for item in selector.get("matchExpressions") or ()
+        is_requirement_met(item, labels) for item in selector.get("matchExpressions") or ()
     )
 
 
-def _is_requirement_met(requirement: Manifest, labels: Mapping[str, str]) -> bool:
+def is_requirement_met(requirement: Manifest, labels: Mapping[str, str]) -> bool:
     """Reports whether labels satisfy one requirement of a selector."""
     value = labels.get(requirement["key"])
     values = requirement.get("values") or ()

@@ -1,11 +1,11 @@
 """Finds nodes for a group, within one topology domain and apart from the resource's other groups. Pure."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from heteroinfer_operator.nodes.demand import PodDemand, larger_label, with_required_label
+from heteroinfer_operator.nodes.demand import PodDemand, larger_label, sum_requests, with_required_label
 from heteroinfer_operator.nodes.node_search import search_nodes
 from heteroinfer_operator.nodes.other_groups import ZONE, OtherGroups
 from heteroinfer_operator.nodes.placement import (
@@ -69,17 +69,12 @@ def find_farther_placements(
 ) -> Iterator[Placement]:
     """Yields placements that are farther from the other groups than a given placement, the farthest first.
 
+    A placement is farther if its fullest node has fewer other groups, or if its nodes have fewer in total.
     In these placements the distance outweighs the size of GPUs, so their GPUs may be smaller. If the group
     has pods with GPUs, its pods without GPUs still leave nodes with free GPUs to other pods. The first
     placement uses GPUs of any size. Each later placement excludes one more of the smallest sizes.
     """
     by_name = {free_node.node.name: free_node.node for free_node in free_nodes}
-
-    def nearness(found: Placement) -> tuple[int, int]:
-        """Returns how near a placement is to the other groups, as a sort key: the worst node, the sum."""
-        of_nodes = [others.nearness(by_name[name]) for name in found.nodes]
-        return max(of_nodes), sum(of_nodes)
-
     devices = {name for demand in demands for name in demand.devices}
     distance_first = replace(others, outweigh_devices=True, spare_devices=bool(devices))
     sizes_mib: dict[str, set[int]] = {}
@@ -94,7 +89,7 @@ def find_farther_placements(
         found = assign_nodes(limited_demands, free_nodes, topology_key, distance_first)
         if found is None:  # still larger GPUs would not fit either
             return
-        if found.nodes not in tried and nearness(found) < nearness(placement):
+        if found.nodes not in tried and others.shared(found.nodes) < others.shared(placement.nodes):
             tried.add(found.nodes)
             yield found
 
@@ -119,23 +114,46 @@ def _assign_within(
 
     If the resource has other groups, prefers nodes of one zone that are as good as the best nodes of all
     zones. If a group spanned several zones, the failure of any of these zones would end the group, and the
-    next group might find no zone without other groups.
+    next group might find no zone without other groups. For the same reason, a group that has to share a node
+    with other groups prefers one node for all its pods.
 
     Args:
         searches: number of calls that share the limit of attempts.
     """
     anywhere = search_nodes(demands, free_nodes, others, searches=searches)
-    zones = domains_of(free_nodes, ZONE) if others is not None else {}
-    if anywhere is None or len(zones) < 2:
+    if anywhere is None or others is None:
         return anywhere
-    by_name = {free_node.node.name: free_node for free_node in free_nodes}
-    in_zones = [
-        found
-        for zone in zones.values()
-        if (found := search_nodes(demands, zone, others, searches=searches * len(zones))) is not None
+    zones = domains_of(free_nodes, ZONE)
+    candidates = [
+        *(_assign_to_one_node(demands, free_nodes, others, anywhere)),
+        *(
+            search_nodes(demands, zone, others, searches=searches * len(zones))
+            for zone in (zones.values() if len(zones) > 1 else ())
+        ),
+        anywhere,
     ]
-    # Of equal costs, `min` returns the first, so a single zone comes before nodes anywhere.
-    return min([*in_zones, anywhere], key=lambda nodes: _placement_cost(demands, nodes, by_name, others))
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
+    found = [nodes for nodes in candidates if nodes is not None]
+    return min(found, key=lambda nodes: _placement_cost(demands, nodes, by_name, others))
+
+
+def _assign_to_one_node(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups, found: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
+    """Yields placements of all pods on one node that are not nearer to other groups than found nodes.
+
+    Yields nothing if the found nodes are one node, or have no other groups.
+    """
+    names = set(found)
+    if len(names) == 1 or not others.any_is_shared(names):
+        return
+    nearest = max(others.nearness(each.node) for each in free_nodes if each.node.name in names)
+    requests = sum_requests(demand.requests for demand in demands)
+    for free_node in free_nodes:
+        if others.nearness(free_node.node) <= nearest and free_node.has(requests):
+            nodes = search_nodes(demands, [free_node], others)
+            if nodes is not None:
+                yield nodes
 
 
 def _placement_cost(
@@ -151,23 +169,24 @@ def _placement_cost(
     devices (`outweigh_devices_of`), the distance comes first.
     """
     pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
-    nearness = [0 if others is None else others.nearness(free_node.node) for _, free_node in pods]
-    outweighing = [
-        near
-        for near, (demand, _) in zip(nearness, pods, strict=True)
+    # Each node counts once, because its loss ends the group once.
+    nearness = {name: 0 if others is None else others.nearness(by_name[name].node) for name in nodes}
+    outweighing = {
+        free_node.node.name: nearness[free_node.node.name]
+        for demand, free_node in pods
         if others is not None and others.outweigh_devices_of(demand)
-    ]
+    }
     with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
     without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
     # A plan uses the smallest GPU of a role for all its pods. So the largest cost is compared before the sum.
     return (
-        *_worst_and_sum(outweighing),
+        *_worst_and_sum(outweighing.values()),
         *_worst_and_sum(with_devices),
         sum(without_devices),
-        *_worst_and_sum(nearness),
+        *_worst_and_sum(nearness.values()),
     )
 
 
-def _worst_and_sum(costs: Sequence[float]) -> tuple[float, float]:
+def _worst_and_sum(costs: Collection[float]) -> tuple[float, float]:
     """Returns the largest cost and the sum, as a sort key."""
     return max(costs, default=0.0), sum(costs)

@@ -32,6 +32,8 @@ class NodeAssignment:
         gpu_memory_mib: lowest value of the node label with the memory of a GPU (MiB) that a pod accepts, by
             pod index.
         apart: whether the pods prefer nodes and zones without other groups of the resource.
+        nodes_of_others: nodes with other groups of the resource, which pods avoid if their preferred node
+            has become full.
     """
 
     gang: Gang | None = None
@@ -40,3 +42,4 @@ class NodeAssignment:
     domain: tuple[str, str] | None = None
     gpu_memory_mib: Mapping[int, int] = field(default_factory=dict)
     apart: bool = False
+    nodes_of_others: frozenset[str] = frozenset()

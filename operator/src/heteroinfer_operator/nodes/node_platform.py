@@ -5,6 +5,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_operator.api import PodTemplate
+from heteroinfer_operator.nodes.demand import (
+    Manifest,
+    is_empty_term,
+    is_requirement_met,
+    replace_node_terms,
+    required_node_terms,
+)
 
 OS_LABEL: Final = "kubernetes.io/os"
 """Label of every node. The kubelet sets and maintains this label and ARCH_LABEL."""
@@ -14,20 +21,70 @@ IMAGE_PLATFORM: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "linux", 
 _LABEL_NOUNS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", ARCH_LABEL: "architecture"})
 
 
-def platform_selector(template: PodTemplate | None) -> dict[str, str]:
-    """Returns the platform labels that a role's nodes must have, except labels that the template selects.
+def select_platform(fields: Manifest) -> dict[str, Any]:
+    """Returns the fields of a pod spec with the default platform in the node selector or node affinity.
 
-    So users with images for another platform can select that platform in the node selector or in the required
-    node affinity.
+    So users with images for another platform can select that platform. A default platform label is left out
+    if the node selector has the label. It is also left out of each term of the required node affinity that
+    selects the label by operator In. Another operator, such as NotIn, does not select a platform for which
+    there are images.
+
+    If no term selects the label, the default is in the node selector. If only some terms do, the default is
+    in the other terms.
     """
-    if template is None:
-        return dict(IMAGE_PLATFORM)
-    labels_in_template = set(template.node_selector or ())
-    nodes = template.affinity.node_affinity if template.affinity else None
-    required = nodes.required_during_scheduling_ignored_during_execution if nodes else None
-    for term in required.node_selector_terms if required else ():
-        labels_in_template |= {expression.key for expression in term.match_expressions or ()}
-    return {label: value for label, value in IMAGE_PLATFORM.items() if label not in labels_in_template}
+    given = fields.get("nodeSelector") or {}
+    terms = required_node_terms(fields.get("affinity") or {})
+    defaults: dict[str, str] = {}
+    mixed: dict[str, str] = {}
+    for label, value in IMAGE_PLATFORM.items():
+        selecting = [_selects_label(term, label) for term in terms if not is_empty_term(term)]
+        if label not in given and not any(selecting):
+            defaults[label] = value
+        elif label not in given and not all(selecting):
+            mixed[label] = value
+    selected = {**fields}
+    if defaults or given:
+        selected["nodeSelector"] = {**defaults, **given}
+    if mixed:
+        selected["affinity"] = replace_node_terms(
+            fields["affinity"], [_with_defaults(term, mixed) for term in terms]
+        )
+    return selected
+
+
+def _selects_label(term: Manifest, label: str) -> bool:
+    """Reports whether a term of a node affinity requires one of some values of a label."""
+    expressions = term.get("matchExpressions") or ()
+    return any(each["key"] == label and each["operator"] == "In" for each in expressions)
+
+
+def _with_defaults(term: Manifest, labels: Mapping[str, str]) -> Manifest:
+    """Returns a term of a node affinity with requirements for the labels that the term does not select."""
+    if is_empty_term(term):
+        return term
+    added = [
+        {"key": label, "operator": "In", "values": [value]}
+        for label, value in labels.items()
+        if not _selects_label(term, label)
+    ]
+    return {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *added]} if added else term
+
+
+def accepts_platform(template: PodTemplate | None, labels: Mapping[str, str]) -> bool:
+    """Reports whether a role's pods accept the platform of a node, whatever its other labels.
+
+    A node without a label of its platform may have any platform.
+    """
+    fields = select_platform(template.dump() if template else {})
+    known = {label: labels[label] for label in IMAGE_PLATFORM if label in labels}
+    if describe_other_platform(fields.get("nodeSelector") or {}, known):
+        return False
+    terms = [
+        [each for each in term.get("matchExpressions") or () if each["key"] in known]
+        for term in required_node_terms(fields.get("affinity") or {})
+        if not is_empty_term(term)
+    ]
+    return not terms or any(all(is_requirement_met(each, known) for each in term) for term in terms)
 
 
 def describe_other_platform(selector: Mapping[str, Any], labels: Mapping[str, str]) -> str:

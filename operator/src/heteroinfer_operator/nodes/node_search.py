@@ -152,7 +152,7 @@ def preference(
 ) -> tuple[float, ...]:
     """Returns the sort key of a node for a pod; the node with the smallest key is the best.
 
-    The best node has the devices that suit the pod best. Of equal nodes, nodes without other groups of the
+    The best node has the devices that suit the pod best. Of equal nodes, nodes with fewer other groups of the
     resource are better, then fuller nodes. If the distance to other groups outweighs the devices, it comes
     first.
     """

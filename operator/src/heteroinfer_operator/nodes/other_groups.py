@@ -1,6 +1,7 @@
 """Locations of a resource's other groups. A group prefers nodes and zones without them. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,43 +17,61 @@ _WEIGHTS: Final = ((HOSTNAME, 100), (ZONE, 50))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherGroups:
-    """Nodes and zones with pods of a resource's other groups.
+    """Numbers of a resource's other groups on nodes and in zones.
 
     Attributes:
-        nodes: node names.
-        zones: values of the label `topology.kubernetes.io/zone`.
+        nodes: number of groups by node name. Nodes without groups are missing.
+        zones: number of groups by value of the label `topology.kubernetes.io/zone`.
         outweigh_devices: whether the distance to these groups matters more than the GPUs of a node.
         spare_devices: whether pods without devices still leave nodes with free devices to other pods, even if
             `outweigh_devices`.
     """
 
-    nodes: frozenset[str] = field(default_factory=frozenset)
-    zones: frozenset[str] = field(default_factory=frozenset)
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    zones: Mapping[str, int] = field(default_factory=dict)
     outweigh_devices: bool = False
     spare_devices: bool = False
 
     @classmethod
-    def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
-        """Returns the nodes that other groups occupy, with their zones."""
-        occupied_nodes = frozenset(occupied)
-        zones = frozenset(
-            node.labels[ZONE] for node in nodes if node.name in occupied_nodes and ZONE in node.labels
-        )
-        return cls(nodes=occupied_nodes, zones=zones)
+    def on_nodes(cls, nodes_of_groups: Iterable[Collection[str]], nodes: Sequence[NodeView]) -> "OtherGroups":
+        """Counts the other groups on each node and in each zone.
+
+        Args:
+            nodes_of_groups: names of the nodes of each group.
+            nodes: all nodes, for their zones.
+        """
+        zone_by_node = {node.name: node.labels[ZONE] for node in nodes if ZONE in node.labels}
+        on_node, in_zone = Counter[str](), Counter[str]()
+        for nodes_of_group in nodes_of_groups:
+            on_node.update(set(nodes_of_group))
+            in_zone.update({zone_by_node[name] for name in nodes_of_group if name in zone_by_node})
+        return cls(nodes=on_node, zones=in_zone)
 
     def any_is_shared(self, names: Iterable[str]) -> bool:
-        """Returns whether one of these nodes has a pod of another group."""
-        return not self.nodes.isdisjoint(names)
+        """Returns whether any given node has a pod of another group."""
+        return any(name in self.nodes for name in names)
+
+    def shared(self, names: Iterable[str]) -> tuple[int, int]:
+        """Returns two numbers of other groups with which a group would share nodes; less is better.
+
+        The first number is the largest number of other groups on a node. The loss of a node ends at most this
+        many other groups together with the group. The second number is the sum over all given nodes.
+        """
+        on_nodes = [self.nodes.get(name, 0) for name in set(names)]
+        return max(on_nodes, default=0), sum(on_nodes)
 
     def outweigh_devices_of(self, demand: PodDemand) -> bool:
         """Returns whether the distance to these groups matters more for a pod than a node's devices."""
         return self.outweigh_devices and (bool(demand.devices) or not self.spare_devices)
 
     def nearness(self, node: NodeView) -> int:
-        """Returns 2 for a node with another group, 1 for a node in such a group's zone, otherwise 0."""
-        if node.name in self.nodes:
-            return 2
-        return int(node.labels.get(ZONE, "") in self.zones)
+        """Returns a number that is larger for a node with more other groups, then with more in its zone.
+
+        It is 0 only if neither the node nor its zone has another group.
+        """
+        more_than_any_zone = max(self.zones.values(), default=0) + 1
+        in_zone = self.zones.get(node.labels.get(ZONE, ""), 0)
+        return self.nodes.get(node.name, 0) * more_than_any_zone + in_zone
 
 
 def apart_terms(resource: str, group: int) -> list[dict[str, Any]]:

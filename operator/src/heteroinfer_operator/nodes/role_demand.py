@@ -9,7 +9,7 @@ from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, ResourceKey, RoleSpec
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of, require_label
 from heteroinfer_operator.nodes.image_volumes import mounts_images
-from heteroinfer_operator.nodes.node_platform import platform_selector
+from heteroinfer_operator.nodes.node_platform import select_platform
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _OUTSIDE_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
@@ -19,12 +19,11 @@ _WORKER_FIELDS = ("topologySpreadConstraints", "resourceClaims", "volumes")
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns the fields of a pod spec that a template sets, and a node selector for the images' platform."""
+    """Returns the fields of a pod spec that a template sets, and a selection of the images' platform."""
     dumped = template.dump() if template else {}
     excluded = {*_OUTSIDE_SPEC, *_WORKER_FIELDS}
     fields = {key: value for key, value in dumped.items() if key not in excluded and value}
-    selector = {**platform_selector(template), **fields.get("nodeSelector", {})}
-    return {**fields, "nodeSelector": selector} if selector else fields
+    return select_platform(fields)
 
 
 def unshared_gpu_requirement(gpu_resource: str) -> dict[str, Any]:

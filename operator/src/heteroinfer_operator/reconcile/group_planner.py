@@ -257,8 +257,8 @@ class GroupPlanner:
         """Returns the nodes that run, or will run, pods of the resource's other groups."""
         if self._nodes_by_group is None:
             self._nodes_by_group = find_occupied_nodes(self.observation)
-        occupied = [node for index, nodes in self._nodes_by_group.items() if index != group for node in nodes]
-        return OtherGroups.on_nodes(occupied, self.observation.nodes or ())
+        nodes_of_others = [nodes for index, nodes in self._nodes_by_group.items() if index != group]
+        return OtherGroups.on_nodes(nodes_of_others, self.observation.nodes or ())
 
     def _finish_assignment(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
         """Adds the gang scheduler to an assignment of nodes, and records the nodes as used by the group.
@@ -267,8 +267,15 @@ class GroupPlanner:
         """
         if self._nodes_by_group is not None:
             self._nodes_by_group.setdefault(group, set()).update(assignment.expected_nodes)
-        nodes = assignment.nodes if self.prefers_nodes else {}
-        return replace(assignment, gang=gang, nodes=nodes, apart=self._places_groups_apart)
+        return replace(
+            assignment,
+            gang=gang,
+            nodes=assignment.nodes if self.prefers_nodes else {},
+            apart=self._places_groups_apart,
+            nodes_of_others=(
+                frozenset(self._other_groups(group).nodes) if self._places_groups_apart else frozenset()
+            ),
+        )
 
 
 @lru_cache(maxsize=_MAX_ANSWERS)
