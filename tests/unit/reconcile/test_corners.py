@@ -308,6 +308,26 @@ def test_a_new_port_does_not_cut_off_old_groups(world: World) -> None:
         assert 8000 in ports(f"demo-{index}-ranks")
 
 
+@pytest.mark.parametrize("port", [8123, 8127])  # the new revision is first, or second
+def test_ports_of_running_groups_have_a_fixed_order_while_the_spec_is_refused(port: int) -> None:
+    world = World(spec=cpu_pair())
+    world.change_spec(replicas=2)
+    world.serve()
+    port_by_revision = {group(world)["revision"]: 8000}
+    world.change_spec(engine={"port": port})
+    for _ in range(2):
+        world.settle()
+        world.reap()
+    revisions = {group(world, index)["revision"] for index in (0, 1)}
+    (new,) = revisions - port_by_revision.keys()
+    port_by_revision[new] = port
+    world.change_spec(roles=[])
+    del world.objects["Service", "demo"]
+    world.settle()
+    (clients, _) = world.objects["Service", "demo"]["spec"]["ports"]
+    assert (clients["name"], clients["port"]) == ("api", port_by_revision[min(revisions)])
+
+
 @pytest.mark.parametrize(
     "drift",
     [

@@ -269,6 +269,29 @@ def test_a_lost_pod_is_attributed_to_its_lost_node(world: World) -> None:
     assert "NodeLost" in world.events
 
 
+def test_a_final_failure_on_a_lost_node_keeps_the_number_of_restarts(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 1})
+    on_two_nodes(world)
+    world.end_pod(LEADER, exit_code=71, message="")
+    world.settle()
+    world.reap()
+    world.settle()
+    leader, follower = NEXT
+    change(world, follower, node="far")
+    world.all_ready()
+    world.settle()
+    seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
+    world.end_pod(leader, exit_code=71, message=seen.to_json())
+    world.settle()
+    assert (world.condition("Failed")[0], group(world)["restarts"]) == ("True", 1), "no restart follows"
+    silence_node(world, "far")
+    world.advance_time(60)
+    world.settle()
+    assert world.condition("Failed")[0] == "False"
+    assert group(world)["failures"][-1]["reason"] == "NodeLost"
+    assert group(world)["restarts"] == 1, "the first failure still counts"
+
+
 def test_a_pod_of_a_deleted_node_is_force_deleted_after_its_grace_period(world: World) -> None:
     on_two_nodes(world)
     assert world.nodes is not None

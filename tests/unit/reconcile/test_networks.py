@@ -150,6 +150,12 @@ def test_reports_the_pod_that_does_not_reach_the_leader() -> None:
     assert f"pod {follower} does not reach the leader, pod {leader}, at port 29499" in group["message"]
     world.reports[0] = replace(report, missing_pods=())
     world.settle()
+    assert world.status["groups"][0]["message"].startswith(
+        "the ranks are starting: they import Python modules"
+    )
+    connecting = tuple(replace(rank, phase=RankPhase.CONNECTING) for rank in ranks)
+    world.reports[0] = replace(report, missing_pods=(), ranks=connecting)
+    world.settle()
     assert world.status["groups"][0]["message"] == "the ranks are connecting"
 
 

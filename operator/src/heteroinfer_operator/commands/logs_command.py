@@ -137,7 +137,10 @@ async def _print_previous(
     """Prints the failures of a group, and the logs of earlier epochs' pods that still exist."""
     _print_line(f"==> {group_text(group)}")
     if not group.failures:
-        _print_line("no epoch of this group has failed")
+        _print_line(
+            "the status has no failure of this group. A new revision (a change of the spec, or heteroinfer "
+            f"restart) clears earlier failures. Look for their events: kubectl get events -n {namespace}"
+        )
     for failure in reversed(group.failures):
         _print_line(failure_text(failure))
     earlier_epochs = [epoch for epoch in epochs(pods) if epoch < group.epoch]

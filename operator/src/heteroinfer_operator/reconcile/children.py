@@ -99,7 +99,7 @@ def find_children(
     kept_names |= {identity.revision_record(owner, name) for name in in_use}
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
-    wanted += _build_resource_children(context, sorted(in_use), ports)
+    wanted += _build_resource_children(context, tuple(in_use), ports)
     # While the policies of the namespace are unknown, the operator's own policies stay.
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:
@@ -123,7 +123,7 @@ def find_children(
 def _find_revisions_in_use(
     context: Context, decisions: Sequence[GroupDecision], revisions: Mapping[int, Revision | None]
 ) -> dict[str, set[str]]:
-    """Returns, for each name of a revision in use, the scopes of the groups that use the revision.
+    """Returns, for each name of a revision in use, the scopes of the groups that use it, sorted by name.
 
     A group uses the revision of its pods. The revision in its status may already be that of the next epoch.
 
@@ -142,7 +142,7 @@ def _find_revisions_in_use(
     target = context.revisions.get(context.target.name or "")
     if target is not None and target.chosen is not None:
         in_use.setdefault(target.name, set())
-    return in_use
+    return dict(sorted(in_use.items()))
 
 
 def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
@@ -216,7 +216,7 @@ def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> 
     Args:
         in_use: for each name of a revision, the scopes of the groups that use the revision.
     """
-    scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
+    scoped_revisions = ((context.revisions.get(name), scopes) for name, scopes in in_use.items())
     return [
         Child(manifest=build_revision_record(context.owner, revision.record), scopes=frozenset(scopes))
         for revision, scopes in scoped_revisions

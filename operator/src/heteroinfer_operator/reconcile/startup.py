@@ -29,6 +29,7 @@ _PHASE_MESSAGES = {
     StartupPhase.LOADING: "reading weights",
     StartupPhase.WARMING_UP: "warming up",
 }
+_RANKS_START = "the ranks are starting: they import Python modules, which takes minutes on a busy machine"
 _NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
 """The kubelet's reasons for a container that it still creates, without an error."""
 
@@ -137,15 +138,24 @@ def describe_progress(
 
 
 def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
-    """Describes the first pod that does not reach the leader, or the leader that gives no answer."""
+    """Describes the first pod that does not reach the leader, or the leader that gives no answer.
+
+    If all pods have reached the leader, the description shows whether ranks still start or only connect.
+    """
     message = _PHASE_MESSAGES[StartupPhase.CONNECTING]
     name_by_index = {index_of(pod): pod.name for pod in pods}
     if report is None:
         leader, port = name_by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
-        return f"{message}; the leader, pod {leader}, does not answer the operator at port {port} yet"
+        return (
+            f"the ranks are starting or connecting; the leader, pod {leader}, does not answer the operator "
+            f"at port {port} yet, because it starts, is busy or cannot be reached. If this lasts longer than "
+            "5 minutes, check the NetworkPolicies of the namespace, and the network between the operator and "
+            "this pod"
+        )
     missing = [name_by_index[index] for index in report.missing_pods if index in name_by_index]
     if not missing:
-        return message
+        is_starting = any(rank.phase is RankPhase.STARTING for rank in report.ranks)
+        return _RANKS_START if is_starting else message
     others = f" and {len(missing) - 1} more pods do" if len(missing) > 1 else " does"
     return (
         f"{message}; pod {missing[0]}{others} not reach the leader, pod {name_by_index.get(0)}, at port "

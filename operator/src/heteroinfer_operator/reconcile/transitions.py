@@ -164,12 +164,21 @@ def without_failures(status: GroupStatus) -> GroupStatus:
 
 
 def with_uncounted_failure(
-    status: GroupStatus, failures: tuple[FailureStatus, ...], *, next_epoch_time: datetime | None
+    status: GroupStatus,
+    failures: tuple[FailureStatus, ...],
+    *,
+    was_final: bool,
+    next_epoch_time: datetime | None,
 ) -> GroupStatus:
-    """Replaces the failures after the last failure was attributed to a lost node and no longer counts."""
+    """Replaces the failures after the last failure was attributed to a lost node and no longer counts.
+
+    Args:
+        was_final: whether the last failure used up the restarts. `ended` does not count such a failure in
+            `restarts`, because no restart follows it.
+    """
     return status.changed(
         failures=failures,
-        restarts=max(0, status.restarts - 1),  # the failure was counted before
+        restarts=status.restarts if was_final else max(0, status.restarts - 1),
         next_epoch_time=next_epoch_time,
         message=describe_failure(failures[-1]),
     )

@@ -134,8 +134,13 @@ def attribute_loss_to_node(
     failures = restarts.attribute_to_lost_node(status.failures, node_lost.message)
     message = f"group {status.index} epoch {last.epoch}: {node_lost.message}"
     event = RecordEvent(reason=node_lost.reason, message=message[:1000], warning=True)
-    next_epoch_time = restarts.next_epoch_time(failures, context.life.restart)
-    return transitions.with_uncounted_failure(status, failures, next_epoch_time=next_epoch_time), (event,)
+    status = transitions.with_uncounted_failure(
+        status,
+        failures,
+        was_final=restarts.used_up(status.failures, context.life.restart),
+        next_epoch_time=restarts.next_epoch_time(failures, context.life.restart),
+    )
+    return status, (event,)
 
 
 def free_resources_of_pods(
