@@ -97,9 +97,55 @@ def test_the_comments_have_the_figures_of_the_resources_plan(
 
 def test_reports_unneeded_cpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new(str(models / DENSE), *hardware("24Gi", "24Gi"))
-    assert "# The CPUs are not used: the GPUs hold the whole model" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "# The CPUs are not used: the GPUs hold the whole model" in out
+    assert "warning: --cpus: the CPUs are not used, because the GPUs hold the whole model\n" in err
     new(str(models / DENSE), *hardware("24Gi"))
-    assert "The CPUs are not used" not in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "CPUs are not used" not in out + err
+
+
+def test_pods_of_gpus_that_are_larger_than_the_given_cpus_are_a_warning(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = (
+        "warning: role gpu: each pod requests 4 CPUs and 16Gi of host memory, more than --cpus or "
+        "--cpu-memory. Adjust its resources in the file to your nodes\n"
+    )
+    for memory, cpus, is_larger in (("16Gi", 4, False), ("16Gi", 3, True), ("15Gi", 4, True)):
+        new(str(models / DENSE), *hardware("24Gi", memory, cpus))
+        assert (larger in capsys.readouterr().err) is is_larger
+    new(str(models / MIXTURE), *hardware("30G", "50000Mi", cpus=3))
+    assert "--cpus" not in capsys.readouterr().err, "in mode FeedForward, the pod has the given CPUs"
+
+
+def test_a_shortage_names_options_and_no_fields_of_a_file(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new(str(models / SMALL), *hardware(cpu="2Gi"), code=3)
+    error, heading, change, *_ = capsys.readouterr().err.splitlines()
+    assert error == (
+        "error: qwen3-0-6b does not fit 16 CPUs with 2Gi: role cpu: a pod must have more memory than the "
+        "2.00 GiB that 1 rank and vLLM's API server take without a model (got 2.00 GiB)"
+    )
+    assert heading == "The model fits with any one of these changes:"
+    assert change.startswith("  --cpu-memory ")
+    new(str(models / DENSE), *hardware("6Gi", "8Gi", cpus=8), code=3)
+    error, *_ = capsys.readouterr().err.splitlines()
+    assert ". Add pods, raise --cpu-memory or --gpu-memory, or use the model in fewer bits" in error
+
+
+def test_a_folder_must_be_copied_before_a_cluster_serves_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_model(tmp_path / "model"))
+    new(folder, *hardware(cpu="4Gi"))
+    assert (
+        "# Serve it on a cluster:  copy the folder to a claim, set model.uri to pvc://CLAIM/FOLDER, then "
+        "kubectl apply -f FILE\n"
+    ) in capsys.readouterr().out
+    new("pvc://models/llama", *hardware(cpu="4Gi"), "--model-dir", folder)
+    assert "# Serve it on a cluster:  kubectl apply -f FILE\n" in capsys.readouterr().out
 
 
 def test_a_feed_forward_group_uses_the_given_memory_and_cores(

@@ -30,14 +30,24 @@ def summary(
     *,
     spec: dict[str, Any] | None = None,
     group: dict[str, Any] | None = None,
+    reasons: dict[str, str] | None = None,
+    messages: dict[str, str] | None = None,
 ) -> ResourceSummary:
-    """Returns a resource that serves, with conditions and fields of its group changed."""
+    """Returns a resource that serves, with conditions and fields of its group changed.
+
+    Args:
+        odd: status of conditions, by type.
+        reasons: reasons of conditions, by type.
+        messages: messages of conditions, by type.
+    """
     conditions = [
         {
             "type": kind,
             "status": (odd or {}).get(kind, state),
-            "reason": "Reason",
-            "message": "" if (odd or {}).get(kind, state) == state else f"why {kind}",
+            "reason": (reasons or {}).get(kind, "Reason"),
+            "message": (messages or {}).get(
+                kind, "" if (odd or {}).get(kind, state) == state else f"why {kind}"
+            ),
             "lastTransitionTime": f"{NOW - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}",
         }
         for kind, state in FINE.items()
@@ -115,6 +125,61 @@ def test_conditions_that_need_attention_lead_to_the_next_step(odd: dict[str, str
     assert step in found.next_steps[0]
     text = shown(found)
     assert all(f"why {kind}" in text for kind in odd)
+
+
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "InvalidImageName"])
+def test_a_pod_without_its_image_leads_to_the_fix_of_the_image(reason: str) -> None:
+    group = {"phase": "Starting", "message": f"pod llama-0-3-0 waits: {reason}: no such image"}
+    found = summary({"Ready": "False", "Progressing": "True"}, group=group)
+    assert found.next_steps == (
+        (
+            "a pod waits for its image: correct spec.engine.image or the chart's workerImages, push the "
+            "image, or undo the change of the spec"
+        ),
+    )
+    pulling = summary(
+        {"Ready": "False"}, group={"phase": "Starting", "message": "pod a waits: ContainerCreating"}
+    )
+    assert pulling.next_steps == ("watch the ranks: heteroinfer top llama -n ml",)
+
+
+def test_a_pod_with_an_unbound_claim_leads_to_the_storage_classes() -> None:
+    message = "pod a waits: claim models (fast, 5Gi) is not bound: no event reports the reason. Fix the claim"
+    of_model = summary({"Ready": "False", "ModelReady": "Unknown"}, messages={"ModelReady": message})
+    found = summary({"Ready": "False"}, group={"phase": "Starting", "message": message})
+    assert of_model.next_steps == found.next_steps
+    assert found.next_steps == (
+        "a pod waits for its claim: solve the problem that the message describes",
+        "list the storage classes: kubectl get storageclass",
+    )
+
+
+def test_a_refusal_by_the_installation_leads_to_a_test_with_its_values() -> None:
+    refused = summary({"Stalled": "True"}, reasons={"Stalled": "HostPathNotAllowed"})
+    assert refused.next_steps[1] == (
+        "for the test, read what the installation allows: helm get values RELEASE -n NAMESPACE --all -o yaml "
+        "> VALUES. Then add --chart-values VALUES"
+    )
+    assert len(summary({"Stalled": "True"}).next_steps) == 1
+
+
+def test_a_message_is_shown_once() -> None:
+    cause = "the ranks are connecting"
+    messages = {"Available": f"group 0: {cause}", "Ready": f"group 0: {cause}", "Progressing": "another"}
+    odd = {"Available": "False", "Ready": "False", "Progressing": "True"}
+    lines = shown(summary(odd, group={"phase": "Starting", "message": cause}, messages=messages)).splitlines()
+    assert [line.rpartition("  ")[2] for line in lines if line.startswith("  State")] == [
+        f"not Available, not Ready (Reason): group 0: {cause}"
+    ]
+    assert [line.rpartition("  ")[2] for line in lines if "Reason  " in line] == [
+        "(see State)", "another", "(see State)",
+    ]  # fmt: skip
+    assert "  0      3      Starting  0         -         (see State)" in lines
+
+
+def test_a_resource_without_ranks_has_no_table_of_ranks() -> None:
+    assert "\nRanks\n" not in shown(summary({"Ready": "False"}, group={"phase": "Pending", "members": []}))
+    assert "\nRanks\n" in shown(summary())
 
 
 def test_a_suspended_resource_counts_as_healthy() -> None:

@@ -3,9 +3,10 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract.plan import Mode
@@ -17,6 +18,7 @@ from heteroinfer_operator.commands.new_layouts import (
     Draft,
     FittingChange,
     GivenHardware,
+    GroupLayout,
     choose_layout,
     find_fitting_changes,
 )
@@ -31,10 +33,18 @@ from heteroinfer_operator.commands.plan_options import (
     read_calibrations,
 )
 from heteroinfer_operator.commands.plan_text import describe_summary
-from heteroinfer_operator.commands.plan_words import INDENT
+from heteroinfer_operator.commands.plan_words import INDENT, count
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
-from heteroinfer_operator.quantity import BYTES_PATTERN
+from heteroinfer_operator.quantity import BYTES_PATTERN, parse_bytes
 
+_OPTION_BY_FIELD: Final = MappingProxyType(
+    {
+        "resources.limits.memory of role cpu": "--cpu-memory",
+        "deviceMemory of role gpu": "--gpu-memory",
+        "engine.maxModelLen": "--max-model-len",
+    }
+)
+"""The options behind the fields that an error of the planner names."""
 _SHORTAGES: Final = frozenset({PlanReason.INSUFFICIENT_MEMORY, PlanReason.INSUFFICIENT_GPU})
 
 
@@ -117,7 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     planned = replace(planned, notes=(*planned.notes, *notes))
     summary = describe_summary(planned, name, not_measured=calibrations.missing)
     text = render(draft, layout, planned, hardware, summary)
-    sys.stderr.write("".join(f"warning: {printable(note)}\n" for note in notes))
+    warnings = (*notes, *_describe_other_hardware(layout, hardware))
+    sys.stderr.write("".join(f"warning: {printable(warning)}\n" for warning in warnings))
     if output is None:
         sys.stdout.write(text)
         return PlanExit.FITS
@@ -129,6 +140,20 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     sys.stdout.write(f"{printable(summary[0])}\n{printable(str(output))} created\n")
     return PlanExit.FITS
+
+
+def _describe_other_hardware(layout: GroupLayout, hardware: GivenHardware) -> Iterator[str]:
+    """Yields how the file differs from the user's hardware: unused CPUs, or larger pods of GPUs."""
+    if not hardware.cpus or not hardware.gpus:
+        return
+    if not layout.hardware.cpus:
+        yield "--cpus: the CPUs are not used, because the GPUs hold the whole model"
+    needs_more_memory = parse_bytes(layout.gpu_pod_memory) > parse_bytes(hardware.cpu_memory)
+    if layout.gpu_pod_cpus > hardware.cpus or needs_more_memory:
+        yield (
+            f"role gpu: each pod requests {count(layout.gpu_pod_cpus, 'CPU')} and {layout.gpu_pod_memory} of "
+            "host memory, more than --cpus or --cpu-memory. Adjust its resources in the file to your nodes"
+        )
 
 
 def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
@@ -190,8 +215,14 @@ def _check_name_and_model(name: str, model: dict[str, Any]) -> HeteroInference:
 def _print_shortage(
     name: str, hardware: GivenHardware, error: PlanError, changes: Sequence[FittingChange]
 ) -> None:
-    """Prints how much memory is missing, and the changes that make the model fit."""
-    lines = [f"error: {name} does not fit {hardware}: {error.message}"]
+    """Prints how much memory is missing, and the changes that make the model fit.
+
+    The error names fields of a file that does not exist yet. So the changes replace the fix "Raise FIELD".
+    """
+    problem = error.message.partition(". Raise ")[0] if changes else error.message
+    for field, option in _OPTION_BY_FIELD.items():
+        problem = problem.replace(field, option)
+    lines = [f"error: {name} does not fit {hardware}: {problem}"]
     if changes:
         lines.append("The model fits with any one of these changes:")
         lines += [

@@ -31,7 +31,7 @@ def render(
     """
     engine = planned.plan.engine
     lines = [
-        *_head_comment(_introduction(draft, layout, hardware), summary),
+        *_head_comment(_introduction(draft, layout, hardware), summary, _next_commands(draft)),
         f"apiVersion: {names.API_GROUP}/{names.API_VERSION}",
         f"kind: {names.KIND}",
         "metadata:",
@@ -54,16 +54,23 @@ def render(
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _head_comment(introduction: Sequence[str], summary: Sequence[str]) -> list[str]:
+def _head_comment(
+    introduction: Sequence[str], summary: Sequence[str], next_commands: Sequence[str]
+) -> list[str]:
     """Returns the comment at the top of the file: introduction, summary and next commands."""
-    return [f"# {printable(line)}" if line else "#" for line in (*introduction, "", *summary, "", *_NEXT)]
+    lines = (*introduction, "", *summary, "", *next_commands)
+    return [f"# {printable(line)}" if line else "#" for line in lines]
 
 
-_NEXT: Final = (
-    "More figures:           heteroinfer plan -f FILE --explain --choices",
-    "Serve it here:          heteroinfer up -f FILE",
-    "Serve it on a cluster:  kubectl apply -f FILE",
-)
+def _next_commands(draft: Draft) -> list[str]:
+    """Returns the next commands for the file. Most clusters refuse a folder of a node."""
+    is_folder = draft.model["uri"].startswith(FILE_SCHEME)
+    copy = "copy the folder to a claim, set model.uri to pvc://CLAIM/FOLDER, then " if is_folder else ""
+    return [
+        "More figures:           heteroinfer plan -f FILE --explain --choices",
+        "Serve it here:          heteroinfer up -f FILE",
+        f"Serve it on a cluster:  {copy}kubectl apply -f FILE",
+    ]
 
 
 def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) -> list[str]:

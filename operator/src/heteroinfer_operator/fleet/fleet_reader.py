@@ -13,13 +13,15 @@ from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.lines import LeaderAnswer
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.server import BAD_REQUEST, FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.report_client import parse_report
 
 PROXY_TIMEOUT_S: Final = 3.0
 """Time limit of a request to a leader. A leader that does not answer must not delay the output for long."""
 MAX_REQUESTS: Final = 16
 """Requests to leaders that may run at the same time."""
+_NO_ADDRESS: Final = "address not allowed"
+"""The API server's answer to a request for a pod that has no address yet."""
 _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 """vLLM's own gauge, 0 to 1 (`vllm/v1/metrics/loggers.py@v0.32.0`)."""
 
@@ -146,7 +148,8 @@ class LeaderReader:
             )
         except ApiError as error:
             fix = ". Ask for the right to get pods/proxy" if error.status == FORBIDDEN else ""
-            self.problem = f"{error.message}{fix}"
+            has_no_address = error.status == BAD_REQUEST and _NO_ADDRESS in error.message
+            self.problem = f"pod {pod} has no address yet" if has_no_address else f"{error.message}{fix}"
         return None
 
 

@@ -39,6 +39,10 @@ _FALSE_AT_REST: Final = frozenset(
     }
 )
 """Conditions that may be False or Unknown while the resource is suspended or has 0 replicas."""
+_IMAGE_ERRORS: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
+"""The kubelet's reasons for a pod without its image. The kubelet tries again without a limit."""
+_UNBOUND_CLAIM: Final = "is not bound"
+"""Words of a message about a pod that waits for a claim (`kube/pending_pods.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +98,19 @@ class ResourceSummary:
         """
         lines = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
         conditions = self.status.conditions if verbose else self.unexpected_conditions
+        shown = _ShownMessages()
+        shown.shorten(self._state(), "State")
         if conditions:
             title = "Conditions" if verbose else "Conditions that need attention"
-            lines += ["", title, *_aligned(_condition_row(condition, now) for condition in conditions)]
+            lines += [
+                "",
+                title,
+                *_aligned([_condition_row(condition, now, shown) for condition in conditions]),
+            ]
         if self.line.lines:
-            lines += ["", "Groups", *_aligned(_group_rows(self.line.lines))]
+            lines += ["", "Groups", *_aligned(_group_rows(self.line.lines, shown))]
             lines += [f"  {line}" for line in self._failures(verbose=verbose)]
+        if any(group.ranks for group in self.line.lines):
             lines += ["", "Ranks", *_aligned(_rank_rows(self.line.lines, verbose=verbose))]
         if verbose:
             lines += self._plans()
@@ -174,6 +185,23 @@ class ResourceSummary:
         return lines
 
 
+class _ShownMessages:
+    """The messages in the text so far. A message that the text already has becomes a reference to it."""
+
+    def __init__(self) -> None:
+        self._place_by_message: dict[str, str] = {}
+
+    def shorten(self, message: str, place: str) -> str:
+        """Returns the message of a new place, or a reference to an earlier message that ends with it."""
+        if not message:
+            return message
+        for shown, earlier_place in self._place_by_message.items():
+            if shown.endswith(message):
+                return f"(see {earlier_place})"
+        self._place_by_message[message] = place
+        return message
+
+
 def _next_steps(summary: ResourceSummary) -> Iterable[str]:
     """Yields the user's next steps for the state of a resource."""
     key, status = summary.line.key, summary.status
@@ -194,11 +222,18 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
     """Yields the commands and actions for the most urgent problem of the resource; nothing without one."""
+    stalled = status.condition(ConditionType.STALLED.value)
+    messages = _waiting_messages(status)
     if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):
         yield f"find the cause: heteroinfer logs {name} --previous"
         yield f"after the fix, start the groups again: heteroinfer restart {name}"
-    elif _has_condition(status, ConditionType.STALLED, ConditionStatus.TRUE):
+    elif stalled is not None and stalled.status is ConditionStatus.TRUE:
         yield "correct the spec as the condition Stalled describes. Test it: heteroinfer plan -f FILE"
+        if stalled.reason.endswith("NotAllowed"):
+            yield (
+                "for the test, read what the installation allows: helm get values RELEASE -n NAMESPACE --all "
+                "-o yaml > VALUES. Then add --chart-values VALUES"
+            )
     elif _has_condition(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
         yield (
             "add the capacity or remove the obstacle that the condition CapacityAvailable names. For GPUs: "
@@ -206,10 +241,25 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
         )
     elif _has_condition(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
         yield "solve the problem that the condition ModelReady describes"
+    elif any(error in message for message in messages for error in _IMAGE_ERRORS):
+        yield (
+            "a pod waits for its image: correct spec.engine.image or the chart's workerImages, push the "
+            "image, or undo the change of the spec"
+        )
+    elif any(_UNBOUND_CLAIM in message for message in messages):
+        yield "a pod waits for its claim: solve the problem that the message describes"
+        yield "list the storage classes: kubectl get storageclass"
     elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):
         yield f"wake the sleeping groups: heteroinfer wake {name}"
     elif any(group.failures and group.phase is not GroupPhase.READY for group in status.groups):
         yield f"find the cause of the last failure: heteroinfer logs {name} --previous"
+
+
+def _waiting_messages(status: HeteroInferenceStatus) -> list[str]:
+    """Returns the messages of the condition ModelReady and of the groups that do not serve."""
+    model_ready = status.condition(ConditionType.MODEL_READY.value)
+    groups = [group.message or "" for group in status.groups if group.phase is not GroupPhase.READY]
+    return [model_ready.message if model_ready else "", *groups]
 
 
 def _has_condition(status: HeteroInferenceStatus, kind: ConditionType, state: ConditionStatus) -> bool:
@@ -245,18 +295,20 @@ def _model_state(status: HeteroInferenceStatus) -> str:
     return f" ({', '.join(parts)})"
 
 
-def _condition_row(condition: Condition, now: datetime) -> tuple[str, ...]:
+def _condition_row(condition: Condition, now: datetime, shown: _ShownMessages) -> tuple[str, ...]:
     age = _age(now, condition.last_transition_time)
-    return condition.type, condition.status.value, age, condition.reason, condition.message
+    message = shown.shorten(condition.message, condition.type)
+    return condition.type, condition.status.value, age, condition.reason, message
 
 
-def _group_rows(groups: Sequence[GroupLine]) -> Iterable[tuple[str, ...]]:
+def _group_rows(groups: Sequence[GroupLine], shown: _ShownMessages) -> Iterable[tuple[str, ...]]:
     """Yields the rows of the table of groups, the header first."""
     yield "GROUP", "EPOCH", "PHASE", "RESTARTS", "KV CACHE", "WAITS FOR"
     for group in groups:
         used = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "
         cache = "" if group.kv_tokens is None else f"{used}{group.kv_tokens:,} tokens"
-        yield str(group.index), str(group.epoch), group.phase, str(group.restarts), cache, group.message
+        message = shown.shorten(group.message, f"group {group.index}")
+        yield str(group.index), str(group.epoch), group.phase, str(group.restarts), cache, message
 
 
 def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[str, ...]]:
