@@ -184,7 +184,7 @@ class PendingPods:
         Requests the reasons that are unknown or old. The answers wake the resource if a reason changes.
         """
         now_s = self._clock()
-        # A pod without a node may wait for a scheduler or a claim. A pod without a container may wait for a volume.
+        # Pods without a node may wait for a scheduler or a claim, pods without a container for a volume.
         without_node = [
             pod
             for pod in pods
