@@ -126,14 +126,13 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
         num_pods = free_node.max_pods(demand.requests)
         all_requests = {name: (num_pods + 1) * requested for name, requested in demand.requests.items()}
         limits = [name for name, amount in all_requests.items() if not free_node.has({name: amount})]
-        return Obstacle(
-            excludes=False, rest=f"capacity for {num_pods} ({_format_free_amounts(limits, free_node)})"
-        )
+        amounts = f" ({_format_free_amounts(limits, free_node)})" if limits else ""
+        return Obstacle(excludes=False, rest=f"capacity for {num_pods}{amounts}")
     return Obstacle(excludes=False, rest=_format_free_amounts(lacking, free_node))
 
 
 def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:
-    """Lists the free and the whole amount of these resources on a node."""
+    """Lists how much of these resources a node has free, and in all."""
     texts = []
     for name in resources:
         free, whole = max(free_node.free_amount(name), 0.0), free_node.node.allocatable.get(name, 0.0)
