@@ -52,7 +52,7 @@ def _describe_affinity_conflict(
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
         words = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{words}; the podAffinity of these pods requires one value for all pods"
+        return f"{words}; their podAffinity requires one value for all pods"
     return ""
 
 
