@@ -144,13 +144,14 @@ def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) ->
     """
     message = _PHASE_MESSAGES[StartupPhase.CONNECTING]
     name_by_index = {index_of(pod): pod.name for pod in pods}
+    if 0 not in name_by_index:
+        return f"{message}; the leader's pod (index 0) does not exist yet"
     if report is None:
-        leader, port = name_by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
         return (
-            f"the ranks are starting or connecting; the leader, pod {leader}, does not answer the operator "
-            f"at port {port} yet, because it starts, is busy or cannot be reached. If this lasts longer than "
-            "5 minutes, check the NetworkPolicies of the namespace, and the network between the operator and "
-            "this pod"
+            f"the ranks are starting or connecting; the leader, pod {name_by_index[0]}, does not answer the "
+            f"operator at port {names.DEFAULT_HEALTH_PORT} yet, because it starts, is busy or cannot be "
+            "reached. If this lasts longer than 5 minutes, check the NetworkPolicies of the namespace, and "
+            "the network between the operator and this pod"
         )
     missing = [name_by_index[index] for index in report.missing_pods if index in name_by_index]
     if not missing:
@@ -158,7 +159,7 @@ def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) ->
         return _RANKS_START if is_starting else message
     others = f" and {len(missing) - 1} more pods do" if len(missing) > 1 else " does"
     return (
-        f"{message}; pod {missing[0]}{others} not reach the leader, pod {name_by_index.get(0)}, at port "
+        f"{message}; pod {missing[0]}{others} not reach the leader, pod {name_by_index[0]}, at port "
         f"{names.DEFAULT_CONTROL_PORT} yet. If this persists, check the NetworkPolicies of the namespace, "
         f"the network between the two nodes, and the log of pod {missing[0]}"
     )
