@@ -141,28 +141,34 @@ def build_parser(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code. Prints a HeteroInferError as a message on stderr."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
     if _COMPLETES in os.environ:
         _load_completion().complete(build_parser)  # ends the process
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else list(argv))
+        finally:
+            sys.stdout.flush()  # also after --help, which ends by SystemExit
+    except BrokenPipeError:
+        # The reader of the output, such as `head`, has ended. Python also writes what is left when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OUTPUT_CLOSED
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Runs a sub-command, or prints the help without one. Returns the exit code."""
     parser = build_parser(arguments, prog=_program())
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help()
         return 0
     try:
-        code = int(parsed.run(parsed))
-        sys.stdout.flush()
-        return code
+        return int(parsed.run(parsed))
     except HeteroInferError as error:
         for line in error.message.splitlines():
             sys.stderr.write(f"error: {printable(line)}\n")
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Python also writes what is left when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OUTPUT_CLOSED
 
 
 def complete_for_kubectl() -> None:

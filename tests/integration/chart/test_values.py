@@ -288,6 +288,10 @@ def test_ranges_of_ipv6_addresses_are_accepted(tmp_path: Path) -> None:
     ("given", "used"),
     [
         ({}, {"app.kubernetes.io/name": "heteroinfer-operator", "app.kubernetes.io/instance": "rel"}),
+        (
+            {"labelSelector": None},
+            {"app.kubernetes.io/name": "heteroinfer-operator", "app.kubernetes.io/instance": "rel"},
+        ),
         ({"labelSelector": {"matchLabels": {"team": "ml"}}}, {"team": "ml"}),
     ],
 )

@@ -96,7 +96,7 @@ def _product(quantization: Any, dtype: torch.dtype, name: str) -> Any:
 
     layer = LinearBase.__new__(LinearBase)
     torch.nn.Module.__init__(layer)
-    method = quantization.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
+    layer.quant_method = method = quantization.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
     method.create_weights(layer, INPUTS, list(WIDTHS), INPUTS, COLUMNS, dtype, weight_loader=lambda *_: None)
     draw = torch.Generator().manual_seed(0)
     if name in checkpoint_layers.FORMATS:

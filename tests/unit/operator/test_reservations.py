@@ -160,20 +160,23 @@ def test_a_new_pod_of_higher_priority_reserves_its_node_before_the_cache_has_it(
         )
 
 
-@pytest.mark.parametrize("is_sent", [False, True])
-def test_a_resource_counts_its_own_pods_only_if_their_creates_were_sent(
-    is_sent: bool, caches: ReservationCaches
+@pytest.mark.parametrize(
+    ("requested", "existing", "is_counted"),
+    [([], [], False), ([NAME], [], True), (["llama-0-7-1"], [], True), ([], ["llama-0-7-1"], True)],
+    ids=["nothing was sent", "it was requested", "another pod was requested", "another pod exists"],
+)
+def test_a_resource_counts_its_own_pods_unless_nothing_of_their_epoch_was_sent(
+    requested: list[str], existing: list[str], is_counted: bool, caches: ReservationCaches
 ) -> None:
     """The status is written before the pods. If it must wait, the next decision needs the same capacity."""
     memory = ResourceMemory("owner", 1, ActionPermits("llama", (), datetime.now(UTC)))
     pod = manifest_of(NAME, {})
-    name = NamespacedName.from_object(pod)
-    memory.reserved_pods = frozenset({name})
-    if is_sent:
-        memory.pending_requests[POD.name, name.name] = PendingRequest(None)  # type: ignore[arg-type]
+    memory.reserved_pods = frozenset({NamespacedName.from_object(pod)})
+    for name in requested:
+        memory.pending_requests[POD.name, name] = PendingRequest(None)  # type: ignore[arg-type]
     with caches.state.reserving([pod]):
-        own = [demand.name for demand in caches.state.reserved_demands(memory.unsent_pods())]
-        assert (own == [f"ns/{NAME}"]) == is_sent
+        own = [demand.name for demand in caches.state.reserved_demands(memory.unsent_pods(existing))]
+        assert (own == [f"ns/{NAME}"]) == is_counted
         assert caches.reserved == [f"ns/{NAME}"], "other resources do not plan this capacity"
 
 

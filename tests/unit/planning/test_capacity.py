@@ -12,7 +12,12 @@ from heteroinfer_operator.manifests.model_pods import model_template
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import build_pod_spec
 from heteroinfer_operator.nodes.demand import Taint, required_node_terms
-from heteroinfer_operator.nodes.node_platform import ARCH_LABEL, IMAGE_PLATFORM, accepts_platform
+from heteroinfer_operator.nodes.node_platform import (
+    ARCH_LABEL,
+    IMAGE_PLATFORM,
+    accepts_platform,
+    select_platform,
+)
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
@@ -147,7 +152,9 @@ def test_an_architecture_in_one_alternative_applies_to_this_alternative_only() -
     ]
     model_pod_fields = build_pod_spec(asked, model_template(asked), PodSecurity())
     assert {key: model_pod_fields[key] for key in fields} == fields
-    assert [accepts_platform(role_template, each.labels) for each in (arm, amd, s390x)] == [False, True, True]
+    assert role_template is not None
+    selected = select_platform(role_template.dump())
+    assert [accepts_platform(selected, each.labels) for each in (arm, amd, s390x)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

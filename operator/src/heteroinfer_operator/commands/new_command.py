@@ -41,6 +41,7 @@ _OPTION_BY_FIELD: Final = MappingProxyType(
     {
         "resources.limits.memory of role cpu": "--cpu-memory",
         "deviceMemory of role gpu": "--gpu-memory",
+        "feedForward.memory": "--cpu-memory",
         "engine.maxModelLen": "--max-model-len",
     }
 )
@@ -219,10 +220,11 @@ def _print_shortage(
 
     The error names fields of a file that does not exist yet. So the changes replace the fix "Raise FIELD".
     """
-    problem = error.message.partition(". Raise ")[0] if changes else error.message
+    problems = [line.partition(". Raise ")[0] if changes else line for line in error.message.splitlines()]
+    problem = "\n".join(problems)
     for field, option in _OPTION_BY_FIELD.items():
         problem = problem.replace(field, option)
-    lines = [f"error: {name} does not fit {hardware}: {problem}"]
+    lines = f"error: {name} does not fit {hardware}: {problem}".splitlines()
     if changes:
         lines.append("The model fits with any one of these changes:")
         lines += [

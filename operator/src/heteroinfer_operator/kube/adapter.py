@@ -114,7 +114,9 @@ class KubeCluster:
             pods=self._pending.explain(resource, pods),
             objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
             nodes=self._cluster_state.nodes(),
-            reserved=self._cluster_state.reserved_demands(self._memory_of(resource).unsent_pods()),
+            reserved=self._cluster_state.reserved_demands(
+                self._memory_of(resource).unsent_pods(pod.view.name for pod in pods)
+            ),
             priority_classes=self._cluster_state.priority_classes(),
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -111,6 +111,11 @@ class StatusAttempts:
                 task.cancel()
 
 
+def _epoch_name(pod: str) -> str:
+    """Returns the part of a worker pod's name that all pods of its epoch share."""
+    return pod.rpartition("-")[0]
+
+
 @dataclass(slots=True)
 class ResourceMemory:
     """The operator's notes about one resource between decisions, as long as the resource has this uid.
@@ -155,15 +160,18 @@ class ResourceMemory:
         is_spec_changed = resource.generation != self.generation
         return retry_revisions_now(known, datetime.now(UTC)) if is_spec_changed else known
 
-    def unsent_pods(self) -> frozenset[NamespacedName]:
-        """Returns the pods of the last decision without a create request that may still succeed.
+    def unsent_pods(self, existing: Iterable[str]) -> frozenset[NamespacedName]:
+        """Returns the pods of the last decision whose epochs have no pod yet, and no request for one.
 
-        The status is written before the pods are created. If the status waits for its budget, for example,
-        no pod is created.
+        The next decision plans the nodes of these epochs again. The status is written before the pods are
+        created. If the status waits for its budget, for example, no pod is created.
+
+        Args:
+            existing: names of the resource's pods.
         """
-        return frozenset(
-            pod for pod in self.reserved_pods if (POD.name, pod.name) not in self.pending_requests
-        )
+        requested = {name for kind, name in self.pending_requests if kind == POD.name}
+        begun = {_epoch_name(pod) for pod in (*existing, *requested)}
+        return frozenset(pod for pod in self.reserved_pods if _epoch_name(pod.name) not in begun)
 
     def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -88,7 +88,7 @@ class _EventRequest:
         reason: why the claim is not bound or the pod's volumes are not mounted, or "". Until this request is
             answered, the reason is that of the answer before.
         again_s: seconds from this request to the next one.
-        has_node: whether a scheduler has chosen a node for the claim's pod.
+        has_node: whether a scheduler has chosen a node for the pod of an unbound claim.
     """
 
     at_s: float
@@ -135,15 +135,27 @@ class _WaitingPods:
         return {uid: now_s - since_s for (uid, _), since_s in self.since_s.items()}
 
     def find_unlooked(
-        self, pods: Sequence[PodRecord], waiting_s: Mapping[str, float], now_s: float
+        self,
+        pods: Sequence[PodRecord],
+        waiting_s: Mapping[str, float],
+        provisioning: Collection[str],
+        now_s: float,
     ) -> tuple[frozenset[str], float | None]:
         """Returns the uids of pods that no scheduler looks at, and the seconds until the next such pod.
 
         A gang scheduler that has found a node for one pod reports nothing about this pod while it reports
-        why another pod of the group has none. So the time counts from the last such report.
+        why another pod of the group has none. A scheduler that has chosen a node for a pod's claim waits for
+        the provisioner. So the time counts from the end of such a report or such a wait.
+
+        Args:
+            provisioning: claims for whose pods a scheduler has chosen a node, and that are not bound yet.
         """
         heard = {
-            _group_of(pod) for pod in pods if pod.is_reported and not pod.view.node and not pod.view.ended
+            _group_of(pod)
+            for pod in pods
+            if not pod.view.node
+            and not pod.view.ended
+            and (pod.is_reported or not set(pod.claims).isdisjoint(provisioning))
         }
         groups = {_group_of(pod) for pod in pods}
         self.heard_s = {group: s for group, s in self.heard_s.items() if group in groups}
@@ -154,7 +166,7 @@ class _WaitingPods:
             silent_s = min(waiting_s[pod.view.uid], now_s - self.heard_s.get(_group_of(pod), -float("inf")))
             if silent_s >= NOT_LOOKED_S or pod.view.uid in self.reported:
                 unlooked.add(pod.view.uid)
-            else:
+            elif _group_of(pod) not in heard:  # a watch, or the request about the claim, shows the end
                 left_s.append(NOT_LOOKED_S - silent_s)
         return frozenset(unlooked), min(left_s, default=None)
 
@@ -211,7 +223,8 @@ class PendingPods:
         next_s = [request.next_s(now_s) for request in waiting.requests.values()]
         if has_unexplained:  # check again once these pods have waited for SILENT_S
             next_s += [SILENT_S - pod_s for pod_s in waiting_s.values() if pod_s < SILENT_S]
-        unlooked, next_unlooked_s = waiting.find_unlooked(pods, waiting_s, now_s)
+        provisioning = {name for (_, name), request in waiting.requests.items() if request.has_node}
+        unlooked, next_unlooked_s = waiting.find_unlooked(pods, waiting_s, provisioning, now_s)
         if next_unlooked_s is not None:
             next_s.append(next_unlooked_s)
         waiting.next_s = min(next_s, default=None)
@@ -221,7 +234,6 @@ class PendingPods:
             if request.reason
         }
         uids_for_claims = {pod.view.uid for pod in for_claims}
-        chosen = {name for (_, name), request in waiting.requests.items() if request.has_node}
         views = [
             _with_claim_reason(pod, reasons)
             if pod.view.uid in uids_for_claims
@@ -230,7 +242,7 @@ class PendingPods:
         ]
         return tuple(
             _with_silence(resource, pod, view)
-            if pod.view.uid in unlooked and not chosen.intersection(pod.claims)
+            if pod.view.uid in unlooked and provisioning.isdisjoint(pod.claims)
             else view
             for pod, view in zip(pods, views, strict=True)
         )
@@ -288,7 +300,7 @@ class PendingPods:
             self._wake(key)
 
     async def _find_claim_reason(self, resource: ResourceView, name: str) -> tuple[str, bool]:
-        """Returns why a claim is not bound, and whether a scheduler has chosen the node of its pod.
+        """Returns why a claim is not bound, and whether it is unbound with a node that a scheduler chose.
 
         The reason is "" if the claim is bound, if it only waits for a scheduler, or if the operator will
         create it.
@@ -303,9 +315,9 @@ class PendingPods:
         annotations = as_object(
             as_object(claim.get("metadata"), "metadata").get("annotations"), "annotations"
         )
-        has_node = _SELECTED_NODE in annotations
         if as_text(as_object(claim.get("status"), "status").get("phase"), "phase") == _BOUND:
-            return "", has_node
+            return "", False  # the annotation stays
+        has_node = _SELECTED_NODE in annotations
         try:
             events = await self._list_events(namespace, (CLAIM.name, name))
         except ApiError as error:
@@ -459,7 +471,8 @@ def _describe_missing_claim(resource: ResourceView, name: str) -> str:
     """Describes a claim that a user must create; returns "" for a claim that the operator creates."""
     model = as_object(resource.spec.get("model"), "model")
     cache = as_object(model.get("cache"), "cache")
-    if as_text(model.get("uri"), "uri").startswith(f"pvc://{name}/"):
+    _, _, path = as_text(model.get("uri"), "uri").partition("pvc://")
+    if path.partition("/")[0] == name:
         source = "spec.model.uri"
     elif as_text(cache.get("claimName"), "claimName") == name:
         source = "spec.model.cache.claimName"

@@ -140,20 +140,28 @@ def _assign_within(
 def _assign_to_one_node(
     demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups, found: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:
-    """Yields placements of all pods on one node that are not nearer to other groups than found nodes.
+    """Yields the best placement of all pods on one node that is not nearer to other groups than found nodes.
 
     Yields nothing if the found nodes are one node, or have no other groups.
     """
     names = set(found)
     if len(names) == 1 or not others.any_is_shared(names):
         return
-    nearest = max(others.nearness(each.node) for each in free_nodes if each.node.name in names)
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
+    nearest = max(others.nearness(by_name[name].node) for name in names)
     requests = sum_requests(demand.requests for demand in demands)
-    for free_node in free_nodes:
-        if others.nearness(free_node.node) <= nearest and free_node.has(requests):
-            nodes = search_nodes(demands, [free_node], others)
-            if nodes is not None:
-                yield nodes
+    able = [
+        free_node
+        for free_node in free_nodes
+        if free_node.has(requests) and others.nearness(free_node.node) <= nearest
+    ]
+    # Only the cheapest node can win, so the nodes are searched in this order until one accepts all pods.
+    able.sort(key=lambda node: _placement_cost(demands, (node.node.name,) * len(demands), by_name, others))
+    for free_node in able:
+        nodes = search_nodes(demands, [free_node], others)
+        if nodes is not None:
+            yield nodes
+            return
 
 
 def _placement_cost(

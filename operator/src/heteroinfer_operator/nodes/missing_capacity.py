@@ -96,15 +96,17 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
     """
     if not free_nodes:
         return "there are no nodes"
-    by_obstacle: dict[Obstacle, list[str]] = {}
+    by_obstacle: dict[Obstacle, list[FreeNode]] = {}
     for free_node in free_nodes:
         obstacle = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
-        by_obstacle.setdefault(obstacle, []).append(free_node.node.name)
+        by_obstacle.setdefault(obstacle, []).append(free_node)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
     reported = [
-        f"{name_nodes(names)} {obstacle.describe(len(names))}" for obstacle, names in order[:_MAX_REASONS]
+        f"{name_nodes([each.node.name for each in nodes])} {obstacle.describe(len(nodes))}"
+        f"{_describe_limits(demand, nodes)}"
+        for obstacle, nodes in order[:_MAX_REASONS]
     ]
-    num_others = sum(len(names) for _, names in order[_MAX_REASONS:])
+    num_others = sum(len(nodes) for _, nodes in order[_MAX_REASONS:])
     return ", ".join(reported) + (f", {num_others} more nodes don't fit either" if num_others else "")
 
 
@@ -123,12 +125,24 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
     """
     lacking = [name for name, requested in demand.requests.items() if not free_node.has({name: requested})]
     if not lacking:
-        num_pods = free_node.max_pods(demand.requests)
-        all_requests = {name: (num_pods + 1) * requested for name, requested in demand.requests.items()}
-        limits = [name for name, amount in all_requests.items() if not free_node.has({name: amount})]
-        amounts = f" ({_format_free_amounts(limits, free_node)})" if limits else ""
-        return Obstacle(excludes=False, rest=f"capacity for {num_pods}{amounts}")
+        return Obstacle(excludes=False, rest=f"capacity for {free_node.max_pods(demand.requests)}")
     return Obstacle(excludes=False, rest=_format_free_amounts(lacking, free_node))
+
+
+def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
+    """Lists in parentheses the amounts that limit the number of pods on each of these nodes.
+
+    The nodes have the same obstacle. Returns "" if the obstacle has the cause, because the nodes reject the
+    pod or have capacity for no pod, and if the amounts of the nodes differ.
+    """
+    if find_obstacle(demand, nodes[0].node) or not nodes[0].max_pods(demand.requests):
+        return ""
+    described = set()
+    for node in nodes:
+        one_more = node.max_pods(demand.requests) + 1
+        limits = [name for name, each in demand.requests.items() if not node.has({name: one_more * each})]
+        described.add(_format_free_amounts(limits, node))
+    return f" ({described.pop()})" if len(described) == 1 and "" not in described else ""
 
 
 def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from heteroinfer_operator.api import PodTemplate
 from heteroinfer_operator.nodes.demand import (
     Manifest,
     is_empty_term,
@@ -70,12 +69,14 @@ def _with_defaults(term: Manifest, labels: Mapping[str, str]) -> Manifest:
     return {**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *added]} if added else term
 
 
-def accepts_platform(template: PodTemplate | None, labels: Mapping[str, str]) -> bool:
-    """Reports whether a role's pods accept the platform of a node, whatever its other labels.
+def accepts_platform(fields: Manifest, labels: Mapping[str, str]) -> bool:
+    """Reports whether pods accept the platform of a node, whatever its other labels.
 
     A node without a label of its platform may have any platform.
+
+    Args:
+        fields: of the pods, as `select_platform` returns them.
     """
-    fields = select_platform(template.dump() if template else {})
     known = {label: labels[label] for label in IMAGE_PLATFORM if label in labels}
     if describe_other_platform(fields.get("nodeSelector") or {}, known):
         return False

@@ -5,7 +5,7 @@ from math import ceil
 
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.nodes.node_platform import accepts_platform
+from heteroinfer_operator.nodes.node_platform import accepts_platform, select_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib
 from heteroinfer_operator.planning.expert_ring import page_table_bytes
@@ -53,10 +53,11 @@ def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) 
     for role in spec.roles:
         if role.device is not Device.GPU or role.device_memory is not None:
             continue
+        fields = select_platform(role.template.dump() if role.template else {})
         nodes_with_gpus = [
             node
             for node in nodes
-            if node.allocatable.get(role.gpu_resource, 0) > 0 and accepts_platform(role.template, node.labels)
+            if node.allocatable.get(role.gpu_resource, 0) > 0 and accepts_platform(fields, node.labels)
         ]
         sizes_mib = [device_memory_mib(node, role.gpu_resource) for node in nodes_with_gpus]
         known_mib = [size for size in sizes_mib if size is not None]

@@ -60,7 +60,7 @@ def packed_ratio(scheme: Scheme, element_bytes: int = 2) -> Fraction:
     stored_bytes, packed_bytes = _group_bytes(scheme)
     if scheme.name is SchemeName.AWQ or scheme.zeros:
         packed_bytes += 1
-    if scheme.name is SchemeName.INT4:
+    if scheme.name is SchemeName.INT4 and scheme.group:  # without groups, a column has one scale
         packed_bytes += element_bytes - _SCALE_BYTES
     return packed_bytes / stored_bytes
 

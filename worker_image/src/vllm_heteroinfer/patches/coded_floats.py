@@ -92,10 +92,11 @@ def with_kept_divisors(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a replacement of compressed-tensors' method that keeps the factors of joined layers."""
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        """Keeps the factors, then calls vLLM's method. The file stores the inverse of each factor."""
-        divisors = layer.weight_global_scale.data
-        _keep_factors(layer, 1 / divisors.float())
-        divisors.fill_(divisors.max())
+        """Keeps the factors for our kernel, then calls vLLM's method. The file has the inverses."""
+        if isinstance(self.kernel, CodedNvFp4Kernel):
+            divisors = layer.weight_global_scale.data
+            _keep_factors(layer, 1 / divisors.float())
+            divisors.fill_(divisors.max())
         original(self, layer)
 
     return process_weights_after_loading
@@ -105,10 +106,11 @@ def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
     """Returns a replacement of ModelOpt's method that keeps the factors of joined layers."""
 
     def process(self: Any, layer: torch.nn.Module, role: Any) -> None:
-        """Keeps the factors, then calls vLLM's method."""
-        factors = layer.weight_scale_2.data
-        _keep_factors(layer, factors.float())
-        factors.fill_(factors.max())
+        """Keeps the factors for our kernel, then calls vLLM's method."""
+        if isinstance(layer.quant_method.kernel, CodedNvFp4Kernel):
+            factors = layer.weight_scale_2.data
+            _keep_factors(layer, factors.float())
+            factors.fill_(factors.max())
         original(self, layer, role)
 
     return process
@@ -117,8 +119,8 @@ def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
 def _keep_factors(layer: torch.nn.Module, factors: torch.Tensor) -> None:
     """Keeps the factor of each column of a layer for `CodedNvFp4Kernel`.
 
-    If the layer's own factors differ, vLLM warns of wrong weights, which would not be true. So the callers
-    then overwrite the layer's own factors with equal ones.
+    If the layer's own factors differ, vLLM warns of wrong weights. With this kernel, the warning would be
+    wrong. So the callers then overwrite the layer's own factors with equal ones.
 
     Args:
         factors: float32, one for each joined layer.
