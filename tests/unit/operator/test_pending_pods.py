@@ -298,6 +298,7 @@ async def test_a_pod_of_a_gang_waits_silently_while_the_scheduler_reports_anothe
     first, second = unplaced("p0"), unplaced("p1", unschedulable="0/2 nodes")
     await look.why(0, first, second)
     assert await look.why(100, first, second) == ["", "0/2 nodes"]
+    assert look.pending.next_check_s(KEY) is None, "a watch shows the end of the report"
     placed = replace(second, view=replace(second.view, node="n", unschedulable="", started=True))
     assert await look.why(101, first, placed) == ["", ""]
     assert look.pending.next_check_s(KEY) == NOT_LOOKED_S - 1
@@ -334,6 +335,7 @@ CHOSEN = {"volume.kubernetes.io/selected-node": "n"}
         (claim(), "WaitForFirstConsumer", "", NOT_LOOKED + START),
         (claim(**CHOSEN), "Provisioning", "claim models", "claim models"),
         (claim(), "ProvisioningFailed", "claim models", NOT_LOOKED + START + "; claim models"),
+        ({**claim(**CHOSEN), "status": {"phase": "Bound"}}, "Provisioning", "", NOT_LOOKED + START),
     ],
 )
 async def test_a_pod_whose_volume_is_being_provisioned_has_a_scheduler(
@@ -355,6 +357,7 @@ MOUNTS = [{"template": {"volumes": [{"name": "v", "persistentVolumeClaim": {"cla
     ("spec", "field"),
     [
         ({"model": {"uri": "pvc://models/a"}}, "spec.model.uri"),
+        ({"model": {"uri": "pvc://models"}}, "spec.model.uri"),
         ({"model": {"uri": "hf://a/b", "cache": {"claimName": "models"}}}, "spec.model.cache.claimName"),
         ({"model": {"uri": "hf://a/b"}, "roles": MOUNTS}, "claimName in the volumes of the role's template"),
         ({"model": {"uri": "hf://a/b", "cache": {"size": "1Gi"}}}, ""),
