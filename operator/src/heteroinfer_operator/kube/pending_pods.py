@@ -200,7 +200,7 @@ class PendingPods:
         without_node = [
             pod
             for pod in pods
-            if _is_silent(pod) or (pod.claims and not pod.view.node and not pod.view.ended)
+            if _is_silent(pod) or (pod.claims and not pod.view.node and not _has_run(pod.view))
         ]
         without_container = [pod for pod in pods if _is_being_prepared(pod.view)]
         if not without_node and not without_container:
@@ -334,6 +334,11 @@ class PendingPods:
         selector = "regarding.kind={},regarding.name={}".format(*kind_and_name)
         query = {"fieldSelector": selector, "limit": str(_MAX_EVENTS)}
         return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
+
+
+def _has_run(pod: PodView) -> bool:
+    """Reports whether the pod has run, so that it waits for no claim and no scheduler."""
+    return pod.started or pod.ended
 
 
 def _is_being_prepared(pod: PodView) -> bool:
