@@ -362,11 +362,15 @@ class Plan(codec.JsonValue):
             )
         first_layer = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         end_layer = self.ranks[stage * self.tensor_parallel_size].end_layer
-        has_layers = rank.end_layer > first_layer
-        if rank.first_layer != first_layer or rank.end_layer != end_layer or not has_layers:
+        if rank.first_layer != first_layer or rank.end_layer != end_layer:
             raise ContractError(
-                f"{where}: layers must begin at {first_layer}, the end of the stage before, and be the same "
-                f"on all ranks of the stage (got {rank.first_layer}..{rank.end_layer})"
+                f"{where}: first_layer and end_layer must be {first_layer} and {end_layer} on all ranks of "
+                f"stage {stage} (got {rank.first_layer} and {rank.end_layer})"
+            )
+        if rank.end_layer <= rank.first_layer:
+            raise ContractError(
+                f"{where}: stage {stage} must have at least one layer (got first_layer {rank.first_layer} "
+                f"and end_layer {rank.end_layer})"
             )
 
     def _check_feed_forward(self) -> None:
