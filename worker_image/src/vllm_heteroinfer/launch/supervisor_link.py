@@ -166,12 +166,13 @@ class SupervisorLink:
     def describe_silence(self) -> str:
         """Returns a description of a silence that is too long, for a message about the peer."""
         silent = f"was silent for {self.silent_for_s():.1f} s"
-        limit = f"the limit is {self.limit_s():.1f} s"
+        limit_s = self.limit_s()
+        limit = f"the limit is {limit_s:.1f} s"
         if not self._is_acknowledged():
             return f"{silent}, and its machine does not respond ({limit}, network.heartbeatTimeout)"
         return (
-            f"{silent}, although its machine responds ({limit}: network.heartbeatTimeout, "
-            f"{self._timeout_s:g} s, plus time for busy machines)"
+            f"{silent}, although its machine responds ({limit}: {self._timeout_s:g} s of "
+            f"network.heartbeatTimeout and {limit_s - self._timeout_s:.1f} s for busy machines)"
         )
 
     async def flush(self) -> None:
