@@ -129,7 +129,8 @@ def register_memory(memory: torch.Tensor) -> None:
     if int(status) != 0:
         raise CudaError(
             f"cudaHostRegister failed with CUDA error {status}: the GPU cannot access "
-            f"{format_bytes(memory.nbytes)} of host memory. Check the limits of memory and locked memory"
+            f"{format_bytes(memory.nbytes)} of host memory. Raise the pod's memory limit, or the limit of "
+            "locked memory (ulimit -l)"
         )
 
 
