@@ -199,7 +199,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
     return LaneError(
         rank,
         f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows"
-        f"{note}. See the log of rank {rank}",
+        f"{note}. Read the log of rank {rank}",
     )
 
 
@@ -208,7 +208,7 @@ def build_failed_error(rank: int, layer: int, rows: int) -> LaneFailedError:
     return LaneFailedError(
         rank,
         f"feed-forward rank {rank}: the computation of layer {layer} with {rows} rows failed (the rank did "
-        f"not report the cause). See the log of rank {rank}",
+        f"not report the cause). Read the log of rank {rank}",
     )
 
 
@@ -243,7 +243,7 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
         raise RuntimeError(
             f"feed-forward ask: the answers of {ranks} feed-forward ranks to a test pattern have a wrong sum "
             "(perhaps this device does not see writes of other processes to shared memory). Restart the "
-            "group. If the error comes again, report it"
+            "group. If the error repeats, report it"
         )
 
 
@@ -277,8 +277,8 @@ class Watch:
         if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)
             raise RuntimeError(
-                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid. See "
-                "the logs of the feed-forward ranks"
+                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid. "
+                "Read the logs of the feed-forward ranks"
             )
 
     def close(self) -> None:
@@ -316,7 +316,7 @@ class Watch:
         if verdict.lane is None:
             return RuntimeError(
                 f"the GPU gave up waiting for an answer near layer {layer}, although every feed-forward rank "
-                "has answered. Restart the group. If the error comes again, report it"
+                "has answered. Restart the group. If the error repeats, report it"
             )
         accused = self._lanes[verdict.lane].rank
         if not verdict.failed:

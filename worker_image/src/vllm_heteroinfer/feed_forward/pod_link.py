@@ -233,7 +233,8 @@ class Listener:
                     else:  # too many clients at the same time
                         connected.close()
             raise TimeoutError(
-                f"rank {asking} did not connect within {deadline.total_s:.0f} s. See the log of rank {asking}"
+                f"rank {asking} did not connect within {deadline.total_s:.0f} s. Read the log of rank "
+                f"{asking}"
             )
 
 

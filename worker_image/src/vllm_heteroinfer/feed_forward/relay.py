@@ -159,7 +159,7 @@ class Relay:
         else:
             time.sleep(OWN_REPORT_S)
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
-            problem = f"its connection broke ({reason}). See the log of rank {rank.rank}"
+            problem = f"its connection broke ({reason}). Read the log of rank {rank.rank}"
         return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {problem}")
 
     def describe_ask(self, lane: int) -> str:

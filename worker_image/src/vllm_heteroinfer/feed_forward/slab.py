@@ -176,7 +176,7 @@ class Slab:
         if header != shape.header():
             raise ContractError(
                 f"feed-forward ranks: the shared memory must have {_describe_header(shape.header())} (got "
-                f"{_describe_header(header)}). Restart the group. If the error comes again, report it"
+                f"{_describe_header(header)}). Restart the group. If the error repeats, report it"
             )
         self.shape, self.layout = shape, shape.layout
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)

@@ -126,7 +126,7 @@ def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
 
 
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
-    """Builds the environment of the API server and its engine core, which compute nothing.
+    """Builds the environment of vLLM's API server and its engine core, which compute nothing.
 
     They use rank 0's platform, because the engine builds vLLM's configuration for rank 0's device.
 

@@ -23,7 +23,7 @@ class GroupView:
         beats: the last report of each rank that has sent a report.
         api_healthy: whether vLLM's API server answers; true if the pod has none.
         engine_answers: whether the engine answers; true if there is no engine.
-        only_pod: consider only this pod's ranks (a follower knows no others).
+        only_pod: consider only this pod's ranks (a follower knows no other ranks).
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ class GroupView:
         return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > _BRIEF_SILENCE_S]
 
     def _busy_rank_to_blame(self) -> RankStatus | None:
-        """Returns the busy rank that an API server without an answer may wait for.
+        """Returns the busy rank that vLLM's API server may wait for if it does not answer.
 
         Prefers a rank that does not wait for another rank. Returns None if no rank is busy.
         """

@@ -429,7 +429,7 @@ def serve(
     If the port is in use, the rank logs an error and runs without metrics.
 
     Args:
-        rank: its local rank is added to the port.
+        rank: the rank that serves. Its local rank is added to the port.
         healthy: whether /healthz answers 200 (otherwise 503).
         failed: called with the exception that ended the server's thread.
     """
