@@ -93,9 +93,9 @@ class MeasuredResults:
         else:  # the name of the GPU, or the operations per second
             self.values |= {name: result[name] for name in _VALUES if name in result}
 
-    def skip(self, what: str, why: str) -> None:
-        """Stores a failed measurement and its reason."""
-        self.lists["skipped"].append({"what": what, "why": why})
+    def skip(self, name: str, reason: str) -> None:
+        """Stores the name of a failed measurement, and the reason."""
+        self.lists["skipped"].append({"what": name, "why": reason})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,9 +342,9 @@ def build_calibration(
         for each in results.lists["skipped"][-MAX_ENTRIES:]
     ]
     if not results.lists["readings"]:
-        why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
+        reasons = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"the memory speed was not measured: {why}. Remove the cause, and run `heteroinfer-worker "
+            f"the memory speed was not measured: {reasons}. Remove the cause, and run `heteroinfer-worker "
             "calibrate` again. The measurement needs torch and an idle machine"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()

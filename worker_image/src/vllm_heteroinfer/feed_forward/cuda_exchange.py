@@ -299,7 +299,7 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_files() -> Iterator[str]:
-    """Yields files and names under which NVRTC may be found, those of torch's packages first.
+    """Yields files and names under which NVRTC may be found, first in torch's packages.
 
     Before this function yields a file of a package, it loads libnvrtc-builtins from the same folder, because
     NVRTC itself does not look for the library there.

@@ -245,7 +245,7 @@ def _distance_from_activation(
     *,
     gated: bool,
 ) -> float:
-    """Returns how far the down layer's input is from that of an activation, relative to the largest value.
+    """Returns the distance of the down layer's input from an activation's values, relative to the largest.
 
     Returns infinity if the shapes differ.
     """

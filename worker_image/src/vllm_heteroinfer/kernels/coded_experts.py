@@ -90,7 +90,7 @@ class PackedPart:
 
     Attributes:
         packed: uint8 [experts, bytes].
-        columns: number of columns; w13 has those of gates and of ups.
+        columns: number of columns. The columns of w13 are gates and ups.
     """
 
     format: Format

@@ -273,8 +273,8 @@ class PodProcesses:
         api = self._api
         if api is None or api.last_message_awake_s is None:
             return 0.0
-        # Counts until the last message of vLLM's API server, not until now: after this message, the engine may
-        # have given an answer that vLLM's API server has not reported.
+        # Counts until the last message of vLLM's API server, not until now: after this message, the engine
+        # may have given an answer that vLLM's API server has not reported.
         return api.busy_s(api.last_message_awake_s)
 
     def api_silent_s(self) -> float:

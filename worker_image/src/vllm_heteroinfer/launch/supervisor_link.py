@@ -121,7 +121,7 @@ class SupervisorLink:
         return self._queue.pop(0)
 
     def _record_heartbeat(self) -> None:
-        """Stores the current time as that of the peer's last message."""
+        """Stores the current time as the time of the peer's last message."""
         self._last_heartbeat_at_s = time.monotonic()
         self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
 

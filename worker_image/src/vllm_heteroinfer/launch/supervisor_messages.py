@@ -30,7 +30,7 @@ class RankBeat:
     """A rank's state in a heartbeat.
 
     Attributes:
-        busy: the rank's current activity; None if the last report is that of an idle rank.
+        busy: the rank's current activity; None if the rank was idle in its last report.
         busy_s: time since the activity began, in seconds. The supervisor's clock measures this time, so
             that the time also grows for a rank that cannot report.
         waiting_for_rank: the rank that this rank waits for; None if this rank computes.

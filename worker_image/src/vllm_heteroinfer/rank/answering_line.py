@@ -47,7 +47,7 @@ class Line(Protocol):
     lane: int
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
-        """Reports that this rank can answer; the times are those of LaneReady."""
+        """Reports that this rank can answer, with the times of `LaneReady`."""
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """Waits for an ask, and writes its layer and rows to `layer` and `rows`.
