@@ -283,7 +283,8 @@ class FetchJob:
         raise FetchError(
             FailureReason.MODEL_NOT_READABLE,
             f"{file.path} arrived {_WRONG_HASHES} times with another hash than {file.digest}: a proxy or "
-            "mirror (HF_ENDPOINT) changes the file, or the volume corrupts data. Check both",
+            "mirror (HF_ENDPOINT) changes the file, or the volume corrupts data. Check the proxy or mirror, "
+            "and the volume",
         )
 
 
