@@ -288,14 +288,14 @@ def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_childre
         other_children: children of this process that must not end.
     """
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + _KILL_S
     # A process whose parent has ended is a child of this process if this process adopts orphans.
     while (remaining := set(child_pids()) - other_children) and time.monotonic() < deadline:
         for pid in remaining:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the child has ended
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_KILL_POLL_S)

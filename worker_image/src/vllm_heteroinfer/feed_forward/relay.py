@@ -163,7 +163,7 @@ class Relay:
         return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {problem}")
 
     def describe_ask(self, lane: int) -> str:
-        """Describes how far the last ask to a lane got; "" for a lane of this pod."""
+        """Describes how far the last ask in a lane got; "" for a lane of this pod."""
         for each, link in zip(self._relayed, self._links, strict=True):
             if each.lane == lane:
                 return f" (pod {each.rank.pod}: {pod_link.describe(link)})"

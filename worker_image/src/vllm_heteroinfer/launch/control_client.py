@@ -124,7 +124,7 @@ class ControlClient:
         assert self._link is not None
         while True:
             link = self._link
-            with contextlib.suppress(ContractError):
+            with contextlib.suppress(ContractError):  # an invalid message; `link.how_it_ended` describes it
                 while (message := await link.receive()) is not None:
                     if message.verdict is not None:
                         self._handlers.on_verdict(message.verdict)

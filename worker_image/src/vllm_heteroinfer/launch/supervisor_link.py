@@ -177,7 +177,7 @@ class SupervisorLink:
 
     async def flush(self) -> None:
         """Waits until all sent messages have left this process, for at most FLUSH_TIMEOUT_S."""
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, TimeoutError):  # the peer is gone, or reads nothing
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._writer.drain()
 
