@@ -187,7 +187,7 @@ def test_shared_memory_that_is_declared_but_not_there_is_refused_on_every_rank()
     reported = outcomes(Group(wrappers=((), own_pid_namespace())), "calls", seed=0, count=1)
     _check_refusals(reported)
     assert (
-        "must be the memory of the process group's first rank" in reported[0]["message"]
+        "not the memory of the process group's first rank" in reported[0]["message"]
         or "No such file" in reported[0]["message"]
     )
 

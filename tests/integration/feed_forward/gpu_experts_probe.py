@@ -128,7 +128,7 @@ def offered(**changes: Any) -> OfferedMatrix:
         "columns": 64,
         "inputs": 64,
         "has_headers": False,
-        "block_scales": None,
+        "block_scales_offset": None,
         "scale_shape": None,
         "dtype": "bfloat16",
         "code": -1,
@@ -140,14 +140,14 @@ def errors_in_offers() -> dict[str, str]:
     """Returns the error of each wrong matrix in an offer, and "" for right ones."""
     memory = WeightMemory()
     memory.copy(torch.zeros(6 * 64 * 64 * 2, dtype=torch.uint8))
-    scaled = {"code": 2, "expert_bytes": 64 * 64, "dtype": "float8_e4m3fn", "block_scales": 0}
+    scaled = {"code": 2, "expert_bytes": 64 * 64, "dtype": "float8_e4m3fn", "block_scales_offset": 0}
     matrices = {
         "plain": offered(),
         "scaled": offered(**scaled, scale_shape=(2, 1)),
         "type": offered(dtype="float32"),
         "scales": offered(**scaled, scale_shape=(1, 1)),
         "end": offered(offset=1 << 21),
-        "no place": offered(scale_shape=(2, 1)),
+        "no offset": offered(scale_shape=(2, 1)),
     }
     found = {}
     for name, matrix in matrices.items():

@@ -10,13 +10,13 @@ def test_gpu_experts_choose_like_cpus_and_map_the_offered_memory() -> None:
     memory = answer["memory"]
     assert memory["values"] == [7, 8, 9]
     assert memory["gone"]
-    assert "must be the weights of feed-forward rank 1" in memory["refused"]
+    assert "not the weights of feed-forward rank 1" in memory["refused"]
     offers = answer["offers"]
     assert offers["plain"] == offers["scaled"] == ""
     assert "feed-forward rank 1, layer 3, w13: an expert must have 4096 numbers of float32" in offers["type"]
     assert "block scales of an expert must be (2, 1) (got (1, 1))" in offers["scales"]
     assert "weights must end within" in offers["end"]
-    assert "must have a place and a shape" in offers["no place"]
+    assert "must have an offset and a shape" in offers["no offset"]
     assert all(answer["compiled"].values())
     fallback = answer["fallback"]
     assert fallback["uses ranks only"]

@@ -308,7 +308,7 @@ def test_a_permanently_refused_file_ends_the_fetch_during_other_downloads(
     with fetching(hub, cache) as fetch:
         fetch.wait_for(lambda progress: progress.done_bytes > 3 * CHUNK_BYTES)
         hub.held = set()
-        failure = fetch.failure()  # long before the patience of 600 s
+        failure = fetch.failure()  # long before the limit of 600 s
     assert failure.reason is FailureReason.MODEL_NOT_READABLE
     assert SHARDS[0] in failure.message
     hub.corrupt, hub.pause_after_bytes = set(), None
@@ -488,7 +488,7 @@ def test_a_hub_cannot_create_the_marker(hub: HubServer, cache: Path) -> None:
     files |= {INDEX_FILE: json.dumps(index).encode(), MARKER_FILE: planted, f"./{MARKER_FILE}": planted}
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_NOT_READABLE
-    assert f"has no usable ./{MARKER_FILE}, which {INDEX_FILE} names" in failure.message
+    assert f"has invalid file names in {INDEX_FILE}: ./{MARKER_FILE};" in failure.message
     assert not (folder_of(hub, cache) / MARKER_FILE).exists()
 
 

@@ -48,7 +48,9 @@ def test_sleep_frees_memory_and_the_tokens_after_wake_are_equal(group: Group, re
     wait_until(lambda: not ready(group, 1))
     status = group.status()
     assert not status.ready
-    assert status.message == "asleep: rank 0, 1. To wake the group, POST /wake_up to the leader's API"
+    assert status.message == (
+        "asleep: ranks 0, 1. To wake the group, send POST /wake_up to the API of the leader's pod"
+    )
 
     group.post("/wake_up", {})
     wait_until(lambda: ready(group, 0) and ready(group, 1))

@@ -71,7 +71,7 @@ class Stale(FetchJob):
             raise OSError("Stale file handle")
 
 
-def run(cache: Path, broken: str, *, patience_s: float) -> None:
+def run(cache: Path, broken: str, *, stall_limit_s: float) -> None:
     """Runs a pod's fetch from a silent hub; raises what ends it."""
     hub = SilentHub()
     options = FetchOptions(
@@ -80,7 +80,7 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
         cache=cache,
         health_host="127.0.0.1",
         health_port=free_port(),
-        patience_s=patience_s,
+        stall_limit_s=stall_limit_s,
         termination_message_path=None,
     )
     clock = TurnClock(fetch_pod.WATCH_INTERVAL_S, time.monotonic())
@@ -101,18 +101,18 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
 @pytest.mark.parametrize("broken", ["find_stall", "progress"])
 def test_an_error_while_the_cache_is_checked_ends_the_fetch(broken: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Stale file handle"):
-        run(tmp_path, broken, patience_s=600.0)
+        run(tmp_path, broken, stall_limit_s=600.0)
 
 
 def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="the download got no new byte"):
-        run(tmp_path, "", patience_s=0.1)
+        run(tmp_path, "", stall_limit_s=0.1)
 
 
 def test_a_frozen_pod_resumes(tmp_path: Path) -> None:
     """The hub may have sent data during the pause."""
     with pytest.raises(FetchError, match="released"):
-        run(tmp_path, "turns", patience_s=3.0)
+        run(tmp_path, "turns", stall_limit_s=3.0)
 
 
 def test_the_log_shows_control_characters_escaped() -> None:

@@ -58,8 +58,14 @@ def test_selects_the_models_own_code_and_vocabularies() -> None:
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        ({"weight_map": {"t": "gone.safetensors"}}, "no usable gone.safetensors, which"),
-        ({"weight_map": {"t": "../../etc/passwd"}}, "no usable ../../etc/passwd, which"),
+        (
+            {"weight_map": {"t": "gone.safetensors"}},
+            "lacks files that model.safetensors.index.json names: gone.safetensors;",
+        ),
+        (
+            {"weight_map": {"t": "../../etc/passwd"}},
+            "has invalid file names in model.safetensors.index.json: ../../etc/passwd;",
+        ),
         ({"weight_map": {}}, "names no files"),
         ([], "names no files"),
     ],
@@ -83,7 +89,7 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
     """A repository that was filled from one of our caches contains the marker of that cache."""
     files = listing((*SHARDED, MARKER_FILE, ".parts/x.json", ".lock"))
     assert MARKER_FILE not in names(describing_files(files))
-    with pytest.raises(FetchError, match=f"no usable {MARKER_FILE}, which"):
+    with pytest.raises(FetchError, match=f"has invalid file names in .*: {MARKER_FILE};"):
         weight_files(files, {"weight_map": {"t0": MARKER_FILE}})
 
 
@@ -102,7 +108,7 @@ def test_files_that_bear_our_own_names_are_not_the_models() -> None:
 def test_an_index_must_not_name_files_that_the_cache_uses(name: str) -> None:
     files = listing((*SHARDED, name))
     with pytest.raises(
-        FetchError, match=r"no usable .*, which model\.safetensors\.index\.json names"
+        FetchError, match=r"has invalid file names in model\.safetensors\.index\.json: "
     ) as refused:
         weight_files(files, {"weight_map": {"t0": "model-00001-of-00002.safetensors", "t1": name}})
     assert refused.value.reason is FailureReason.MODEL_NOT_READABLE

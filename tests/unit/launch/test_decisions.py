@@ -126,7 +126,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
                 plan=PLAN,
                 beats=(beat(0, 0, RankPhase.SLEEPING), ALL[1], beat(2, 1, RankPhase.SLEEPING), ALL[3]),
             ),
-            "asleep: rank 0, 2. To wake the group, POST /wake_up to the leader's API",
+            "asleep: ranks 0, 2. To wake the group, send POST /wake_up to the API of the leader's pod",
             0,
             0,
         ),

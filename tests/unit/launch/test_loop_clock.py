@@ -1,11 +1,11 @@
-"""A peer's silence counts only while our own turns come; busy machines get more patience, up to a limit."""
+"""A peer's silence counts only while our own turns come; busy machines get more time, up to a limit."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_heteroinfer.launch.loop_clock import (
-    MAX_PATIENCE_FACTOR,
+    MAX_EXTENSION,
     NEXT_DELAY,
     WINDOW_S,
     LoopClock,
@@ -86,7 +86,7 @@ def test_the_delay_is_the_largest_of_the_window(pauses_s: list[float]) -> None:
         (0.5, 0.0, LIMIT_S + NEXT_DELAY * 0.5),
         (0.0, 1.0, LIMIT_S + NEXT_DELAY * 1.0),
         (2.0, 1.0, LIMIT_S + NEXT_DELAY * 2.0),
-        (0.0, 1e6, LIMIT_S * (1 + MAX_PATIENCE_FACTOR)),
+        (0.0, 1e6, LIMIT_S * (1 + MAX_EXTENSION)),
     ],
 )
 def test_the_limit_grows_with_delays_up_to_a_bound(

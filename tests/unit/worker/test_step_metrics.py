@@ -16,9 +16,9 @@ from vllm_heteroinfer.pod.channel import RankChannel, RankMessage, RankReporter
 from vllm_heteroinfer.rank.step_metrics import (
     RankMetrics,
     Step,
-    fit_transfer,
     locked_memory_bytes,
     locked_memory_limit_bytes,
+    scale_transfer_to_step,
 )
 
 LAUNCH = PodLaunch(
@@ -88,7 +88,7 @@ def test_a_limit_too_large_for_a_report_counts_as_no_limit(
 
 def test_the_transfer_time_of_a_step_is_at_most_its_duration() -> None:
     step = Step(step_s=1.0, wait_s=0.4, transfer_s={"send": 0.9, "recv": 0.3})
-    fit_transfer(step)
+    scale_transfer_to_step(step)
     assert step.transfer_s == pytest.approx({"send": 0.45, "recv": 0.15})
 
 

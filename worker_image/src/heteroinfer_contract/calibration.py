@@ -126,7 +126,7 @@ class KernelRate:
         """Returns the bytes per second for `rows` rows.
 
         Beyond the last measured count, the rate falls in proportion to the rows, because computation is the
-        limit. If only one row was measured, the rate is that of one row.
+        limit. If only one row was measured, all numbers of rows have the same rate.
         """
         points = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
         if len(points) == 1:
@@ -360,8 +360,8 @@ def _check_rates(where: str, **values: float) -> None:
 def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
     """Returns the value of a piecewise linear curve at `at`.
 
-    Before the first point, the value is in proportion to `at`; after the last point, it is that of the last
-    point.
+    Before the first point, the value is in proportion to `at`. After the last point, the value stays the
+    same.
 
     Args:
         curve: points (argument, value), ascending by argument.

@@ -217,7 +217,7 @@ def at_least(least: float, where: str, **values: float) -> None:
 def at_most(most: float, where: str, **values: float) -> None:
     """Checks that numbers of a decoded value are at most `most`.
 
-    The other arguments and the error are those of `at_least`.
+    The other arguments and the error are the same as in `at_least`.
     """
     for name, value in values.items():
         if value > most:

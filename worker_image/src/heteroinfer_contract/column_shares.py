@@ -103,7 +103,13 @@ def _adjacent_spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
 
 
 def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:
-    """Returns shares in proportion to read rates, so that all ranks take equally long; at least 1 each."""
+    """Returns shares in proportion to the rates, at least 1 each. Similar rates get equal shares.
+
+    Then all ranks take about the same time.
+
+    Args:
+        rates: speed of each rank, in any unit.
+    """
     most = max(rates)
     if min(rates) >= _ALIKE * most:
         return (1,) * len(rates)

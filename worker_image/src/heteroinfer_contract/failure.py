@@ -66,7 +66,7 @@ class Failure:
 
     Attributes:
         pod: index of the culprit's pod, or None if no pod is to blame.
-        rank: the culprit's rank, or None if it is not a rank.
+        rank: the culprit's rank, or None if the culprit is not a rank.
         exit_code: exit code of the culprit's process; negative for a signal, as in subprocess.
         time: Unix time at which the failure was observed, in seconds.
     """

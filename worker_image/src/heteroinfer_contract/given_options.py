@@ -87,15 +87,22 @@ def _is_option(arg: str) -> bool:
 
 
 def _parse_option(arg: str, following: Sequence[str]) -> GivenOption:
-    """Parses an argument that is an option; `following` are the arguments after it."""
+    """Parses one option of the arguments.
+
+    Args:
+        arg: the option, such as `--port`, `--port=80`, `--option.key` or `-O3`.
+        following: all arguments after the option.
+    """
     full_name, equals, value_after_equals = arg.partition("=")
     name, *path = full_name.split(".")
-    # The next argument is `value` even if it looks like an option: vLLM removes dotted options first, and
-    # then another argument may follow. `values` ends before the next option.
     value: str | None = value_after_equals
     values: tuple[str, ...] = (value_after_equals,)
     if not equals:
+        # `value` is the next argument, even if it begins with "-": vLLM takes any argument as the value of a
+        # dotted option. vLLM removes dotted options with their values before it parses the others: in
+        # `--port --option.key 1 80`, the value of --port is 80. So `value` can be the name of an option.
         value = following[0] if following else None
+        # Several values end before the next option.
         values = tuple(takewhile(lambda text: not _is_option(text), following))
     if path:  # `--option.list+ VALUE` appends a value to a list
         path[-1] = path[-1].removesuffix("+")

@@ -47,20 +47,19 @@ class RankStatus:
         loaded_bytes: weights read so far, estimated from the progress in the checkpoint; 0 if unknown.
         total_bytes: weights to read; 0 if unknown.
         steps: model steps run since warm-up.
-        step_s: moving average of the time of a decode step; the next three are its parts.
+        step_s: moving average of the time of a decode step. The next three attributes are parts of this time.
         kv_blocks: KV blocks of the rank, equal on all ranks; 0 while unknown.
-        kv_room_blocks: KV blocks that the rank's memory could hold when it was measured, regardless of the
-            plan; 0 while unknown.
+        kv_room_blocks: KV blocks that fitted into the rank's memory when the memory was measured, whatever
+            the plan; 0 while unknown.
         kv_room_bytes: bytes of `kv_room_blocks`.
-        locked_memory_bytes: memory that the rank has locked or pinned, measured when it became ready; 0 if
-            the kernel does not count it, None while unknown.
+        locked_memory_bytes: memory that the rank had locked or pinned when it became ready; 0 if the kernel
+            does not count locked memory, None while unknown.
         locked_memory_limit_bytes: maximum memory that the rank may lock; None if there is no limit, or
-        unknown.
+            while unknown.
         transports: how tensors of the rank travel between `stages` and between `ranks` of a stage, such as
             `ranks:nccl_p2p`.
         gpu_experts_from: minimum number of rows of a step in which this rank's GPU computes experts of
-        feed-forward
-            ranks, as measured. It is 0 if CPUs compute all experts, and None while unknown.
+            feed-forward ranks, as measured; 0 if CPUs compute all experts, None while unknown.
     """
 
     rank: int

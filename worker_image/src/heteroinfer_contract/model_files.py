@@ -109,7 +109,7 @@ _UNEXPECTED_VALUE_ERRORS = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory holds a tokenizer; the API server cannot start without a tokenizer."""
+    """Returns whether a directory has a tokenizer. vLLM's API server cannot start without a tokenizer."""
     return any(
         fnmatch(name, pattern) and (directory / name).exists()  # False for a link without its target
         for name in os.listdir(directory)
@@ -131,9 +131,11 @@ def _read_profile(directory: Path) -> ModelProfile:
             "Download the model again, or use another model"
         )
     attention = layer_attention(text)
-    weights = sum_weights(tensors, num_layers, {i for i, kind in enumerate(attention) if kind.shares_kv})
+    sharing_layers = {index for index, kind in enumerate(attention) if kind.shares_kv}
+    weights = sum_weights(tensors, num_layers, sharing_layers)
     for index in range(num_layers):
         if is_empty_block(text, index):
+            # The layer has no weights by design, so it is not missing.
             weights.layers.setdefault(index, LayerBytes())
     # Checks only served layers. Layers from `num_layers` on are for speculation (multi-token prediction).
     if missing := sorted(set(range(num_layers)) - set(weights.layers)):
@@ -141,7 +143,8 @@ def _read_profile(directory: Path) -> ModelProfile:
             f"{directory}: weights of layers {_shortened_list(missing)} are missing; {CONFIG_FILE} has "
             f"num_hidden_layers {num_layers}. Download the model again"
         )
-    # Some checkpoints keep a copy of a tied head; vLLM does not load it.
+    # A checkpoint without a head ties the head to the embedding, even if config.json does not state this.
+    # Some checkpoints with a tied head keep a copy of the head; vLLM does not load the copy (dropped_bytes).
     tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
     num_heads = _positive_number(text, directory, "num_attention_heads")
     hidden = _positive_number(text, directory, "hidden_size")
@@ -175,6 +178,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         encoder_bytes=weights.encoder,
         dropped_bytes=weights.dropped + (weights.head if tied else 0),
         first_stage_layers=_first_stage_layers(served_config(config)),
+        # Layers that share a KV cache must be in one stage, so the last stage has at least these layers.
         last_stage_layers=num_layers - first_of_shared_kv(attention),
         layer_table_bytes=weights.layer_tables,
         column_unit=column_unit_of(find_quantization(config, text)),

@@ -97,8 +97,8 @@ ENV_STARTUP_TIMEOUT: Final = "HETEROINFER_STARTUP_TIMEOUT_SECONDS"
 ENV_DRAIN_TIMEOUT: Final = "HETEROINFER_DRAIN_TIMEOUT_SECONDS"
 ENV_HEARTBEAT_TIMEOUT: Final = "HETEROINFER_HEARTBEAT_TIMEOUT_SECONDS"
 ENV_STEP_TIMEOUT: Final = "HETEROINFER_STEP_TIMEOUT_SECONDS"
-"""The supervisor ends the group if one step of a rank takes longer than this. The same limit applies to an
-API server or engine that does not answer while all ranks are idle. Default: DEFAULT_STEP_TIMEOUT_S."""
+"""The supervisor ends the group if one step of a rank takes longer than this. The same limit applies if
+vLLM's API server or the engine does not answer while all ranks are idle. Default: DEFAULT_STEP_TIMEOUT_S."""
 DEFAULT_STEP_TIMEOUT_S: Final = 300.0
 ENV_METRICS: Final = "HETEROINFER_METRICS"
 """`on` (default), or `off`: ranks neither count nor serve metrics; the status still shows step times."""

@@ -1,7 +1,7 @@
 """Asks the kernel to kill a process when its parent dies.
 
 The supervisor starts each child as `parent_death.py PARENT_PID COMMAND...`. This script calls
-die_with_parent() and then executes the command. Processes that a rank or the API server starts call
+die_with_parent() and then executes the command. Processes that a rank or vLLM's API server starts call
 die_with_parent() themselves. Stdlib only: the script runs with -I -S, before the command's own
 interpreter, so it must not import anything from this package.
 """

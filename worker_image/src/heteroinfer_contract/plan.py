@@ -77,13 +77,13 @@ class RankAssignment:
     Attributes:
         rank: global rank, from 0. Ranks of stage 0 come first, then those of later stages, then all
             feed-forward ranks.
-        pod: index of its pod in the group, from 0; pod 0 is the leader.
-        stage: pipeline stage, from 0; for a feed-forward rank, the stage that it serves.
-        tensor_rank: rank within its stage's tensor-parallel group, from 0; for a feed-forward rank, its
-            number among the feed-forward ranks of its stage. They are divided in this order among the ranks
-            of the stage, equally many for each.
+        pod: index of the rank's pod in the group, from 0; pod 0 is the leader.
+        stage: pipeline stage, from 0; for a feed-forward rank, the stage that the rank serves.
+        tensor_rank: rank within the stage's tensor-parallel group, from 0; for a feed-forward rank, the
+            number among the feed-forward ranks of the stage. In this order, the feed-forward ranks are
+            divided among the other ranks of the stage, equally many for each.
         end_layer: one past the last layer of which the rank holds a part.
-        weight_bytes: predicted size of its weights.
+        weight_bytes: predicted size of the rank's weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
         feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
             rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or
@@ -362,11 +362,15 @@ class Plan(codec.JsonValue):
             )
         first_layer = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         end_layer = self.ranks[stage * self.tensor_parallel_size].end_layer
-        has_layers = rank.end_layer > first_layer
-        if rank.first_layer != first_layer or rank.end_layer != end_layer or not has_layers:
+        if rank.first_layer != first_layer or rank.end_layer != end_layer:
             raise ContractError(
-                f"{where}: layers must begin at {first_layer}, the end of the stage before, and be the same "
-                f"on all ranks of the stage (got {rank.first_layer}..{rank.end_layer})"
+                f"{where}: first_layer and end_layer must be {first_layer} and {end_layer} on all ranks of "
+                f"stage {stage} (got {rank.first_layer} and {rank.end_layer})"
+            )
+        if rank.end_layer <= rank.first_layer:
+            raise ContractError(
+                f"{where}: stage {stage} must have at least one layer (got first_layer {rank.first_layer} "
+                f"and end_layer {rank.end_layer})"
             )
 
     def _check_feed_forward(self) -> None:

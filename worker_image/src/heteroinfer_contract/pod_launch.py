@@ -20,8 +20,8 @@ MAX_PORT = 65535
 MIN_HEARTBEAT_TIMEOUT_S = 0.5
 """Minimum heartbeat timeout: two heartbeats and some time for the network."""
 _ENGINE_CPUS_OF_MANY = 2
-"""CPUs for the engine core and the API server, which each spin on one CPU. When 16 threads of ranks used all
-of 16 CPUs, a step took 258 ms instead of 56 ms (H200 host, 2026-11)."""
+"""CPUs for the engine core and vLLM's API server, which each spin on one CPU. When 16 threads of ranks used
+all of 16 CPUs, a step took 258 ms instead of 56 ms (H200 host, 2026-11)."""
 _MANY_CPUS = 8
 """From this number of CPUs on, the engine gets two CPUs of its own; with fewer CPUs, one."""
 _VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
@@ -168,10 +168,10 @@ def ranks_on_machine(plan: Plan, launch: PodLaunch, device: Device | None = None
 
 
 def engine_cpus(usable: float) -> int:
-    """Returns the number of CPUs that ranks leave to the engine and its API server.
+    """Returns the number of CPUs that ranks leave to the engine and vLLM's API server.
 
     Args:
-        usable: CPUs that a leader's ranks, engine and API server share.
+        usable: CPUs that a leader's ranks, the engine and vLLM's API server share.
     """
     if usable <= 1:
         return 0

@@ -1,4 +1,4 @@
-"""Reads from a language model's config the data that each layer keeps for earlier tokens. Stdlib only; pure.
+"""Derives each layer's attention, KV cache and recurrent state from a model's config. Stdlib only; pure.
 
 The tests compare the result with vLLM's `get_kv_cache_spec` of every layer.
 """
@@ -290,12 +290,14 @@ def _gemma4_full_attention_fields(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_with_cache(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
-    """Returns a layer that caches keys and values.
+    """Returns the kind of a layer that caches keys and values.
 
     Args:
-        prefix: begins the names of the fields of MiMo's window layers.
+        prefix: "swa_" for a layer with a sliding window, otherwise "". MiMo's config has separate fields with
+            this prefix for layers with a window, such as swa_head_dim. Other configs have no such fields.
     """
-    if not prefix and str(text.get("model_type")).startswith("gemma4"):
+    has_window = bool(prefix)
+    if not has_window and str(text.get("model_type")).startswith("gemma4"):
         text = {**text, **_gemma4_full_attention_fields(text)}
     heads = int(text["num_attention_heads"])
     if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):

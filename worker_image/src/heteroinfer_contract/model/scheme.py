@@ -33,7 +33,7 @@ class Scheme:
     """The format of a model's quantized weights.
 
     Attributes:
-        group: weights that share a scale; 0 if a whole channel or tensor shares one.
+        group: number of weights that share a scale; 0 if a whole channel or tensor shares a scale.
         zeros: whether each group of compressed-tensors' packed integers stores a zero point.
     """
 

@@ -93,9 +93,9 @@ class MeasuredResults:
         else:  # the name of the GPU, or the operations per second
             self.values |= {name: result[name] for name in _VALUES if name in result}
 
-    def skip(self, what: str, why: str) -> None:
-        """Stores a failed measurement and its reason."""
-        self.lists["skipped"].append({"what": what, "why": why})
+    def skip(self, name: str, reason: str) -> None:
+        """Stores the name of a failed measurement, and the reason."""
+        self.lists["skipped"].append({"what": name, "why": reason})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,23 +200,40 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
         must_run = True
         while must_run and left_s >= _SHORTEST_S:
             begun_before = len(results.begun)
-            what, why = _run_measurement(measurement, left_s, results)
-            if why:
-                results.skip(what, why)
+            failed = _run_measurement(measurement, left_s, results)
+            if failed is not None:
+                results.skip(failed.name, failed.reason)
             # If one of several measurements ended the process, the command runs again and leaves out the
             # measurements that have begun. Without a new one, a further run would fail in the same way.
-            must_run = bool(why) and measurement.runs_several and len(results.begun) > begun_before
+            has_begun_one = len(results.begun) > begun_before
+            must_run = failed is not None and measurement.runs_several and has_begun_one
             left_s = limit_s - (time.monotonic() - start)
     return results
 
 
-def _run_measurement(measurement: Measurement, limit_s: float, results: MeasuredResults) -> tuple[str, str]:
-    """Runs a measurement. Returns the name of a failed measurement and the reason, or two empty strings."""
-    begun = tuple(results.begun)
-    extra_arguments = (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun) if measurement.runs_several else ()
+@dataclass(frozen=True, slots=True)
+class _FailedMeasurement:
+    """A measurement that failed, and the reason."""
+
+    name: str
+    reason: str
+
+
+def _run_measurement(
+    measurement: Measurement, limit_s: float, results: MeasuredResults
+) -> _FailedMeasurement | None:
+    """Runs the processes of a measurement, and stores their results. Returns the failed measurement, or None.
+
+    Kills the processes and their children at the limit.
+    """
+    begun_before = tuple(results.begun)
+    # A command of several measurements gets the seconds in which it may begin one, and the names to skip.
+    extra_arguments = (
+        (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun_before) if measurement.runs_several else ()
+    )
     processes: list[subprocess.Popen[bytes]] = []
     tails: list[list[str]] = [[] for _ in measurement.commands]  # the last line of each process's errors
-    other_children = set(child_pids())
+    other_children = set(child_pids())  # all later children belong to this measurement
     with contextlib.ExitStack() as at_end:
         at_end.callback(_end_processes, processes, other_children)  # also runs if SIGTERM ends this process
         processes.extend(
@@ -227,15 +244,17 @@ def _run_measurement(measurement: Measurement, limit_s: float, results: Measured
         _end_processes(processes, other_children)
         output.read_rest(_LAST_READ_S)
     exit_codes = [process.returncode for process in processes]
-    # If a command of several measurements fails, the measurement that it began last is the failed one.
-    what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
+    # `results.begun` grows while the output is read. The command's last measurement is the failed one.
+    has_begun_one = len(results.begun) > len(begun_before)
+    name = results.begun[-1] if has_begun_one else measurement.what
     if is_late:
-        return what, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}"
+        return _FailedMeasurement(name, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}")
     failed_codes = [code for code in exit_codes if code]
     if failed_codes:
         last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
-        return what, f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
-    return "", ""
+        reason = f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
+        return _FailedMeasurement(name, reason)
+    return None
 
 
 def _pipes_and_readers(
@@ -269,14 +288,14 @@ def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_childre
         other_children: children of this process that must not end.
     """
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + _KILL_S
     # A process whose parent has ended is a child of this process if this process adopts orphans.
     while (remaining := set(child_pids()) - other_children) and time.monotonic() < deadline:
         for pid in remaining:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the child has ended
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_KILL_POLL_S)
@@ -323,9 +342,9 @@ def build_calibration(
         for each in results.lists["skipped"][-MAX_ENTRIES:]
     ]
     if not results.lists["readings"]:
-        why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
+        reasons = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"the memory speed was not measured: {why}. Remove the cause, and run `heteroinfer-worker "
+            f"the memory speed was not measured: {reasons}. Remove the cause, and run `heteroinfer-worker "
             "calibrate` again. The measurement needs torch and an idle machine"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()

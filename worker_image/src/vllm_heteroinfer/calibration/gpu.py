@@ -140,7 +140,10 @@ def _measure_exchange(device: torch.device) -> None:
         first = exchange.ask(layer=0, x=x, ids=None, weights=None, padding=None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):
-            raise RuntimeError("the test process must return the rows that it receives (got other numbers)")
+            raise RuntimeError(
+                "calibration of the exchange between GPU and CPU: the GPU got other rows than it sent. "
+                "Report this defect"
+            )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
@@ -164,7 +167,10 @@ def _echo_process(offer: str) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"the test process that answers requests ended with code {process.wait()}")
+            raise RuntimeError(
+                "calibration of the exchange between GPU and CPU: the CPU process ended with exit code "
+                f"{process.wait()}. Read the error of the CPU process above"
+            )
         yield
     finally:
         process.kill()

@@ -339,7 +339,7 @@ class KernelBench:
         )
 
         def call(experts: Experts, turn: int) -> None:
-            """Computes the experts. With one row, only those of this turn."""
+            """Computes the experts. With one row, computes only the experts of this turn."""
             shared_input.turn = turn
             x, ids, weights, y = shared_input.arguments()
             experts.compute(y, x, weights, ids)

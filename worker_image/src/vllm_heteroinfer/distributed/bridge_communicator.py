@@ -12,7 +12,7 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 class BridgeCommunicator(DeviceCommunicatorBase):
     """A process group's collectives over the bridge; call `connect` first.
 
-    The constructor calls no collective, so that it works whichever class the other ranks construct. Only the
+    The constructor calls no collective, so that the other ranks may construct another class. Only the
     tensor-parallel process group is connected (a mixture-of-experts model has a second process group). The
     communicator refuses vLLM's calls on the other process groups.
     Source: vllm/distributed/parallel_state.py::GroupCoordinator@v0.32.0, the only caller.

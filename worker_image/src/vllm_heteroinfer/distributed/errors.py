@@ -11,12 +11,17 @@ _SHORTEST_WAIT_S: Final = 0.05
 class PeerLostError(PeerGoneError):
     """Another rank is gone or silent.
 
-    The message contains the data that this rank waited for (`awaited`), and the time of the wait, if any.
+    Args:
+        waited_s: seconds of the wait. The message leaves out a short wait.
+        detail: cause or circumstances, without a fix.
+        awaited: data that this rank waited for.
     """
 
     def __init__(self, peer: int, waited_s: float, detail: str, *, awaited: str = "hidden states") -> None:
         within = f" within {waited_s:.1f} s" if waited_s >= _SHORTEST_WAIT_S else ""
-        super().__init__(peer, f"rank {peer}: did not provide {awaited}{within} ({detail})")
+        super().__init__(
+            peer, f"rank {peer}: did not provide {awaited}{within} ({detail}). Read the log of rank {peer}"
+        )
 
 
 class CollectiveMismatchError(RuntimeError):

@@ -1,4 +1,4 @@
 """The leader's OpenAI server and its engine. All ranks derive their settings in the same way.
 
-Runs in two processes of the leader's pod: the API server, and its child, the engine core.
+Runs in two processes of the leader's pod: vLLM's API server, and its child, the engine core.
 """

@@ -1,4 +1,4 @@
-"""Ends an API server without losing a request: refuses new requests and lets running requests end.
+"""Ends vLLM's API server without losing a request: refuses new requests and lets running requests end.
 
 An ASGI middleware around the whole server, so that it handles every request until the last byte of the
 answer. Stdlib only: vLLM imports this module by its name.
@@ -37,7 +37,7 @@ _UNCOUNTED_PATHS: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping",
 
 
 class Drain:
-    """Counts the running requests of an API server. Use it from the server's event loop.
+    """Counts the running requests of vLLM's API server. Use it from the server's event loop.
 
     Args:
         clock: a monotonic clock in seconds.

@@ -212,7 +212,7 @@ class GroupExecutor(MultiprocExecutor):
                 self._unread_replies.update(missing_ranks)
                 raise TimeoutError(
                     f"got no reply to {method} from rank {', '.join(map(str, missing_ranks))} within "
-                    f"{deadline.total_s:.0f} s. Check the log of the rank. GET /group on the leader's "
+                    f"{deadline.total_s:.0f} s. Read the log of the rank. GET /group on the leader's "
                     "health port shows for how long each rank is busy"
                 )
         return [replies[rank] for rank in ranks]

@@ -10,7 +10,7 @@ from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.held_experts import Experts
 
 MAX_VIEWS: Final = 256
-"""Largest row count whose views of the slab are cached."""
+"""Maximum number of rows whose views of the slab are cached."""
 
 Compute = Callable[[int], None]
 """Computes a layer for the given number of rows of the current ask."""
@@ -24,7 +24,10 @@ class AskTensors(Protocol):
 
 
 class AskViews:
-    """Views of a slab's tensors with the rows of an ask. The views of short asks are cached."""
+    """The slab's tensors, cut to the rows of an ask.
+
+    Caches the views of up to MAX_VIEWS rows, so that short decode steps need not create them again.
+    """
 
     def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
         """Takes tensors with the rows of the longest ask; `y` is this lane's answer."""

@@ -129,7 +129,8 @@ def register_memory(memory: torch.Tensor) -> None:
     if int(status) != 0:
         raise CudaError(
             f"cudaHostRegister failed with CUDA error {status}: the GPU cannot access "
-            f"{format_bytes(memory.nbytes)} of host memory. Check the limits of memory and locked memory"
+            f"{format_bytes(memory.nbytes)} of host memory. Raise the pod's memory limit, or the limit of "
+            "locked memory (ulimit -l)"
         )
 
 
@@ -298,7 +299,7 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_files() -> Iterator[str]:
-    """Yields files and names under which NVRTC may be found, those of torch's packages first.
+    """Yields files and names under which NVRTC may be found, first in torch's packages.
 
     Before this function yields a file of a package, it loads libnvrtc-builtins from the same folder, because
     NVRTC itself does not look for the library there.

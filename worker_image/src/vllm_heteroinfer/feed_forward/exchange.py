@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from vllm_heteroinfer.group.rendezvous import GroupStore
 
 PROBE_LAYER: Final = 0xFFFF_FFFE
-"""Layer number of the ask at start, which each lane answers with its input."""
+"""Layer number of the ask at start, which each feed-forward rank answers with its input."""
 SPIN_NS: Final = 100_000
 """Time that an asking CPU rank spins before it sleeps until the answer."""
 STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
-"""A lane is stuck after this multiple of its warm-up time, but not before STALL_BASE_S."""
+"""A feed-forward rank is stuck after this multiple of its warm-up time, but not before STALL_BASE_S."""
 WATCH_INTERVAL_S: Final = 0.1
 OWN_REPORT_S: Final = 1.0
-"""Time for a failed lane to report its own exception, before the asking rank accuses the lane."""
+"""Time for a failed rank to report its own exception, before the asking rank accuses the failed rank."""
 NAMING_LIMIT_S: Final = 2.0
-"""Time for the watch to find the late lane and end this process, after the device gave up waiting."""
+"""Time for the watch to find the late rank and end this process, after the device gave up waiting."""
 
 
 def offer_key(rank: int) -> str:
@@ -53,11 +53,13 @@ class LaneReady:
     """Report of a feed-forward rank that is ready to answer.
 
     Attributes:
-        nonce: the nonce that it wrote into the slab, in hex.
-        ask_s: seconds for one row in its slowest layer.
-        row_s: seconds per row in its largest warm-up batch, in its first layer.
-        host: address at which it listens for the asking rank, if it is the first of another pod, else "".
-        port: port of that address; 0 without an address.
+        nonce: nonce that the rank wrote into the slab, in hex; "" if the rank reports for another pod, which
+            does not map the asking rank's slab.
+        ask_s: seconds for one row in the rank's slowest layer.
+        row_s: seconds per row in the rank's largest warm-up batch, in its first layer.
+        host: address at which the rank waits for the asking rank's connection; "" except for the first
+            feed-forward rank of each other pod.
+        port: port of `host`; 0 if `host` is "".
     """
 
     nonce: str
@@ -74,7 +76,9 @@ def open_slab(
     store: "GroupStore",
     deadline: "Deadline",
 ) -> tuple[Slab, tuple[LaneReady, ...]]:
-    """Creates a slab, and waits until every lane can answer and every lane of this pod has mapped it.
+    """Creates a slab, and waits until every rank behind a lane is ready.
+
+    The ranks of this pod have then mapped the slab.
 
     Args:
         asking: the rank that creates the slab. A feed-forward rank that creates a slab for its own pod is
@@ -85,8 +89,8 @@ def open_slab(
         The slab, and the reports of all lanes except the asking rank's own.
 
     Raises:
-        ContractError: a lane mapped other memory.
-        TimeoutError: a lane was not ready by the deadline.
+        ContractError: a rank mapped other memory.
+        TimeoutError: a rank was not ready by the deadline.
     """
     slab, offer = create(shape)
     store.put(offer_key(asking.rank), offer.to_json())
@@ -107,7 +111,7 @@ def open_slab(
 
 
 def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
-    """Returns the seconds after which a lane without an answer to `rows` rows is stuck."""
+    """Returns the seconds after which a feed-forward rank without an answer to `rows` rows is stuck."""
     ask_s = max((lane.ask_s for lane in ready), default=0.0)
     row_s = max((lane.row_s for lane in ready), default=0.0)
     return max(STALL_BASE_S, STALL_TIMES * ask_s) + STALL_TIMES * rows * row_s
@@ -146,7 +150,7 @@ class HostExchange:
         """Sends an ask, waits for the answer, and returns it.
 
         Raises:
-            LaneError: a lane is stuck, or answered that it failed.
+            LaneError: a feed-forward rank is stuck, or answered that it failed.
         """
         rows = x.shape[0]
         out = torch.empty_like(x)
@@ -174,7 +178,7 @@ class HostExchange:
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
         """Raises the error for a `result` of the library other than 0.
 
-        The result is 1 + the index of a lane that is late, or -1 - the index of a lane that failed.
+        The result is 1 + the lane of a rank that is late, or -1 - the lane of a rank that failed.
         """
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("feed-forward ask: not answered, because the group is ending")
@@ -195,7 +199,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
     return LaneError(
         rank,
         f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows"
-        f"{note}. See the log of rank {rank}",
+        f"{note}. Read the log of rank {rank}",
     )
 
 
@@ -204,7 +208,7 @@ def build_failed_error(rank: int, layer: int, rows: int) -> LaneFailedError:
     return LaneFailedError(
         rank,
         f"feed-forward rank {rank}: the computation of layer {layer} with {rows} rows failed (the rank did "
-        f"not report the cause). See the log of rank {rank}",
+        f"not report the cause). Read the log of rank {rank}",
     )
 
 
@@ -239,14 +243,14 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
         raise RuntimeError(
             f"feed-forward ask: the answers of {ranks} feed-forward ranks to a test pattern have a wrong sum "
             "(perhaps this device does not see writes of other processes to shared memory). Restart the "
-            "group. If the error comes again, report it"
+            "group. If the error repeats, report it"
         )
 
 
 class Watch:
-    """A thread that finds a lane without an answer while no host thread waits for lanes.
+    """A thread that finds a lane without an answer while no host thread waits for answers.
 
-    A GPU waits for lanes by itself, so no host thread would notice a lane that hangs.
+    A GPU waits for answers by itself, so no host thread would notice a feed-forward rank that hangs.
     """
 
     def __init__(
@@ -273,8 +277,8 @@ class Watch:
         if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)
             raise RuntimeError(
-                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid. See "
-                "the logs of the feed-forward ranks"
+                "the GPU gave up waiting for a feed-forward rank, so the result of this step is invalid. "
+                "Read the logs of the feed-forward ranks"
             )
 
     def close(self) -> None:
@@ -283,7 +287,7 @@ class Watch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        """Judges the lanes every WATCH_INTERVAL_S, until a lane has failed or the watch is closed."""
+        """Judges the lanes every WATCH_INTERVAL_S, until a verdict or until the watch is closed."""
         lane_judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
             self._slab.add_check()  # a waiting GPU kernel gives up only if this count grew
@@ -312,7 +316,7 @@ class Watch:
         if verdict.lane is None:
             return RuntimeError(
                 f"the GPU gave up waiting for an answer near layer {layer}, although every feed-forward rank "
-                "has answered. Restart the group. If the error comes again, report it"
+                "has answered. Restart the group. If the error repeats, report it"
             )
         accused = self._lanes[verdict.lane].rank
         if not verdict.failed:

@@ -39,7 +39,7 @@ class ExpertShape:
 
     Attributes:
         own: this rank's intermediate columns.
-        padded: number of intermediate columns in vLLM's parameters, with padding.
+        padded: number of intermediate columns in vLLM's parameters, including padding.
         alternate: whether gate and up columns alternate in w13.
     """
 
@@ -326,28 +326,28 @@ class ExpertWeights:
         raise self._build_refusal()
 
     def _read_fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
-        """Reads codes of FP4, without the padding of the checkpoint."""
+        """Reads codes of FP4, and cuts the padding off (extra columns and inputs)."""
         suffix = "weight" if self._find_dtype("w13_weight") else "weight_packed"
         columns, inputs = self._columns_and_inputs(w13)
-        return _with_contiguous_rows(
-            self._read_columns_and_inputs(suffix, expert, w13, per_column=1, per_input=2)[
-                :columns, : inputs // 2
-            ]
-        )
+        codes = self._read_columns_and_inputs(suffix, expert, w13, per_column=1, per_input=2)
+        return _with_contiguous_rows(codes[:columns, : inputs // 2])
 
     def _read_mxfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads FP4 with a power of two as the scale of 32 inputs, without padding."""
+        """Reads MXFP4: 4-bit floats, and an E8M0 scale (a power of two) for each 32 inputs of a column.
+
+        Cuts the padding off both (extra columns and inputs).
+        """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
         columns, inputs = self._columns_and_inputs(w13)
-        scales = self._read_columns_and_inputs("weight_scale", expert, w13, per_column=1, per_input=32)[
-            :columns, : -(-inputs // 32)
-        ].contiguous()
+        num_scales = -(-inputs // 32)
+        scales = self._read_columns_and_inputs("weight_scale", expert, w13, per_column=1, per_input=32)
+        scales = scales[:columns, :num_scales].contiguous()
         return self._build_coded(form, w13, self._read_fp4_codes(expert, w13), scales=scales)
 
     def _read_nvfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads FP4 with an FP8 scale for 16 inputs, and a float32 factor.
+        """Reads NVFP4: 4-bit floats, an E4M3 scale (FP8) for each 16 inputs of a column, and float32 factors.
 
-        w2 has one factor, w13 one or one for each half. compressed-tensors stores the divisor
+        w2 has one factor. w13 has one factor, or one for each half. compressed-tensors stores the divisor
         (`_global_scale`), ModelOpt the factor (`_scale_2`). The kernels need a factor for each column.
         """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
@@ -377,20 +377,17 @@ class ExpertWeights:
         return self._read_int4_packed, "int4"
 
     def _read_int4_packed(self, expert: int, w13: bool) -> Coded:
-        """Reads int4 of compressed-tensors, with zero points if the file has them.
+        """Reads compressed-tensors' int4, with zero points if the file has them.
 
-        The file stores each code plus 8; the result has the codes in two's complement.
+        The file stores unsigned codes (0 to 15). The kernels need signed numbers (-8 to 7), so this method
+        subtracts 8 from codes.
         """
         part = "w13" if w13 else "w2"
         has_zeros = self._reader.has(f"{part}_weight_zero_point")
         scales_per_column = self._reader.shape(f"{part}_weight_scale")[1]
         group = self._inputs_per_scale(scales_per_column, w13, has_zeros=has_zeros)
-        codes = (
-            _with_contiguous_rows(
-                self._read_columns_and_inputs("weight_packed", expert, w13, per_column=1, per_input=_NIBBLES)
-            ).view(torch.uint8)
-            ^ _SIGNS
-        )
+        packed = self._read_columns_and_inputs("weight_packed", expert, w13, per_column=1, per_input=_NIBBLES)
+        codes = _with_contiguous_rows(packed).view(torch.uint8) ^ _SIGNS  # subtracts 8 from each 4-bit code
         scales = self._read_group_scales("weight_scale", expert, w13, group)
         zeros = None
         if has_zeros:
@@ -401,7 +398,8 @@ class ExpertWeights:
     def _read_zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
         """Reads the zero points of int4, int8 [columns, groups].
 
-        The file packs them along the columns, [columns / 8, groups], and stores each plus 8.
+        The file packs zero points along the columns, [columns / 8, groups], and stores unsigned numbers (0 to
+        15). This method subtracts 8.
         """
         if w13:
             packed = self._read_columns(name, expert, dim=0, per_element=_NIBBLES)
@@ -458,10 +456,10 @@ class ExpertWeights:
         return self._read_inputs(f"w2_{suffix}", expert, dim=0, per_element=group)
 
     def _read_awq(self, expert: int, w13: bool) -> Coded:
-        """Reads int4 of AWQ as [columns, inputs], with zero points.
+        """Reads AWQ's int4 with zero points, as [columns, inputs].
 
-        The file has [inputs, columns], and unsigned codes and zero points. The result has both minus 8, the
-        codes in two's complement.
+        The file stores [inputs, columns], with unsigned codes and zero points (0 to 15). The kernels need
+        signed numbers (-8 to 7), so this method subtracts 8 from codes and from zero points.
         """
         scales_per_column = self._reader.shape("w13_scales" if w13 else "w2_scales")[0]
         group = self._inputs_per_scale(scales_per_column, w13, has_zeros=True)
@@ -477,13 +475,14 @@ class ExpertWeights:
         )
         zeros = (unsigned_zeros.t().to(torch.int8) - 8).contiguous()
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=True)
-        return self._build_coded(form, w13, _pack_nibbles(codes) ^ _SIGNS, scales=scales, zeros=zeros)
+        signed_codes = _pack_nibbles(codes) ^ _SIGNS  # subtracts 8 from each 4-bit code
+        return self._build_coded(form, w13, signed_codes, scales=scales, zeros=zeros)
 
     def _read_gptq(self, expert: int, w13: bool) -> Coded:
-        """Reads int4 of GPTQ as [columns, inputs].
+        """Reads GPTQ's int4 as [columns, inputs].
 
-        The file has [inputs, columns], and stores each code plus 8; the result has the codes in two's
-        complement.
+        The file stores [inputs, columns], with unsigned codes (0 to 15). The kernels need signed numbers (-8
+        to 7), so this method subtracts 8 from codes.
         """
         part = "w13" if w13 else "w2"
         group = self._inputs_per_scale(self._reader.shape(f"{part}_scales")[0], w13)
@@ -496,7 +495,7 @@ class ExpertWeights:
             if w13
             else self._read_inputs("w2_qweight", expert, dim=0, per_element=_NIBBLES)
         )
-        codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
+        codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS  # subtracts 8 from each 4-bit code
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
         # vLLM supports only symmetric GPTQ, and ignores the zero points in its files.
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)

@@ -46,7 +46,7 @@ class _HeaderEntry(NamedTuple):
     """A tensor in the header of a file.
 
     Attributes:
-        start: its first byte in the file.
+        start: offset of the tensor's first byte in the file.
     """
 
     name: str

@@ -43,11 +43,14 @@ class RankExperts:
 
     @property
     def arrays(self) -> list[tuple[int, int]]:
-        """Each array's begin and its bytes per expert, in the order w13, w13 scales, w2, w2 scales."""
+        """Offset in `memory` and bytes per expert of each array: w13, w13 scales, w2, w2 scales.
+
+        An array of scales has 0 bytes per expert if the matrix has no block scales.
+        """
         arrays = []
         for matrix in self.matrices:
-            scales_begin = matrix.block_scales or 0  # without block scales, scale_bytes is 0
-            arrays += [(matrix.offset, matrix.expert_bytes), (scales_begin, matrix.scale_bytes)]
+            scales_offset = matrix.block_scales_offset or 0
+            arrays += [(matrix.offset, matrix.expert_bytes), (scales_offset, matrix.scale_bytes)]
         return arrays
 
 
@@ -129,9 +132,10 @@ def find_obstacle(layer: LayerRecipe) -> str | None:
     """Returns why a GPU cannot compute a layer's experts with copied weights; None if it can."""
     if not layer.topk or layer.experts == 1:
         return "a dense layer has no experts to choose from"
-    has_limits_or_factors = any(value is not None for value in (layer.limit, layer.alpha, layer.beta))
-    if layer.activation not in ACTIVATIONS or has_limits_or_factors:
-        return f"activation {layer.activation} has limits or factors, or no gate"
+    if layer.activation not in ACTIVATIONS:
+        return f"the GPU's kernels compute only activations {', '.join(ACTIVATIONS)} (got {layer.activation})"
+    if any(value is not None for value in (layer.limit, layer.alpha, layer.beta)):
+        return f"the GPU's kernels do not compute activation {layer.activation} with limits or factors"
     return None
 
 

@@ -23,7 +23,7 @@ class LoadedParts:
     Attributes:
         parts: the experts of each layer; an MLP counts as one expert.
         own_parts: which columns and experts of each layer this rank has.
-        own_experts: this rank's experts in each layer; None if it has columns of each expert.
+        own_experts: this rank's experts in each layer; None if the rank has columns of each expert.
     """
 
     parts: Mapping[int, Experts]

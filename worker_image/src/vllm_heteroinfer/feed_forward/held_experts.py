@@ -89,7 +89,7 @@ class Experts(Protocol):
         count: number of experts that this rank has.
         packed: tensors of the weights; together they have `num_bytes` bytes.
         method: format and kernels, for the log.
-        matrices: w13 and w2 for a GPU that computes them itself; None if it cannot.
+        matrices: w13 and w2 for a GPU that computes the experts itself; None if no GPU can do this.
     """
 
     count: int

@@ -1,4 +1,8 @@
-"""Finds the feed-forward rank that blocks the asking rank. PURE: takes the slab's words and times."""
+"""Finds the feed-forward rank that blocks the asking rank. PURE: takes the slab's words and times.
+
+A lane is the place of one feed-forward rank in the slab, with its asks and answers. For another pod, one lane
+stands for all feed-forward ranks of the pod.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +10,7 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""Extra time for a lane if the check is late: a machine that delays this thread delays the lane, too."""
+"""Extra time for a rank if the check is late: a machine that delays this thread delays the rank, too."""
 
 
 class LaneError(RuntimeError):
@@ -30,9 +34,9 @@ class SlabState:
 
     Attributes:
         asked: number of the last ask.
-        answered: for each lane, the number of the last ask that it answered.
-        failed: for each lane, whether that answer reports a failed computation.
-        limit_s: seconds that a lane may take for the last ask.
+        answered: number of the last answered ask, by lane.
+        failed: whether the last answer reports a failed computation, by lane.
+        limit_s: seconds that a feed-forward rank may take for the last ask.
         gave_up: whether the device gave up waiting for an answer.
         given_up_lane: the lane for which the device waited when it gave up; None if unknown.
     """
@@ -44,8 +48,11 @@ class SlabState:
     gave_up: bool = False
     given_up_lane: int | None = None
 
-    def find_late_lane(self) -> int | None:
-        """Returns the first lane that failed or has not answered the last ask; None without such a lane."""
+    def find_unsuccessful_lane(self) -> int | None:
+        """Returns the first lane without a successful answer to the last ask, or None.
+
+        Such a lane has no answer yet, or an answer that reports a failed computation.
+        """
         for lane, (answered, failed) in enumerate(zip(self.answered, self.failed, strict=True)):
             if answered != self.asked or failed:
                 return lane
@@ -57,9 +64,9 @@ class Verdict:
     """The reason why the asking rank cannot continue.
 
     Attributes:
-        lane: the lane to blame; None if the device gave up and no lane was late.
-        failed: whether the lane answered that its computation failed.
-        waited_s: seconds waited for the lane.
+        lane: lane of the rank to blame; None if the device gave up although all lanes have their answers.
+        failed: whether the answer in the lane reports a failed computation.
+        waited_s: seconds of the wait for the answer.
     """
 
     lane: int | None
@@ -76,32 +83,33 @@ class LaneJudge:
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
-        """Starts before the first ask, with no late lane."""
+        """Starts before the first ask, when no answer is missing."""
         self._interval_s = interval_s
         self._clock = TurnClock(interval_s, now_s)
         self._last_ask = 0
         self._waiting_since_s = self._clock.awake_s(now_s)
-        self._last_late_lane: int | None = None
+        self._last_unsuccessful_lane: int | None = None
 
     def judge(self, state: SlabState, now_s: float) -> Verdict | None:
-        """Returns a verdict if a lane exceeds its limit or the device gave up waiting; otherwise None."""
+        """Returns a verdict if an answer is late or the device gave up waiting; otherwise None."""
         check_is_late = self._clock.turn(now_s) > self._interval_s
         awake_s = self._clock.awake_s(now_s)  # counts only the time in which this thread ran
         if state.asked != self._last_ask:  # a new ask: the wait begins again
-            self._last_ask, self._waiting_since_s, self._last_late_lane = state.asked, awake_s, None
-        late_lane = state.find_late_lane()
-        # If the device gave up, the step is lost even if the lane has answered since.
-        if late_lane is None and not state.gave_up:
+            self._last_ask, self._waiting_since_s = state.asked, awake_s
+            self._last_unsuccessful_lane = None
+        unsuccessful_lane = state.find_unsuccessful_lane()
+        # If the device gave up, the step is lost even if the answer has arrived since.
+        if unsuccessful_lane is None and not state.gave_up:
             self._waiting_since_s = awake_s
             return None
         waited_s = awake_s - self._waiting_since_s
         grace_s = LATE_TURN_GRACE_S if check_is_late else 0.0
         if not state.gave_up and waited_s <= state.limit_s + grace_s:
-            self._last_late_lane = late_lane
+            self._last_unsuccessful_lane = unsuccessful_lane
             return None
         # The lane for which the device waited comes first. The device sends further asks after it gave up, so
-        # another lane may be late now.
-        suspects = (state.given_up_lane, late_lane, self._last_late_lane)
+        # the answer of another lane may be missing now.
+        suspects = (state.given_up_lane, unsuccessful_lane, self._last_unsuccessful_lane)
         known_suspects = [suspect for suspect in suspects if suspect is not None]
         lane = known_suspects[0] if known_suspects else None
         return Verdict(lane=lane, failed=lane is not None and state.failed[lane], waited_s=waited_s)

@@ -214,7 +214,7 @@ def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Te
     calls: list[_LinearCall] = []
 
     def draw_rows(width: int) -> torch.Tensor:
-        """Draws rows of random numbers. The second half of the rows has larger numbers."""
+        """Draws rows of random numbers. The second half is larger, to show an activation's limits."""
         rows = torch.randn((2 * _ROWS, width), generator=generator, device="cpu", dtype=torch.float32)
         rows[_ROWS:] *= _LARGE
         return rows.to(device)
@@ -245,7 +245,7 @@ def _distance_from_activation(
     *,
     gated: bool,
 ) -> float:
-    """Returns how far the down layer's input is from that of an activation, relative to the largest value.
+    """Returns the distance of the down layer's input from an activation's values, relative to the largest.
 
     Returns infinity if the shapes differ.
     """

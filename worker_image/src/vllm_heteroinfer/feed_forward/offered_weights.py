@@ -46,8 +46,9 @@ class OfferedMatrix:
     Attributes:
         offset: byte in the memfd at which the first expert begins.
         expert_bytes: size of one expert.
-        block_scales: byte in the memfd at which the first expert's block scales begin; None if it has none.
-        scale_shape: rows and columns of an expert's block scales; None if it has none.
+        block_scales_offset: byte in the memfd at which the first expert's block scales begin; None if the
+            matrix has no block scales.
+        scale_shape: rows and columns of an expert's block scales; None if the matrix has no block scales.
         dtype: type of the tensor's elements; for a matrix that is not packed, the type of its weights.
         code: part of the format, with `scale`, `group` and `zeros`; -1 if the matrix is not packed.
     """
@@ -57,7 +58,7 @@ class OfferedMatrix:
     columns: int
     inputs: int
     has_headers: bool
-    block_scales: int | None
+    block_scales_offset: int | None
     scale_shape: tuple[int, int] | None
     dtype: str
     code: int
@@ -79,8 +80,8 @@ class OfferedMatrix:
 
     @property
     def kind(self) -> "OfferedMatrix":
-        """This matrix without its place; equal for matrices that are unpacked in the same way."""
-        return replace(self, offset=0, block_scales=None)
+        """This matrix without its offsets; equal for matrices that are unpacked in the same way."""
+        return replace(self, offset=0, block_scales_offset=None)
 
     def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
         """Returns the error in this offer for a memory of `num_bytes`; "" without an error.
@@ -91,16 +92,16 @@ class OfferedMatrix:
         halves = 2 if gated else 1
         blocks_per_half = -(-self.columns // halves // SCALED)
         expected_shape = (halves * blocks_per_half, -(-self.inputs // SCALED))
-        if (self.scale_shape is None) != (self.block_scales is None):
-            return "block scales must have a place and a shape, or neither"
+        if (self.scale_shape is None) != (self.block_scales_offset is None):
+            return "block scales must have an offset and a shape, or neither"
         if self.scale_shape is not None and tuple(self.scale_shape) != expected_shape:
             return f"block scales of an expert must be {expected_shape} (got {tuple(self.scale_shape)})"
         elements = self.columns * self.inputs
         if self.format is None and self.expert_bytes != elements * dtype_of(self.dtype).itemsize:
             return f"an expert must have {elements} numbers of {self.dtype} (got {self.expert_bytes} bytes)"
         end = self.offset + experts * self.expert_bytes
-        if self.block_scales is not None:
-            end = max(end, self.block_scales + experts * self.scale_bytes)
+        if self.block_scales_offset is not None:
+            end = max(end, self.block_scales_offset + experts * self.scale_bytes)
         if end > num_bytes:
             return f"weights must end within {num_bytes} bytes of memory (got {end})"
         return ""
@@ -111,9 +112,9 @@ class OfferedLayer:
     """A rank's part of a layer's experts.
 
     Attributes:
-        first_expert: number of its first expert in the layer.
-        experts: number of its experts. The rank has all columns or some columns of each.
-        first_column: its first intermediate column.
+        first_expert: number of the rank's first expert in the layer.
+        experts: number of the rank's experts. The rank has all columns or some columns of each expert.
+        first_column: the rank's first intermediate column.
     """
 
     layer: int
@@ -172,7 +173,7 @@ def _offer_matrix(memory: WeightMemory, matrix: PackedMatrix) -> OfferedMatrix:
         columns=matrix.columns,
         inputs=matrix.inputs,
         has_headers=matrix.has_headers,
-        block_scales=None if scales is None else memory.offset_of(scales),
+        block_scales_offset=None if scales is None else memory.offset_of(scales),
         scale_shape=None if scales is None else (scales.shape[1], scales.shape[2]),
         dtype=str(matrix.packed.dtype).removeprefix("torch."),
         **(_NOT_PACKED if form is None else asdict(form)),

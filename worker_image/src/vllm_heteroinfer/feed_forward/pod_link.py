@@ -220,12 +220,12 @@ class Listener:
 
         with self._socket:
             while deadline.left_s:
-                with contextlib.suppress(queue.Empty):
+                with contextlib.suppress(queue.Empty):  # no client has proven itself yet
                     result = results.get_nowait()
                     if isinstance(result, BaseException):  # the unexpected error of a thread
                         raise result
                     return result
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # no client connected within _NAP_S
                     connected = self._socket.accept()[0]
                     if proving.acquire(blocking=False):
                         # Each client has a thread, so that a slow stranger does not keep the asking rank out.
@@ -233,7 +233,8 @@ class Listener:
                     else:  # too many clients at the same time
                         connected.close()
             raise TimeoutError(
-                f"rank {asking} did not connect within {deadline.total_s:.0f} s. See the log of rank {asking}"
+                f"rank {asking} did not connect within {deadline.total_s:.0f} s. Read the log of rank "
+                f"{asking}"
             )
 
 

@@ -61,11 +61,11 @@ class LayerRecipe:
 
     Attributes:
         experts: 1 for an MLP.
-        topk: experts per row; 0 for an MLP, whose rows all choose its expert.
+        topk: experts per row; 0 for an MLP.
         activation: value of vLLM's MoEActivation.
         limit: upper limit of gate values, and of the magnitude of up values; None without a limit.
-        alpha: factor in the sigmoid of the gate; None for the activation's own.
-        beta: addend to up values; None for the activation's own.
+        alpha: factor in the sigmoid of the gate; None for the activation's own factor.
+        beta: addend to up values; None for the activation's own addend.
         method: name of vLLM's method that created the parameters.
     """
 

@@ -159,11 +159,11 @@ class Relay:
         else:
             time.sleep(OWN_REPORT_S)
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
-            problem = f"its connection broke ({reason}). See the log of rank {rank.rank}"
+            problem = f"its connection broke ({reason}). Read the log of rank {rank.rank}"
         return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {problem}")
 
     def describe_ask(self, lane: int) -> str:
-        """Describes how far the last ask to a lane got; "" for a lane of this pod."""
+        """Describes how far the last ask in a lane got; "" for a lane of this pod."""
         for each, link in zip(self._relayed, self._links, strict=True):
             if each.lane == lane:
                 return f" (pod {each.rank.pod}: {pod_link.describe(link)})"

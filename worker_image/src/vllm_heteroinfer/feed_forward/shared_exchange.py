@@ -94,7 +94,8 @@ class SharedExchange:
     """Computes layers like `CudaExchange`, but some experts of long batches on the GPU.
 
     Attributes:
-        first_rows: fewest rows with which the GPU computes some experts, as measured; 0 if it computes none.
+        first_rows: minimum number of rows with which the GPU computes some experts, as measured; 0 if the GPU
+            computes no experts.
     """
 
     def __init__(

@@ -176,7 +176,7 @@ class Slab:
         if header != shape.header():
             raise ContractError(
                 f"feed-forward ranks: the shared memory must have {_describe_header(shape.header())} (got "
-                f"{_describe_header(header)}). Restart the group. If the error comes again, report it"
+                f"{_describe_header(header)}). Restart the group. If the error repeats, report it"
             )
         self.shape, self.layout = shape, shape.layout
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -259,7 +259,7 @@ class Slab:
         slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
     def wake_lanes(self) -> None:
-        """Wakes the lanes before the first ask of a step, so that they are awake in time."""
+        """Wakes the feed-forward ranks before the first ask of a step, so that they are awake in time."""
         slab_library.load().heteroinfer_ff_wake(ctypes.c_void_p(self.address))
 
 
@@ -271,15 +271,15 @@ class LaneView:
     """The control words of a lane.
 
     Attributes:
-        answered: number of the last ask that the lane answered.
+        answered: number of the last answered ask.
         status: status of that answer; 0 means success.
-        sleeps: whether the asking process sleeps until the lane answers.
-        nonce: proof that the lane maps this memory.
+        sleeps: whether the asking process sleeps until the answer comes.
+        nonce: proof that the feed-forward rank maps this memory.
         busy_ns: total nanoseconds of computing.
         idle_ns: total nanoseconds of waiting for asks.
         asks: number of answered asks.
         rows: number of computed rows.
-        experts: number of experts whose weights the lane read; an MLP counts one per ask.
+        experts: number of experts whose weights the rank read; an MLP counts as one per ask.
         seen: number of the ask in progress.
     """
 
@@ -346,9 +346,10 @@ def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
 
 
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
-    """Maps the slab of another process, and writes a nonce into it as proof of this lane.
+    """Maps the slab of another process, and writes a nonce into it as proof.
 
     Args:
+        lane: lane of this rank.
         expected: shape that this rank expects; the slab's `topk` may be larger.
 
     Raises:
@@ -356,10 +357,11 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     """
     check_offer(offer.shape, expected, f"feed-forward rank (lane {lane})")
     try:
-        fd = open_memfd(offer.pid, offer.fd, offer.name, "the shared memory of the rank that it serves")
+        fd = open_memfd(offer.pid, offer.fd, offer.name, "the shared memory of the pod")
     except OSError as error:
         raise ContractError(
-            f"feed-forward rank (lane {lane}): {error}. Run this rank in the pod of the rank that it serves"
+            f"feed-forward rank (lane {lane}): cannot open the shared memory of its pod ({error}). Run all "
+            "ranks of the pod in one PID namespace"
         ) from error
     try:
         slab = Slab(fd, offer.shape)

@@ -98,15 +98,19 @@ class Measured:
         """Returns the time that a layer takes on the CPUs, which compute the other experts."""
         return gap_s + self.exchange_s + (1 - gpu_experts / self.experts) * self.cpu_s
 
-    def _gpu_period_s(self, gpu_experts: int, gap_s: float, ahead: int, copy_s: float) -> float:
-        """Returns the time that a layer takes on the GPU. `copy_s` is the time to copy all experts.
+    def _gpu_period_s(self, gpu_experts: int, gap_s: float, ahead: int, copy_all_s: float) -> float:
+        """Returns the time that a layer takes on the GPU.
 
         The GPU copies and computes at the same time, so the longer of the two counts. The computation begins
         after the gap, and so do the copies of all experts except the first `ahead`.
+
+        Args:
+            copy_all_s: seconds to copy all experts: `copy_s` while CPUs compute, `gpu_alone_s` while CPUs are
+                idle.
         """
         part = gpu_experts / self.experts
-        copied_later_s = max(0, gpu_experts - ahead) / self.experts * copy_s
-        return max(part * copy_s, gap_s + max(part * self.compute_s, copied_later_s))
+        copied_later_s = max(0, gpu_experts - ahead) / self.experts * copy_all_s
+        return max(part * copy_all_s, gap_s + max(part * self.compute_s, copied_later_s))
 
     def interpolate(self, other: "Measured", rows: int) -> "Measured":
         """Returns the times for a number of rows between this measurement's and the other's."""

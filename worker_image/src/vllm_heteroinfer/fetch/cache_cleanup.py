@@ -60,7 +60,7 @@ class CleanupQuestion:
         self.number: int | None = None
 
     def confirm(self, token: str) -> bool:
-        """Confirms the open question if the token is that of this question. Returns whether it is.
+        """Confirms the open question if `token` belongs to this question. Returns whether it does.
 
         Logs only the first wrong token, so that strangers cannot fill the log.
         """

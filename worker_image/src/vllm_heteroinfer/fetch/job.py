@@ -43,8 +43,8 @@ class FetchOptions:
     Attributes:
         revision: branch, tag or commit. A commit that is already complete needs no request to the hub.
         cleanup: lists the commits that must stay in the cache; None removes no commit.
-        patience_s: longest time without a new byte, in seconds; then the fetch fails and the operator starts
-            another fetch.
+        stall_limit_s: maximum time without a new byte, in seconds. After this time, the fetch fails and the
+            operator starts another fetch.
         termination_message_path: file for the result; None for no file.
     """
 
@@ -53,7 +53,7 @@ class FetchOptions:
     cache: Path
     health_host: str
     health_port: int
-    patience_s: float
+    stall_limit_s: float
     termination_message_path: Path | None
     cleanup: CacheCleanup | None = None
 
@@ -73,7 +73,7 @@ class FetchJob:
     ) -> None:
         self._source = source
         self._options = options
-        self._stall_limit_s = options.patience_s
+        self._stall_limit_s = options.stall_limit_s
         self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
@@ -85,7 +85,7 @@ class FetchJob:
         )
 
     def find_stall(self) -> FetchError | None:
-        """Returns an error if no new byte was stored for longer than `patience_s`, otherwise None.
+        """Returns an error if no new byte was stored for longer than `stall_limit_s`, otherwise None.
 
         A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
         """
@@ -109,14 +109,14 @@ class FetchJob:
         )
 
     def run(self) -> FetchedModel:
-        """Fetches the model; returns once the model is complete in the cache.
+        """Fetches the model. Returns when the whole model is in the cache.
 
-        Tries again after a temporary error, until no new byte arrived for `patience_s`.
+        Tries again after a temporary error. Gives up when no new byte was stored for `stall_limit_s`.
 
         Raises:
-            FetchError: the model cannot be fetched, or no byte arrived for longer than `patience_s`.
-                Downloads may still run then: end the process.
-            ModelFilesError: the model is complete but cannot be planned.
+            FetchError: the model cannot be fetched, or no new byte was stored for `stall_limit_s`. Downloads
+                may still run then: end the process.
+            ModelFilesError: the whole model is in the cache, but no plan can be made for the model.
         """
         failures_in_a_row, largest_bytes, progress_at_s = 0, -1, self._now_s()
         while True:
@@ -283,7 +283,8 @@ class FetchJob:
         raise FetchError(
             FailureReason.MODEL_NOT_READABLE,
             f"{file.path} arrived {_WRONG_HASHES} times with another hash than {file.digest}: a proxy or "
-            "mirror (HF_ENDPOINT) changes the file, or the volume corrupts data. Check both",
+            "mirror (HF_ENDPOINT) changes the file, or the volume corrupts data. Check the proxy or mirror, "
+            "and the volume",
         )
 
 

@@ -83,7 +83,8 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
         index: the parsed model.safetensors.index.json; None if the model has no index.
 
     Raises:
-        FetchError: there are no safetensors files, or the index names files that do not exist.
+        FetchError: there are no safetensors files, or the index names files that do not exist, or
+            names that a file of a model must not have.
     """
     by_path = {file.path: file for file in files if can_be_a_file(file.path)}
     folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
@@ -92,10 +93,11 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
         absent = [name for name in names if name not in by_path]
         if not names:
             raise _not_servable_error(f"has an index ({INDEX_FILE}) that names no files", files)
+        if invalid := [name for name in absent if not can_be_a_file(name)]:
+            problem = f"has invalid file names in {INDEX_FILE}: {', '.join(invalid[:3])}"
+            raise _not_servable_error(problem, files)
         if absent:
-            raise _not_servable_error(
-                f"has no usable {', '.join(absent[:3])}, which {INDEX_FILE} names", files
-            )
+            raise _not_servable_error(f"lacks files that {INDEX_FILE} names: {', '.join(absent[:3])}", files)
         for name in names:
             if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):
                 raise _not_servable_error(f"has {name} both as a file and as a folder", files)

@@ -99,7 +99,7 @@ class ModelStore:
         path = self.folder / LOCK_FILE
         for _ in range(_MAX_TRIES):
             self._make_folder()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a clean-up has removed the folder
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
                     has_lock = self._lock(descriptor)
@@ -161,7 +161,7 @@ class ModelStore:
         used = 0
         for folder, _, files in os.walk(self.folder):  # os.walk skips folders that it cannot list
             for name in files:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the file was removed or renamed since the listing
                     used += (Path(folder) / name).lstat().st_size
         return used
 

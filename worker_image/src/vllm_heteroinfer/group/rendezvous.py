@@ -1,7 +1,7 @@
 """The group's key-value store, for fingerprints, hop schemas and handles of message queues.
 
-Rank 0 hosts the store, so that ranks can connect and load without waiting for the API server's process.
-Every wait has a deadline. Imports torch.
+Rank 0 hosts the store, so that ranks can connect and load without waiting for vLLM's API server. Every wait
+has a deadline. Imports torch.
 """
 
 import os

@@ -142,7 +142,7 @@ class Coded:
             if shape_and_type != required or not is_contiguous:
                 raise ValueError(
                     f"coded weight: shape and dtype of {name} must be {required}, and rows contiguous (got "
-                    f"{shape_and_type})."
+                    f"{shape_and_type})"
                 )
 
 
@@ -163,7 +163,7 @@ def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int
     if not size:
         raise ValueError(
             f"coded weight: no kernel supports this format with these sizes (got {form}, {columns} columns, "
-            f"{inputs} inputs)."
+            f"{inputs} inputs)"
         )
     return size
 
@@ -214,7 +214,7 @@ def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None)
     if out.numel() != size or out.dtype != torch.uint8 or not out.is_contiguous():
         raise ValueError(
             f"coded weight: out must be a contiguous uint8 tensor of {size} bytes (got {tuple(out.shape)} "
-            f"{out.dtype}, strides {out.stride()})."
+            f"{out.dtype}, strides {out.stride()})"
         )
     native, codes = weight.format.to_native(), weight.codes
     library.calls.heteroinfer_ask_for_huge_pages(out.data_ptr(), out.nbytes)
@@ -315,7 +315,7 @@ def _call_kernel(
             f"heteroinfer::coded_linear: x must be a CPU tensor [..., {inputs}] with dtype "
             f"{' or '.join(map(str, ELEMENTS))}, and bias None or a contiguous [{columns}] with the dtype "
             f"of x (got x {tuple(x.shape)} {x.dtype} on {x.device}, bias "
-            f"{None if bias is None else (tuple(bias.shape), bias.dtype, bias.stride())})."
+            f"{None if bias is None else (tuple(bias.shape), bias.dtype, bias.stride())})"
         )
     out = x.new_empty((*x.shape[:-1], columns))
     native = NativeFormat(*format_numbers)

@@ -90,7 +90,7 @@ class PackedPart:
 
     Attributes:
         packed: uint8 [experts, bytes].
-        columns: number of columns; w13 has those of gates and of ups.
+        columns: number of columns. The columns of w13 are gates and ups.
     """
 
     format: Format
@@ -122,7 +122,7 @@ def pack_expert_into(
     if (weight.format, weight.columns, weight.inputs) != (part.format, part.columns, part.inputs):
         raise ValueError(
             f"coded weight of expert {expert}: must be {part.format} of {part.columns} x {part.inputs}, as "
-            f"for the layer's other experts (got {weight.format} of {weight.columns} x {weight.inputs})."
+            f"for the layer's other experts (got {weight.format} of {weight.columns} x {weight.inputs})"
         )
     pack(library, interleave_gates_and_ups(weight) if gated else weight, part.packed[expert])
 
@@ -134,7 +134,7 @@ def interleave_gates_and_ups(weight: Coded) -> Coded:
         ValueError: the columns are not a multiple of 64.
     """
     if weight.columns % (2 * SHARED_COLUMNS):
-        raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
+        raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns})")
 
     def interleave(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
         """Interleaves the gates and the ups of a tensor in blocks; None for None."""
@@ -183,16 +183,16 @@ class CodedExperts:
         if (experts, w13.columns, w13.inputs) != expected_w13:
             raise ValueError(
                 "coded experts: experts, columns and inputs of w13 must fit w2: "
-                f"{expected_w13} (got {(experts, w13.columns, w13.inputs)})."
+                f"{expected_w13} (got {(experts, w13.columns, w13.inputs)})"
             )
         if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
             raise ValueError(
                 f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
-                f"and {inner})."
+                f"and {inner})"
             )
         if dtype not in ELEMENTS:
             raise ValueError(
-                f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})."
+                f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})"
             )
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
@@ -251,7 +251,7 @@ class CodedExperts:
                 f"[{rows}, at most {MAX_CHOICES}] "
                 f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
                 f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; "
-                f"strides {x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."
+                f"strides {x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})"
             )
         self._call(
             self._layer_address,

@@ -39,7 +39,7 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
     if not can_pack(weight, gates=gates):
         raise ValueError(
             f"expert weights must be [experts, n, k] bf16 or float8_e4m3fn, n a multiple of {multiple} and k "
-            f"a multiple of {BLOCK} (got {tuple(weight.shape)} {weight.dtype})."
+            f"a multiple of {BLOCK} (got {tuple(weight.shape)} {weight.dtype})"
         )
     packed = weight_memory.empty(weight.shape, weight.dtype)
     library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
@@ -123,7 +123,7 @@ class PackedExperts:
                 "inner] in bf16, or in float8_e4m3fn with float32 scales "
                 f"(got w13 {tuple(self.w13.shape)} {self.w13.dtype}, "
                 f"w2 {tuple(self.w2.shape)} {self.w2.dtype}, "
-                f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]})."
+                f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]})"
             )
 
 
@@ -165,7 +165,7 @@ def experts(
             f"and ids (int32) must be contiguous and have one shape, [{rows}, at most {MAX_CHOICES}] "
             f"(got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
             f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; strides "
-            f"{x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})."
+            f"{x.stride()}, {y.stride()}, {weights.stride()}, {ids.stride()})"
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(

@@ -81,7 +81,7 @@ class KernelLibrary:
 
     Attributes:
         path: file of the library.
-        calls: its functions.
+        calls: the library's functions.
         paths: instruction sets that both this CPU and the kernels for bf16 support; none without AVX-512F.
         coded_paths: instruction sets that both this CPU and the kernels for coded weights support; none
             without AVX2, FMA and F16C.

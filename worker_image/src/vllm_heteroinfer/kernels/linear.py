@@ -69,7 +69,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if weight.ndim != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         raise ValueError(
             "a linear weight must be [n, k] bf16 on the CPU "
-            f"(got {tuple(weight.shape)} {weight.dtype} on {weight.device})."
+            f"(got {tuple(weight.shape)} {weight.dtype} on {weight.device})"
         )
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -134,7 +134,7 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
     if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():
         raise RuntimeError(
             "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
-            f"(got x {x.dtype}, weight {packed.dtype})."
+            f"(got x {x.dtype}, weight {packed.dtype})"
         )
     # The packed weight has the inputs of x, padded to whole units.
     inputs_fit = 0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS
@@ -142,14 +142,14 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
     if not (inputs_fit and columns_fit):
         raise RuntimeError(
             f"heteroinfer::linear: x and columns must fit the packed weight (got x {tuple(x.shape)}, "
-            f"{columns} columns, weight {tuple(packed.shape)})."
+            f"{columns} columns, weight {tuple(packed.shape)})"
         )
     if bias is not None and (
         bias.dtype != torch.bfloat16 or bias.numel() != columns or not bias.is_contiguous()
     ):
         raise RuntimeError(
             f"heteroinfer::linear: bias must be [{columns}] bf16, contiguous "
-            f"(got {tuple(bias.shape)} {bias.dtype})."
+            f"(got {tuple(bias.shape)} {bias.dtype})"
         )
 
 

@@ -69,16 +69,16 @@ class ExpertChoice:
         max_choices = min(self.experts, MAX_CHOICES)
         if not 0 < self.topk <= max_choices:
             raise ValueError(
-                f"expert choice: topk must be 1 to {max_choices} of {self.experts} experts (got {self.topk})."
+                f"expert choice: topk must be 1 to {max_choices} of {self.experts} experts (got {self.topk})"
             )
         if self.scoring not in SCORES:
             raise ValueError(
-                f"expert choice: scoring must be one of {', '.join(SCORES)} (got {self.scoring})."
+                f"expert choice: scoring must be one of {', '.join(SCORES)} (got {self.scoring})"
             )
         if bias is not None and not is_valid_bias:
             raise ValueError(
                 f"expert choice: bias must be None or a contiguous float32 tensor [{self.experts}] (got "
-                f"{tuple(bias.shape)} {bias.dtype}, strides {bias.stride()})."
+                f"{tuple(bias.shape)} {bias.dtype}, strides {bias.stride()})"
             )
 
     def _to_native(self) -> _NativeRouting:
@@ -153,7 +153,7 @@ class Mixture:
         if routing.experts != num_experts or not gate_fits:
             raise ValueError(
                 f"mixture: gate and routing must be for {num_experts} experts of {hidden} inputs (got gate "
-                f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)."
+                f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)"
             )
         self._referenced = (routing, packed, gate)  # the kernel has only their addresses
         self._experts, self._hidden, self._gated = num_experts, hidden, gate is not None
@@ -184,14 +184,14 @@ class Mixture:
         if x.dtype is not torch.bfloat16 or x.shape[1:] != (self._hidden,) or x.stride(1) != 1:
             raise ValueError(
                 f"mixture: x must be [rows, {self._hidden}] bf16 with contiguous rows "
-                f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
+                f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})"
             )
         # With a gate, the kernel computes the logits itself and ignores their type.
         logits_address, logits_type = None, _LOGITS[torch.bfloat16]
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
                 shape = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape}).")
+                raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape})")
             logits_address, logits_type = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(
@@ -223,6 +223,6 @@ def _check_logits(logits: torch.Tensor, experts: int) -> int:
     if not supports_logits(logits, experts):
         raise ValueError(
             f"expert choice: logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "
-            f"(got {tuple(logits.shape)} {logits.dtype} on {logits.device}, strides {logits.stride()})."
+            f"(got {tuple(logits.shape)} {logits.dtype} on {logits.device}, strides {logits.stride()})"
         )
     return logits.shape[0]

@@ -1,4 +1,4 @@
-"""The leader's health checks of its API server. Stdlib and the contract only."""
+"""The leader's health checks of vLLM's API server. Stdlib and the contract only."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,16 +9,17 @@ from vllm_heteroinfer.pod.addresses import host_in_url
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
 MAX_TRIES = 3
-"""Limit of attempts for one check. A check repeats attempts during which this process was not scheduled."""
+"""Maximum attempts of one check. A check repeats an attempt if this process hardly ran (see `probe_api`)."""
 
 
 async def probe_api(
     address: Awaitable[str], port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
 ) -> None:
-    """Checks the API server's health without end, and reports after each check whether it answered 200.
+    """Checks the health of vLLM's API server without end. Reports after each check whether it answered 200.
 
-    If no answer arrives while this process was not scheduled for half of the time-out, the check is repeated
-    immediately. The answer may wait unread in the kernel, or the API server was not scheduled either.
+    Repeats an attempt without an answer immediately if this process ran for at most half of the time-out.
+    The missing answer then proves nothing: it may wait unread in the kernel, or vLLM's API server did not run
+    either.
 
     Args:
         address: the pod's own address, the target of the clients' Service. If it were loopback, a pod that
@@ -38,9 +39,9 @@ async def probe_api(
 
 
 async def _api_is_healthy(host: str, port: int) -> bool | None:
-    """Returns whether the API server answered 200; None if no answer came in time.
+    """Returns whether vLLM's API server answered 200; None if no answer came in time.
 
-    Returns False if the API server refuses or breaks the connection.
+    Returns False if the server refuses or breaks the connection.
     """
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -232,7 +232,7 @@ class ChildProcess:
     def kill(self) -> None:
         """Kills the whole process group immediately."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # the group's processes have ended
                 os.killpg(self.pid, signal.SIGKILL)
 
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetch.add_argument("--health-port", type=_port, default=names.DEFAULT_HEALTH_PORT)
     fetch.add_argument(
         "--patience",
-        dest="patience_s",
+        dest="stall_limit_s",
         type=_seconds,
         default=600.0,
         metavar="SECONDS",

@@ -124,7 +124,7 @@ class ControlClient:
         assert self._link is not None
         while True:
             link = self._link
-            with contextlib.suppress(ContractError):
+            with contextlib.suppress(ContractError):  # an invalid message; `link.how_it_ended` describes it
                 while (message := await link.receive()) is not None:
                     if message.verdict is not None:
                         self._handlers.on_verdict(message.verdict)
@@ -133,7 +133,7 @@ class ControlClient:
             leader_left = self._leader_stopping and not link.network_failed
             self._reconnecting = True
             if leader_left or not await self._reconnect(link):
-                self._report_lost_leader(link.how_it_ended)
+                self._report_gone_leader(link.how_it_ended)
                 return
             self._reconnecting = False
 
@@ -214,7 +214,7 @@ class ControlClient:
     def check_silence(self) -> None:
         """Reports the leader if it was silent for too long."""
         if self._link is not None and self._link.allowed_silence_left_s() < 0:
-            self._report_lost_leader(self._link.describe_silence())
+            self._report_gone_leader(self._link.describe_silence())
 
     async def end(self) -> None:
         """Closes the link after all messages have left."""
@@ -222,7 +222,7 @@ class ControlClient:
             await self._link.flush()
             self._link.close()
 
-    def _report_lost_leader(self, how: str) -> None:
+    def _report_gone_leader(self, how: str) -> None:
         """Reports that a stopping leader has left, or that the leader is lost.
 
         Args:

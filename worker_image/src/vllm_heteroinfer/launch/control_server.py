@@ -113,7 +113,7 @@ class ControlServer:
         """Reports each follower that was silent for too long."""
         for pod, link in self._links.items():
             if pod not in self._disconnected and link.allowed_silence_left_s() < 0:
-                self._report_lost_pod(pod, link.describe_silence())
+                self._report_gone_pod(pod, link.describe_silence())
 
     async def end(self, verdict: Failure | None, wait_for_missing_s: float) -> None:
         """Sends the verdict, if any, to all followers and closes the connections.
@@ -235,8 +235,11 @@ class ControlServer:
             self._handlers.on_evidence(Evidence(failure=failure))
 
     async def _handle_follower(self, pod: int, link: SupervisorLink) -> None:
-        """Handles a follower's messages. After a lost connection, waits for the follower to reconnect."""
-        with contextlib.suppress(ContractError):
+        """Handles a follower's messages until the connection ends, then waits for the follower to reconnect.
+
+        Reports the follower as gone if it has left, or does not reconnect in time.
+        """
+        with contextlib.suppress(ContractError):  # an invalid message; `link.how_it_ended` describes it
             while (message := await link.receive()) is not None:
                 if message.ranks is not None:
                     self._ranks[pod] = message.ranks
@@ -249,7 +252,7 @@ class ControlServer:
             self._disconnected.add(pod)
             has_left = pod in self._stopping and not link.network_failed
             if has_left or not await self._wait_for_reconnect(pod, link):
-                self._report_lost_pod(pod, link.how_it_ended)
+                self._report_gone_pod(pod, link.how_it_ended)
 
     async def _wait_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether the follower did.
@@ -286,7 +289,7 @@ class ControlServer:
             lookup.cancel()
         return self._links[pod] is not link
 
-    def _report_lost_pod(self, pod: int, how: str) -> None:
+    def _report_gone_pod(self, pod: int, how: str) -> None:
         """Reports that a stopping pod has left, or that another pod is lost.
 
         Args:

@@ -27,7 +27,7 @@ class Weight(IntEnum):
     LOST_PEER = 3
     """The process lost a peer: a consequence of any other known failure."""
     ENGINE = 4
-    """The API server left or is silent, which also happens after its engine loses a rank."""
+    """vLLM's API server left or is silent, which also happens after its engine loses a rank."""
     LOST_ENGINE = 5
     """The process lost the engine: a consequence of the engine's end."""
 
@@ -77,8 +77,9 @@ def weigh(evidence: Evidence) -> Weight:
 def _weigh_own_end(failure: Failure) -> Weight:
     """Classifies a failure that the process itself or its supervisor reported, without a lost peer.
 
-    The end of a rank counts as its own end, except after SIGABRT (see _NEVER_A_CONSEQUENCE). The end of the
-    API server is usually a consequence of an engine that has lost a rank, except after a signal in that set.
+    The end of a rank counts as its own end, except after SIGABRT (see _NEVER_A_CONSEQUENCE). The end of
+    vLLM's API server is usually a consequence of an engine that has lost a rank, except after a signal in
+    that set.
     """
     exit_code = failure.exit_code or 0
     is_never_a_consequence = -exit_code in _NEVER_A_CONSEQUENCE

@@ -1,4 +1,4 @@
-"""Detects an API server or engine that does not answer while no rank is busy. Pure."""
+"""Detects that vLLM's API server or engine does not answer while no rank is busy. Pure."""
 
 from heteroinfer_contract.failure import Failure, FailureReason
 
@@ -7,7 +7,7 @@ ANSWERS_WITHIN_S = 1.5
 
 
 class EngineClock:
-    """Measures how long the API server and the engine have not answered while no rank was busy.
+    """Measures how long vLLM's API server and the engine have not answered while no rank was busy.
 
     During a step or another call, the engine waits for the ranks and cannot answer. So a long prefill, a
     sleep or a compilation stops both clocks.
@@ -35,10 +35,10 @@ class EngineClock:
         A time of an answer never moves back, so older observations do not replace newer ones.
 
         Args:
-            api_answers: whether the API server answered the last health check.
-            api_silent_s: seconds since the API server's last message to its supervisor.
-            engine_unanswered_s: seconds for which the API server has waited for the engine's answer; 0 if it
-                does not wait.
+            api_answers: whether vLLM's API server answered the last health check.
+            api_silent_s: seconds since the last message of vLLM's API server to its supervisor.
+            engine_unanswered_s: seconds for which vLLM's API server has waited for the engine's answer; 0
+                without such a wait.
         """
         self._now_s = now_s
         if ranks_busy:
@@ -54,7 +54,7 @@ class EngineClock:
         return self._now_s - self._engine_answered_s <= ANSWERS_WITHIN_S
 
     def find_overdue(self) -> Failure | None:
-        """Returns the failure of the API server or engine that has not answered for too long, or None."""
+        """Returns the failure of vLLM's API server or engine that has not answered for too long, or None."""
         for part, answered_s in (
             ("vLLM's API server", self._api_answered_s),
             ("vLLM's engine", self._engine_answered_s),

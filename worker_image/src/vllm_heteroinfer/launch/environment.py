@@ -126,7 +126,7 @@ def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
 
 
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
-    """Builds the environment of the API server and its engine core, which compute nothing.
+    """Builds the environment of vLLM's API server and its engine core, which compute nothing.
 
     They use rank 0's platform, because the engine builds vLLM's configuration for rank 0's device.
 
@@ -165,7 +165,7 @@ def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
 def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) -> float:
     """Returns the seconds for which a feed-forward rank spins for its next request before it sleeps.
 
-    Returns 0 in two cases. Under a CPU limit spinning would use up the computing time (CFS throttling). With
+    Returns 0 in two cases. Under a CPU limit, spinning would use up the computing time (CFS throttling). With
     fewer CPUs than threads, spinning would keep other threads from running.
     """
     threads = (omp_thread_count(env) or 1) * len(ranks_on_machine(plan, launch, Device.CPU))
@@ -177,9 +177,11 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
 def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:
     """Returns the CPUs to which a CPU rank's threads are bound, or None if they are not bound.
 
-    Threads are not bound under a CPU limit, and with Auto only to exclusive CPUs. All supervisors of a
-    machine divide its CPUs in the same way, because each counts the CPU ranks of all pods with its
-    own address.
+    Threads are not bound if the pod has a CPU limit, or if the machine has too few CPUs for its ranks. With
+    cpuBinding Auto, threads are bound only if the pod has exclusive CPUs.
+
+    Pods with the same address share a machine (`heteroinfer up`). Each supervisor counts the CPU ranks of all
+    these pods, so all supervisors of the machine divide its CPUs in the same way.
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
         return None
@@ -195,7 +197,8 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     if host.usable_cpus == 1:
         return 0  # the CPU ranks need the only CPU
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
-    hosts_engine = are_on_one_machine(launch, (0, launch.pod_index))
+    leader = 0
+    hosts_engine = are_on_one_machine(launch, (leader, launch.pod_index))
     relays = sum(_has_relay(plan, rank) for rank in ranks_on_machine(plan, launch))
     return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0) + relays
 

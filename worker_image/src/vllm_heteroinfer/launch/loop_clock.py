@@ -8,7 +8,7 @@ WINDOW_S = 30.0
 """Time for which a late turn counts, in seconds."""
 NEXT_DELAY = 4.0
 """The allowed silence of a supervisor grows by this many times its largest recent delay."""
-MAX_PATIENCE_FACTOR = 10.0
+MAX_EXTENSION = 10.0
 """Largest extension of the heartbeat limit for busy machines, as a multiple of the limit."""
 
 
@@ -62,5 +62,5 @@ def silence_limit_s(
     """
     if not acknowledged:
         return heartbeat_timeout_s
-    patience_s = NEXT_DELAY * max(own_late_s, peer_late_s)
-    return heartbeat_timeout_s + min(patience_s, MAX_PATIENCE_FACTOR * heartbeat_timeout_s)
+    extension_s = NEXT_DELAY * max(own_late_s, peer_late_s)
+    return heartbeat_timeout_s + min(extension_s, MAX_EXTENSION * heartbeat_timeout_s)

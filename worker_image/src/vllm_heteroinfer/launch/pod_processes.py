@@ -44,10 +44,10 @@ from vllm_heteroinfer.pod.threads import LastingThread
 EXIT_CODE_WAIT_S = 0.15
 """Time to wait for the exit code of a rank that reported a failure or is exiting."""
 API_STOP_TIMEOUT_S = 3.0
-"""Time for the API server to close its connections. Then it is killed."""
+"""Time for vLLM's API server to close its connections. Then it is killed."""
 STOP_INTERVAL_S = 0.02
 ENGINE_LIST_INTERVAL_S = 1.0
-"""Interval for listing the processes of a starting API server."""
+"""Interval for listing the processes of vLLM's API server while it starts."""
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ class Commands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ProcessToStart:
-    """A process to start. `assignment` is None for the API server."""
+    """A process to start. `assignment` is None for vLLM's API server."""
 
     label: str
     command: tuple[str, ...]
@@ -106,7 +106,7 @@ class PodProcesses:
         self._engine_stop_clocks: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
-        """Starts every rank of the pod. In the leader's pod, also starts the API server.
+        """Starts every rank of the pod. In the leader's pod, also starts vLLM's API server.
 
         The first rank forks the others if possible, because a fork has torch and vLLM imported already.
 
@@ -118,7 +118,7 @@ class PodProcesses:
         assert first.assignment is not None
         # CUDA does not work after a fork, and the imports of a CUDA build may initialize CUDA.
         first_can_fork = commands.forks and first.assignment.device is Device.CPU
-        # The API server computes nothing. So it can be forked from a rank with other thread settings.
+        # vLLM's API server computes nothing. So it can be forked from a rank with other thread settings.
         to_fork = [
             other
             for other in others
@@ -134,7 +134,7 @@ class PodProcesses:
     def _processes_to_start(
         self, commands: Commands, base_env: Mapping[str, str], host: Host
     ) -> "list[_ProcessToStart]":
-        """Returns the ranks of the pod and, in the leader's pod, the API server."""
+        """Returns the ranks of the pod and, in the leader's pod, vLLM's API server."""
         to_start = [
             _ProcessToStart(
                 label=f"rank {rank.rank}",
@@ -227,7 +227,7 @@ class PodProcesses:
 
     @property
     def _api(self) -> SupervisedProcess | None:
-        """The API server's process; None in other pods than the leader's."""
+        """The process of vLLM's API server; None in other pods than the leader's."""
         return next((process for process in self._processes if process.assignment is None), None)
 
     def rank_beats(self) -> tuple[RankBeat, ...]:
@@ -242,7 +242,7 @@ class PodProcesses:
     def send_group_age(self, group_age_s: float) -> None:
         """Sends every process the group age: seconds since all supervisors of the group were last heard.
 
-        The same message starts a drain in the API server.
+        The same message starts a drain in vLLM's API server.
         """
         message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
         for process in self._processes:
@@ -254,9 +254,9 @@ class PodProcesses:
         return next((process.child.output.last_line() for process in own), "")
 
     def drain(self) -> None:
-        """Makes the API server refuse new requests from the next heartbeat on.
+        """Makes vLLM's API server refuse new requests from the next heartbeat on.
 
-        Then the end of the API server is not a failure.
+        Then the end of vLLM's API server is not a failure.
         """
         self._draining = True
 
@@ -269,25 +269,25 @@ class PodProcesses:
         return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 
     def engine_unanswered_s(self) -> float:
-        """Seconds for which the API server has waited for the engine's answer; 0 if it does not wait."""
+        """Seconds for which vLLM's API server has waited for the engine's answer; 0 if it does not wait."""
         api = self._api
         if api is None or api.last_message_awake_s is None:
             return 0.0
-        # Counts until the API server's last message, not until now: after this message, the engine may have
-        # given an answer that the API server has not reported.
+        # Counts until the last message of vLLM's API server, not until now: after this message, the engine
+        # may have given an answer that vLLM's API server has not reported.
         return api.busy_s(api.last_message_awake_s)
 
     def api_silent_s(self) -> float:
-        """Seconds since the last message of the API server; 0 if the pod has no API server."""
+        """Seconds since the last message of vLLM's API server; 0 if the pod has no such server."""
         return 0.0 if self._api is None else self._api.silent_s(self._awake_s())
 
     def watch_engine(self, *, started: bool) -> None:
         """Reports an engine process that has been stopped for STOPPED_LIMIT_S (by SIGSTOP or a debugger).
 
-        All children of the API server count as the engine.
+        All children of vLLM's API server count as the engine.
 
         Args:
-            started: whether the API server is up. Then it starts no more processes, so its children are
+            started: whether vLLM's API server is up. Then it starts no more processes, so its children are
                 listed only once more.
         """
         server = self._api
@@ -319,7 +319,7 @@ class PodProcesses:
     def watch(self) -> None:
         """Checks every process, reports each failure once, and reaps orphans.
 
-        During a drain, the end of the API server is expected. Orphans are reaped only after the start,
+        During a drain, the end of vLLM's API server is expected. Orphans are reaped only after the start,
         because an orphan may be a fork whose process id is not known yet.
         """
         now_s = self._awake_s()
@@ -335,7 +335,7 @@ class PodProcesses:
         return any(process.failure_sent or process.failing_since_s is not None for process in self._processes)
 
     async def stop(self, stop_at_once: asyncio.Event) -> bool:
-        """Asks the API server to end, waits for this end, then kills all processes.
+        """Asks vLLM's API server to end, waits for this end, then kills all processes.
 
         Args:
             stop_at_once: stops the wait if set.

@@ -23,7 +23,7 @@ class GroupView:
         beats: the last report of each rank that has sent a report.
         api_healthy: whether vLLM's API server answers; true if the pod has none.
         engine_answers: whether the engine answers; true if there is no engine.
-        only_pod: consider only this pod's ranks (a follower knows no others).
+        only_pod: consider only this pod's ranks (a follower knows no other ranks).
     """
 
     plan: Plan
@@ -49,20 +49,21 @@ class GroupView:
 
     @property
     def computes(self) -> bool:
-        """Whether all ranks are ready, so that the group can wait only for the API server or the engine."""
+        """Whether all ranks are ready. Then the group can wait only for vLLM's API server or the engine."""
         return not self.missing_pods and not self._not_ready()
 
     @property
     def message(self) -> str:
         """Text that names each part for which the group waits; "" if the group is ready.
 
-        If ranks sleep and all pods are connected, the text names only the sleeping ranks. The API server
-        counts only when all ranks are ready, and the engine only when the API server answers. Programs use
+        If ranks sleep and all pods are connected, the text names only the sleeping ranks. vLLM's API server
+        counts only when all ranks are ready, and the engine only when vLLM's API server answers. Programs use
         the phases of the ranks, not this text.
         """
         asleep = [str(status.rank) for status in self.statuses() if status.phase is RankPhase.SLEEPING]
         if asleep and not self.missing_pods:
-            return f"asleep: rank {', '.join(asleep)}. To wake the group, POST /wake_up to the leader's API"
+            ranks = f"rank{'s' if len(asleep) > 1 else ''} {', '.join(asleep)}"
+            return f"asleep: {ranks}. To wake the group, send POST /wake_up to the API of the leader's pod"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
         waits += [
             self._describe_rank(status) for status in self._not_ready() if status.pod not in self.missing_pods
@@ -107,7 +108,7 @@ class GroupView:
         return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > _BRIEF_SILENCE_S]
 
     def _busy_rank_to_blame(self) -> RankStatus | None:
-        """Returns the busy rank that an API server without an answer may wait for.
+        """Returns the busy rank that vLLM's API server may wait for if it does not answer.
 
         Prefers a rank that does not wait for another rank. Returns None if no rank is busy.
         """

@@ -29,14 +29,14 @@ class SupervisedProcess:
     """A supervisor's knowledge of one process.
 
     Attributes:
-        assignment: assignment of a rank; None for the API server.
+        assignment: assignment of a rank; None for vLLM's API server.
         report: last report of the process.
         reported: failure that the process itself reported.
         last_heartbeat_at_s: time of the last message, on time.monotonic()'s clock.
         last_message_awake_s: time of the last message, on PodProcesses' clock; None before the first.
         failing_since_s: time of the first sign of a failure, on PodProcesses' clock.
         lost: other process that this process lost, if its failure is only a consequence.
-        engine_end: end of the engine, reported by the API server.
+        engine_end: end of the engine, reported by vLLM's API server.
         failure_sent: whether PodProcesses has passed on the failure of this process.
     """
 
@@ -55,7 +55,7 @@ class SupervisedProcess:
 
     @property
     def rank(self) -> int | None:
-        """Global rank of the process; None for the API server."""
+        """Global rank of the process; None for vLLM's API server."""
         return None if self.assignment is None else self.assignment.rank
 
     def read_channel(self, awake_s: float) -> None:
@@ -114,8 +114,8 @@ def build_failure(
 ) -> Failure:
     """Returns the failure of a process that failed, ended or was stopped.
 
-    The end of the engine has priority, because the API server's own end is only a consequence. Then follow
-    the process's own report, and the supervisor's observation.
+    The end of the engine has priority, because the end of vLLM's API server is only a consequence. Then
+    follow the process's own report, and the supervisor's observation.
 
     Args:
         pod: index of this pod.

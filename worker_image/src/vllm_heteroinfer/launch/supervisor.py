@@ -51,7 +51,7 @@ one heartbeat interval, and the time until the consequences of a failure appear.
 STOP_GATHER_S = 0.7
 """Wait for this pod's own SIGTERM after another pod received one (a deleted group stops all its pods)."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
-"""Extra drain time of a follower. The leader may receive SIGTERM later, and must end its API server."""
+"""Extra drain time of a follower. The leader may receive SIGTERM later, and must end its server."""
 VERDICT_TIMEOUT_S = 1.5
 """Longest wait of a follower for the leader's verdict; then the follower decides alone."""
 TURNS_TO_READ = 3
@@ -78,7 +78,7 @@ class SupervisorSettings:
     Attributes:
         base_env: environment of the pod, the base of the ranks' environments.
         step_timeout_s: longest time for one step of a rank, in seconds. Also the longest time without an
-            answer from the API server or the engine while no rank is busy.
+            answer from vLLM's API server or the engine while no rank is busy.
         key: key of the epoch; None if the operator gave the group no key.
     """
 
@@ -279,7 +279,7 @@ class Supervisor:
             self._check_deadlines(self._server)
 
     def _check_deadlines(self, server: ControlServer) -> None:
-        """Ends a start without progress, and reports a rank, API server or engine that is stuck."""
+        """Ends a start without progress, and reports a stuck rank, engine or API server of vLLM."""
         self._update_engine_clock(server)
         view = self._group_view()
         self._was_ready = self._was_ready or view.ready
@@ -291,9 +291,9 @@ class Supervisor:
                 self._conclude(
                     self._startup_timeout_failure(view.message, pod=view.awaited_pod, rank=view.awaited_rank)
                 )
-            # The warm-up may take longer than a step. After it, all ranks are ready and the API server sends
-            # a first request of its own, in which a rank may be stuck. Only then does the limit of a step
-            # apply.
+            # The warm-up may take longer than a step. After the warm-up, all ranks are ready and vLLM's API
+            # server sends a first request of its own, in which a rank may be stuck. Only then does the limit
+            # of a step apply.
             if not view.computes or self._start_clock.no_progress_s(now_s) <= limit_s:
                 return
         failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
@@ -302,10 +302,10 @@ class Supervisor:
             self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
 
     def _update_engine_clock(self, server: ControlServer) -> None:
-        """Passes the current state of ranks, API server and engine to the clock of missing answers.
+        """Passes the state of ranks, engine and vLLM's API server to the clock of missing answers.
 
         The clock stops during a drain, and until all ranks are ready. While all ranks are ready but the group
-        is not, only the engine must answer: the API server does not listen yet, but already sends calls to
+        is not, only the engine must answer: vLLM's API server does not listen yet, but already sends calls to
         the engine.
         """
         ranks_busy = any(beat.busy is not None for beat in (*self._processes.rank_beats(), *server.ranks()))
@@ -491,7 +491,7 @@ class Supervisor:
         return self._clock.awake_s(time.monotonic())
 
     def _on_api_health(self, healthy: bool) -> None:
-        """Stores the result of a health check of the API server."""
+        """Stores the result of a health check of vLLM's API server."""
         self._api_healthy = healthy
 
     def _conclude(self, failure: Failure) -> None:

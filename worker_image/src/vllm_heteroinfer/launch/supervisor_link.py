@@ -121,7 +121,7 @@ class SupervisorLink:
         return self._queue.pop(0)
 
     def _record_heartbeat(self) -> None:
-        """Stores the current time as that of the peer's last message."""
+        """Stores the current time as the time of the peer's last message."""
         self._last_heartbeat_at_s = time.monotonic()
         self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
 
@@ -166,17 +166,18 @@ class SupervisorLink:
     def describe_silence(self) -> str:
         """Returns a description of a silence that is too long, for a message about the peer."""
         silent = f"was silent for {self.silent_for_s():.1f} s"
-        limit = f"the limit is {self.limit_s():.1f} s"
+        limit_s = self.limit_s()
+        limit = f"the limit is {limit_s:.1f} s"
         if not self._is_acknowledged():
             return f"{silent}, and its machine does not respond ({limit}, network.heartbeatTimeout)"
         return (
-            f"{silent}, although its machine responds ({limit}: network.heartbeatTimeout, "
-            f"{self._timeout_s:g} s, plus time for busy machines)"
+            f"{silent}, although its machine responds ({limit}: {self._timeout_s:g} s of "
+            f"network.heartbeatTimeout and {limit_s - self._timeout_s:.1f} s for busy machines)"
         )
 
     async def flush(self) -> None:
         """Waits until all sent messages have left this process, for at most FLUSH_TIMEOUT_S."""
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, TimeoutError):  # the peer is gone, or reads nothing
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._writer.drain()
 

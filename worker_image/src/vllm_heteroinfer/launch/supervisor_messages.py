@@ -30,11 +30,11 @@ class RankBeat:
     """A rank's state in a heartbeat.
 
     Attributes:
-        busy: the rank's current activity; None if it is idle, according to its last report.
-        busy_s: time since the activity began, in seconds. The supervisor's clock measures it, so that it also
-            grows for a rank that cannot report.
-        waiting_for_rank: the rank that this rank waits for; None if it computes.
-        waiting_for_engine: whether it waits for the engine's next call.
+        busy: the rank's current activity; None if the rank was idle in its last report.
+        busy_s: time since the activity began, in seconds. The supervisor's clock measures this time, so
+            that the time also grows for a rank that cannot report.
+        waiting_for_rank: the rank that this rank waits for; None if this rank computes.
+        waiting_for_engine: whether this rank waits for the engine's next call.
         silent_s: time since the last report, in seconds; counts only time in which the supervisor runs.
     """
 
@@ -56,11 +56,11 @@ class Message:
     """One line between supervisors. A field with None or False is not set.
 
     Attributes:
-        ranks: in each heartbeat of a follower: the state of its ranks.
+        ranks: in each heartbeat of a follower: the state of the follower's ranks.
         group_age_s: in each heartbeat of the leader: seconds since the last message of the pod that has been
             silent longest.
         late_s: in each heartbeat: recent scheduling delay of the sender on a busy machine, in seconds.
-        stopping: whether the sender was asked to stop; then its end is not a failure.
+        stopping: whether the sender was asked to stop. Then the sender's end is not a failure.
         verdict: the leader's decision about the cause of the group's end.
     """
 

@@ -147,7 +147,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
         return self._coded.compute(layer, x, bias)
 
     def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
-        raise NotImplementedError("CodedFp8Kernel computes in apply_weights.")
+        raise NotImplementedError("CodedFp8Kernel computes in apply_weights")
 
 
 class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
@@ -196,4 +196,4 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         return self._coded.compute(layer, x, bias)
 
     def apply_block_scaled_mm(self, **_: Any) -> torch.Tensor:
-        raise NotImplementedError("CodedFp8BlockKernel computes in apply_weights.")
+        raise NotImplementedError("CodedFp8BlockKernel computes in apply_weights")

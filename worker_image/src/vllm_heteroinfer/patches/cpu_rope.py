@@ -1,9 +1,10 @@
 """The patch `cpu_rope`: works around two bugs of vLLM's rotary embedding on CPUs.
 
-1. vLLM's CPU operation uses the stride between heads as the stride between tokens if a tensor has both axes:
-   with (tokens, heads, size), it rotates a token by the angles of other tokens, without an error. Attention
-   over latents uses this shape, unless YaRN scales its positions as in DeepSeek's models.
-2. In bf16 the operation crashes (SIGSEGV) if it rotates more than 8 pairs of elements and their number is
+1. vLLM's CPU kernel uses the stride between heads as the stride between tokens if a tensor has both
+   dimensions: in (tokens, heads, size), a token gets the positions of other tokens, without an error.
+   Multi-head latent attention (MLA) uses this shape, unless YaRN scales its positions as in DeepSeek's
+   models.
+2. In bf16 the kernel crashes (SIGSEGV) if it rotates more than 8 pairs of elements and the number of pairs is
    not a multiple of 8. An example is StableLM, which rotates the first quarter of heads of size 80.
 
 Compiled models do not call this function, but CPU ranks are eager. Imports vLLM.

@@ -130,7 +130,10 @@ CPU_CODED_SCALES: Final = Patch(
 CPU_CODED_MODELOPT_SCALES: Final = replace(
     CPU_CODED_SCALES,
     target="vllm.model_executor.layers.quantization.modelopt:requantize_with_max_scale",
-    why="the same function, which vLLM's methods for ModelOpt's files import by name",
+    why=(
+        "vLLM's module for ModelOpt imports requantize_with_max_scale by name, so a patch of w8a8_utils does "
+        "not reach this module"
+    ),
 )
 CPU_CODED_FACTORS: Final = replace(
     CPU_CODED_SCALES,
@@ -225,9 +228,9 @@ CPU_ROPE: Final = Patch(
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     parameters=("self", "positions", "query", "key"),
     why=(
-        "vLLM's CPU operation rotates tokens by the angles of other tokens if queries or keys have an "
-        "axis of heads, as in attention over latents. In bf16 it crashes for some numbers of rotated "
-        "elements. No option selects the right operation for an eager rank"
+        "vLLM's CPU kernel for rotary embedding (RoPE) uses the positions of other tokens if queries or keys "
+        "have a dimension of heads, as in multi-head latent attention (MLA). In bf16 the kernel crashes for "
+        "some sizes of the rotated part. vLLM has no option that selects another kernel for an eager rank"
     ),
     verified=("0.32.0",),
     remove_when="vLLM's rotary embedding on CPUs distinguishes tokens from heads",

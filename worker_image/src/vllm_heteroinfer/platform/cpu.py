@@ -35,7 +35,7 @@ class HeteroCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         # vLLM uses spawn on CPUs, because its workers need their own environment before exec. The supervisor
         # starts our workers, so vLLM's API server starts only the engine, which computes nothing. A fork of
-        # the API server does not import everything again (10 s of a CPU).
+        # vLLM's API server does not import everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     @classmethod

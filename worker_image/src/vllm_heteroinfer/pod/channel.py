@@ -54,7 +54,7 @@ class RankReport:
         busy: name of the current work (`step 12`); None while the rank waits for work.
         waiting_for_rank: global rank whose message this rank waits for; None while this rank computes.
         waiting_for_engine: whether the rank waits for the engine's next call.
-        drained: set by the API server only: the last request has ended after a request to drain.
+        drained: set by vLLM's API server only: the last request has ended after a request to drain.
     """
 
     phase: RankPhase = RankPhase.STARTING
@@ -80,10 +80,10 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnd:
-    """The end of the engine's process, as its parent, the API server, observed it.
+    """The end of the engine's process, as its parent, vLLM's API server, observed it.
 
     Attributes:
-        exit_code: as in `subprocess`; None if it is not known.
+        exit_code: as in `subprocess`; None if unknown.
     """
 
     exit_code: int | None = None
@@ -95,7 +95,7 @@ class RankMessage:
 
     Attributes:
         lost: the other process that the rank has lost, if the failure is only a consequence.
-        engine_end: sent by the API server only, which ends with its engine.
+        engine_end: sent by vLLM's API server only, which ends with its engine.
     """
 
     report: RankReport | None = None
@@ -172,7 +172,7 @@ class RankReporter:
             version.
 
     Attributes:
-        rank: global rank of this process; None in the API server.
+        rank: global rank of this process; None in vLLM's API server.
     """
 
     def __init__(

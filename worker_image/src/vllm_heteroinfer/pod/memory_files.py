@@ -12,7 +12,7 @@ def open_memfd(pid: int, fd: int, name: str, owner: str) -> int:
         fd: descriptor in that process.
         name: name with which the file was created. The check of the name protects files of other processes:
             in another PID namespace, `pid` is another process.
-        owner: description of the file for the error, such as "the slab of the rank that it serves".
+        owner: description of the file for the error, such as "the shared memory of the pod".
 
     Raises:
         OSError: the file is not there, or has another name.
@@ -20,5 +20,5 @@ def open_memfd(pid: int, fd: int, name: str, owner: str) -> int:
     path = Path(f"/proc/{pid}/fd/{fd}")
     opened = os.readlink(path)
     if opened != f"/memfd:{name} (deleted)":
-        raise OSError(f"{path} must be {owner} (got {opened})")
+        raise OSError(f"{path} is {opened}, not {owner}")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -47,7 +47,7 @@ class Line(Protocol):
     lane: int
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
-        """Reports that this rank can answer; the times are those of LaneReady."""
+        """Reports that this rank can answer, with the times of `LaneReady`."""
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """Waits for an ask, and writes its layer and rows to `layer` and `rows`.
@@ -76,7 +76,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
     slab.
 
     Args:
-        expected: shape of the asking rank's slab, whatever its number of lanes.
+        expected: shape of the asking rank's slab, with any number of lanes.
 
     Raises:
         ContractError: the ranks disagree about the shape, or this process cannot map the slab's memory.
@@ -237,7 +237,7 @@ class PodLine:
             )
         else:
             reason = "the rank closed it" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
-            reason += f". See the log of rank {self._asking}"
+            reason += f". Read the log of rank {self._asking}"
         return PeerGoneError(
             self._asking,
             f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",

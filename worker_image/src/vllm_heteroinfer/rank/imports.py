@@ -19,7 +19,7 @@ SHARED_MODULES = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.engine.arg_utils",
 )
-"""Modules that every process of a pod needs. Ranks need the CLI to parse the API server's arguments."""
+"""Modules that every process of a pod needs. Ranks need the CLI to parse arguments of vLLM's API server."""
 
 FEED_FORWARD_MODULES = ("vllm_heteroinfer.rank.answering_rank",)
 """Modules that feed-forward ranks need, without vLLM."""
@@ -52,9 +52,9 @@ def register_class(model: str) -> None:
     """Loads the class of a model, and registers the class with vLLM in place of its name.
 
     If only the name is registered, vLLM inspects the class in a separate process, which imports torch and
-    vLLM again. That takes 13 s of a CPU for each rank and the API server if vLLM's cache folder is empty, as
-    in each new pod. vLLM uses a separate process because the class could initialize CUDA; a CPU rank has no
-    CUDA.
+    vLLM again. That takes 13 s of a CPU for each rank and for vLLM's API server if vLLM's cache folder is
+    empty, as in each new pod. vLLM uses a separate process because the class could initialize CUDA; a CPU
+    rank has no CUDA.
     Source: vllm/model_executor/models/registry.py::_LazyRegisteredModel.inspect_model_cls@v0.32.0.
 
     Skips architectures that vLLM does not support; vLLM itself reports them.

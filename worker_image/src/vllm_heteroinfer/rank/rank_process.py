@@ -82,7 +82,7 @@ class RankProcess(WorkerProc):
         enable_envs_cache()
 
     def _connect(self) -> None:
-        """Connects this rank's message queues with those of the executor.
+        """Connects this rank's message queues with the executor's queues.
 
         Raises:
             TimeoutError: the executor did not connect before the start-up deadline.

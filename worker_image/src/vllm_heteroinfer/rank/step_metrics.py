@@ -241,8 +241,8 @@ class RankMetrics(Meter):
     def continue_into_next_step(self) -> Callable[[], None]:
         """Marks this step as running on the device even when the next step's call begins.
 
-        Such steps overlap. So that no time counts twice, a step's time begins at its first call or at the end
-        of the step before it, whichever is later.
+        Such steps overlap. So that no time counts twice, a step's time begins at its first call, or at the
+        end of the previous step if that is later.
 
         Returns:
             A function to call once, from any thread, when the step's answer is available.
@@ -251,7 +251,7 @@ class RankMetrics(Meter):
         self._mark_on_device(step)
 
         def done() -> None:
-            """Ends the step, whose time begins after the step before it."""
+            """Ends the step, whose time begins at its first call or at the previous step's end."""
             with self._lock:
                 now = time.perf_counter()
                 step.step_s = now - max(step.began, self._last_step_end)
@@ -300,9 +300,14 @@ class RankMetrics(Meter):
                 self._record_step(step, step.tokens)
 
     def _record_step(self, step: Step, token_counts: tuple[int, int]) -> None:
-        """Records a finished step: its metrics, and the averages that the supervisor gets."""
-        phase = metric_names.PHASE_PREFILL if token_counts[0] else metric_names.PHASE_DECODE
-        fit_transfer(step)
+        """Adds a finished step to the metrics, and to the averages that the supervisor gets.
+
+        Args:
+            token_counts: number of prompt tokens and of decode tokens.
+        """
+        prompt_tokens, _ = token_counts
+        phase = metric_names.PHASE_PREFILL if prompt_tokens else metric_names.PHASE_DECODE
+        scale_transfer_to_step(step)  # sampled times of copies can exceed the step
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
         if self.writes_metrics:
@@ -310,7 +315,8 @@ class RankMetrics(Meter):
         self._client_steps += 1
         if phase == metric_names.PHASE_DECODE:
             self._update_averages(step.step_s, compute_s, step.wait_s, transfer_s)
-        self._reporter.set_step_times(self._client_steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+        no_averages = (0.0, 0.0, 0.0, 0.0)  # before the first decode step
+        self._reporter.set_step_times(self._client_steps, *(self._averages or no_averages))
 
     def _write_metrics(self, step: Step, phase: str, token_counts: tuple[int, int], compute_s: float) -> None:
         """Adds a finished step to the histograms and counters of its phase."""
@@ -361,7 +367,7 @@ def locked_memory_limit_bytes() -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
-def fit_transfer(step: Step) -> None:
+def scale_transfer_to_step(step: Step) -> None:
     """Scales a step's transfer times down, so that together they fit into the step without its waits.
 
     Times of small GPU copies are sampled, so a step can get more transfer time than its copies took.
@@ -423,7 +429,7 @@ def serve(
     If the port is in use, the rank logs an error and runs without metrics.
 
     Args:
-        rank: its local rank is added to the port.
+        rank: the rank that serves. Its local rank is added to the port.
         healthy: whether /healthz answers 200 (otherwise 503).
         failed: called with the exception that ended the server's thread.
     """

@@ -239,7 +239,7 @@ def lock_pages(slab: BridgeSlab, device: torch.device) -> None:
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(status) != 0:
-        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with {status}")
+        raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with CUDA error {status}")
     unlock = weakref.finalize(slab, torch.cuda.cudart().cudaHostUnregister, address)
     unlock.atexit = False  # the lock ends with the process
     slab.unlock = unlock

@@ -204,7 +204,7 @@ class GlooLink:
         works = self._out[self._published % _PARTS].works  # empty before the first part
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
-                with suppress(PeerLostError):
+                with suppress(PeerLostError):  # the caller raises its own error
                     self._wait_for(work, peer, "the receipt of a part", _MISMATCH_GRACE_S)
 
     def close(self) -> None:

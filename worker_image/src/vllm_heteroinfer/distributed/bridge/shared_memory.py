@@ -34,6 +34,7 @@ MACHINES = ("x86_64",)
 """Architectures on which other CPUs see stores in order."""
 _CHECK_S = 0.1
 """Interval of checks for errors of this rank's device, while its own part is not published."""
+_A_PART, _HAS_LEFT = "a part of a collective operation", "the rank has left the process group"
 
 
 class SharedMemoryLink:
@@ -106,29 +107,24 @@ class SharedMemoryLink:
         """Waits until one of the pending ranks has published its part.
 
         Raises:
-            PeerLostError: a rank has closed its bridge, or no rank published in time.
+            PeerLostError: a rank has left the process group, or no rank published in time.
         """
         words = self._slab.words
         lines = [peer * WORDS for peer in pending]
 
         def ready() -> bool:
-            """Returns whether a pending rank has published its part, or closed its bridge."""
+            """Returns whether a pending rank has published its part, or has left the process group."""
             for line in lines:  # noqa: SIM110 - three times as fast as any() of a generator
                 if words[line + WRITTEN] >= published or words[line + CLOSED]:
                     return True
             return False
 
         # The meter and a time-out name one rank: the first of the pending ranks.
-        self._wait_and_report(ready, pending[0], "a part of a collective operation")
+        self._wait_and_report(ready, pending[0], _A_PART)
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
                 rank = self._process_group.ranks[peer]
-                raise PeerLostError(
-                    rank,
-                    0.0,
-                    f"the rank has closed its bridge. Read the log of rank {rank}",
-                    awaited="a part of a collective operation",
-                )
+                raise PeerLostError(rank, 0.0, _HAS_LEFT, awaited=_A_PART)
 
     def _wait_and_report(
         self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None
@@ -150,8 +146,7 @@ class SharedMemoryLink:
             raise PeerLostError(
                 rank,
                 waited,
-                f"process group {self._process_group.group}: rank {rank} wrote no data to the shared memory. "
-                f"See the log of rank {rank}",
+                f"the rank wrote no data to the shared memory of process group {self._process_group.group}",
                 awaited=awaited,
             )
         if reported:
@@ -181,12 +176,7 @@ class SharedMemoryLink:
             )
             if words[ANNOUNCED] < wanted:
                 rank = self._process_group.ranks[0]
-                raise PeerLostError(
-                    rank,
-                    0.0,
-                    f"the rank has closed its bridge. Read the log of rank {rank}",
-                    awaited=AN_ANNOUNCEMENT,
-                )
+                raise PeerLostError(rank, 0.0, _HAS_LEFT, awaited=AN_ANNOUNCEMENT)
         entry = self._slab.announcements[wanted % MAX_UNREAD]
         message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
         self._read = words[self._line + READ] = wanted

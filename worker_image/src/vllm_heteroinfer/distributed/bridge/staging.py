@@ -220,7 +220,10 @@ class _DeviceTime:
 
 
 def _copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies with a kernel (a product with 1), since `copy_` would use the copy engine."""
+    """Copies with a kernel (a product with 1).
+
+    `copy_` would use the copy engine, whose start takes longer for small parts (MAPPED_BYTES).
+    """
     dtype = source.dtype
     if dtype is torch.bool:
         dtype, target, source = torch.uint8, target.view(torch.uint8), source.view(torch.uint8)

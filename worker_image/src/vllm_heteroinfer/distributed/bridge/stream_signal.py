@@ -52,7 +52,7 @@ class StreamSignal:
         """
         status = self._write(self.stream(), self._address + 8 * word, value, 0)
         if status:
-            raise RuntimeError(f"{self._device}: cuStreamWriteValue64 failed with {status}")
+            raise RuntimeError(f"{self._device}: cuStreamWriteValue64 failed with CUDA error {status}")
 
     def stream(self) -> int:
         """Returns the handle of the current stream, which `write` uses."""

@@ -65,7 +65,10 @@ class _RemoteLoad(ModelLoad):
 
 
 class Asking(RankMode):
-    """Sends layers to the feed-forward ranks through the slab. Created before the model is built."""
+    """Sends layers to the feed-forward ranks through the slab. Created before the model is built.
+
+    Each feed-forward rank of this pod, and each other pod, has a lane (a place) in the slab.
+    """
 
     _recipe: Recipe
     _slab: Slab
@@ -113,15 +116,15 @@ class Asking(RankMode):
         self._context.store.put(recipe_key(self._context.rank.rank), recipe.to_text())
 
     def model_loaded(self, runner: Any) -> None:
-        """Opens the slab, waits until every lane can answer, probes each lane once, and watches the lanes.
+        """Opens the slab, waits for the feed-forward ranks, tests each with an ask, and watches them.
 
         From then on, the model's remote parts send their asks. If the plan gives the GPU memory for experts,
         the GPU computes a part of the experts.
 
         Raises:
-            ContractError: a lane cannot open the slab.
-            TimeoutError: a lane was not ready before the start-up deadline.
-            RuntimeError: a lane answered the probe with wrong values.
+            ContractError: a feed-forward rank mapped other memory than the slab.
+            TimeoutError: a feed-forward rank was not ready before the start-up deadline.
+            RuntimeError: a feed-forward rank answered the test with wrong values.
         """
         self._stages.model_loaded(runner)
         context = self._context
@@ -167,7 +170,8 @@ class Asking(RankMode):
 
         offers = {}
         for rank in ranks:
-            key, awaited = weights_key(rank.rank), f"place of the weights of rank {rank.rank}"
+            key = weights_key(rank.rank)
+            awaited = f"message that locates the weights of rank {rank.rank} in shared memory"
             text = context.store.get(key, context.startup, what=awaited, rank=rank.rank)
             offers[rank.rank] = OfferedWeights.from_json(text)
         loaded = weight_bytes(runner.get_model())
@@ -213,7 +217,7 @@ class Asking(RankMode):
         """Connects to feed-forward ranks of other pods, if there are any, and starts the relay.
 
         Returns:
-            A function that describes how far an ask to a lane got, and the reports of all lanes, which now
+            A function that describes how far an ask in a lane got, and the reports of all lanes, which now
             include the time of the network.
         """
         context = self._context
@@ -231,10 +235,10 @@ class Asking(RankMode):
         return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, for_client: bool) -> None:
-        """Wakes the sleeping lanes before a client's step, so that they are awake when its first ask comes.
+        """Wakes the feed-forward ranks before a client's step, so that they are awake at its first ask.
 
-        Waking the lanes also counts the step in their metrics. The steps of the group's own first request
-        must not count, so they do not wake the lanes.
+        This also counts the step in the ranks' metrics. The steps of the group's own first request must not
+        count, so they do not wake the ranks.
         """
         self._stages.begin_step(rows, for_client=for_client)
         self._meter.is_users_step = for_client

@@ -138,8 +138,8 @@ def follow(
 def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -> Iterator[None]:
     """Reports the number of tokens of each forward pass just before the pass.
 
-    Wraps `forward` instead of using a hook of torch: vLLM's decorated models, those of the Transformers
-    backend, bypass hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
+    Wraps `forward` instead of using a hook of torch: vLLM's decorated models, such as models of the
+    Transformers backend, bypass hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
     """
     forward: Callable[..., Any] = model.forward
 

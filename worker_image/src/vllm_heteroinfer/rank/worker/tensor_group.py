@@ -64,6 +64,7 @@ class TensorGroup(RankMode):
         # ranks use anyway.
         # Source: vllm/distributed/parallel_state.py::GroupCoordinator.all_reduce@v0.32.0.
         group.use_custom_op_call = group.use_custom_op_call or compiles
+        # vLLM's custom op must not change its input.
         group.device_communicator.connect(bridge, in_place=not group.use_custom_op_call)
         reason = eager_reason(context.plan)
         if reason is not None and context.rank.device is Device.GPU:
@@ -109,7 +110,7 @@ class TensorGroup(RankMode):
             context.store.put(key, str(own_order))
             return
         leader_order = context.store.get(
-            key, context.startup, what="order of requests from the stage's first rank"
+            key, context.startup, what="reorder_batch_threshold of the stage's first rank"
         )
         if own_order is None and leader_order != "None":  # this backend accepts any order
             runner.reorder_batch_threshold = int(leader_order)
