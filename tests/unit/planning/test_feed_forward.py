@@ -540,7 +540,7 @@ def test_the_kv_cache_follows_from_the_gpu_and_not_from_ranks_without_a_cache() 
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
     assert planned.remote is not None
     extra = format_bytes(peak_extra_bytes(planned.remote, planned.plan.engine, (0,)))
-    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} more: for the process, "
+    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} more for the process and "
     assert of_cpu.startswith(words)
     text = describe_plan(planned, "moe", ShownParts(explain=True))
     assert "role gpu, feed-forward: default rates for CPUs" in text

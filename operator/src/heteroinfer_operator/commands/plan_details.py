@@ -115,8 +115,8 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
         extra_bytes = peak_extra_bytes(remote, engine, rank_indices)
         lines.append(
             f"feed-forward rank of role {rank_set.role.name}: {format_bytes(weight_bytes)} of weights"
-            f"{by_experts}, and up to {format_bytes(extra_bytes)} more: for the process, and for either "
-            "packing a layer or computing the largest batch, whichever needs more"
+            f"{by_experts}, and up to {format_bytes(extra_bytes)} more for the process and for the "
+            "larger of two needs: packing a layer, or computing the largest batch"
         )
     return lines
 

@@ -176,7 +176,8 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
         PlanError: the number of ranks in the roles does not fit these fields.
     """
     parallelism, num_ranks = spec.parallelism, spec.world_size
-    # `layers` of the roles has an entry for each stage. The number is 0 if neither field is set.
+    # The lists roles[].layers have one entry for each stage, all lists together. The number of stages is 0 if
+    # neither parallelism.pipeline nor layers is set.
     num_stages = parallelism.pipeline or sum(len(role.layers or ()) for role in spec.roles)
     if parallelism.tensor:
         tensor = Fraction(parallelism.tensor)
