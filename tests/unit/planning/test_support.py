@@ -371,7 +371,7 @@ def test_refuses_latent_sizes_without_a_cpu_kernel() -> None:
 def test_refuses_latent_attention_without_amx() -> None:
     without = Inventory(cpu_features={"cpu": frozenset()})
     said = refusal("DeepSeek-V2-Lite-Chat", spec(*MIXED), without)
-    assert "vLLM uses KV blocks of 16 tokens and no chunked prefill on these ranks only)" in said
+    assert "vLLM uses KV blocks of 16 tokens and no chunked prefill on CPU ranks, unlike on" in said
     assert "Put CPU roles on nodes that have AMX" in said
 
 

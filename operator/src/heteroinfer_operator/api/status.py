@@ -275,7 +275,8 @@ class KvStatus(StatusModel):
     limiting_role: RoleName
     """Deprecated copy of kvCache.limitingRole: the role of that rank."""
     limited_by: KvLimit
-    """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the limiting rank holds less."""
+    """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the memory of the limiting rank holds
+    less than the plan's KV cache."""
     room_blocks: Count
     """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit into the memory of the
     limiting rank."""
