@@ -262,7 +262,7 @@ def known_values() -> Mapping[tuple[str, ...], frozenset[str]]:
 
 
 def wrong_values(text: str) -> tuple[list[str], int]:
-    """Returns each `field: Value` whose value the field does not accept, and the number of compared values."""
+    """Returns each `field: Value` that the field does not accept, and the number of compared values."""
     said = [
         (path, tuple(path.replace("[]", "").split(".")), value)
         for fence, span in CODE.findall(text)

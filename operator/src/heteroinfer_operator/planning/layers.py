@@ -71,8 +71,8 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
     if len(layers) > 1 and layers[-1] < least_in_last:
         raise PlanError(
             f"roles: the last stage must have at least {least_in_last} layers (got {layers[-1]}), because "
-            f"the model's last {least_in_last} layers share keys and values, so one rank must hold all of "
-            "them. Give the last stage more layers",
+            f"the model's last {least_in_last} layers share keys and values, so one rank must hold all these "
+            "layers. Give the last stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     if found_layers != wanted_layers:

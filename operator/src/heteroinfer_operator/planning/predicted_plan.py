@@ -117,7 +117,7 @@ def predict_again(
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
 ) -> tuple[Sizes, FeedForwardPart | None] | None:
-    """Returns the sizes with which a plan was made, or None if the plan is not of this spec and model.
+    """Returns the sizes that the planner used for a plan; None if the plan is not of this spec and model.
 
     Returns:
         The sizes of a rank in a stage, and the part of the model that feed-forward ranks compute.
