@@ -408,8 +408,8 @@ def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str 
 def _translate_message(error: Mapping[str, Any]) -> str:
     """Returns pydantic's message of an error with "must be", as in the API server's answers."""
     if error["type"] == _PATTERN_ERROR:
-        words = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])
-        if words:
-            return words
+        requirement = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])
+        if requirement:
+            return requirement
     message: str = error["msg"]
     return re.sub("^(Input|String|List|Tuple|Dictionary) should ", "must ", message)

@@ -96,10 +96,10 @@ def describe_memory(planned: Planned) -> list[str]:
 
     Stages with equal sums share a line.
     """
-    stages_by_words: dict[str, list[int]] = {}
+    stages_by_text: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
-        stages_by_words.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
-    lines = [f"{_name_stages(stages)}, {words}" for words, stages in stages_by_words.items()]
+        stages_by_text.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
+    lines = [f"{_name_stages(stages)}, {text}" for text, stages in stages_by_text.items()]
     if planned.remote is not None:
         lines += _describe_feed_forward_memory(planned, planned.remote)
     return lines

@@ -99,7 +99,7 @@ def fits_gpus(
 
 
 def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | None) -> int:
-    """Returns the bytes of a GPU that a rank uses: those of the plan, and `gpu_floor` if known."""
+    """Returns the bytes of a GPU that a rank uses: the bytes of the plan, plus `gpu_floor` if known."""
     plan_bytes = _planned_bytes(plan, rank)
     if gpu_floor is None:
         return plan_bytes

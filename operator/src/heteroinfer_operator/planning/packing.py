@@ -22,7 +22,7 @@ _SCALE_BYTES: Final = 2
 _ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
     {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2)}
 )
-"""Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store one."""
+"""Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store a zero point."""
 _FLOAT_RATIO: Final = Fraction(201, 200)
 """Packed size of weights in FP8 and NVFP4, relative to the checkpoint. Packing adds 4 bytes for each column:
 the ratio is 1.002 with 4,096 inputs and 1.009 with 768."""

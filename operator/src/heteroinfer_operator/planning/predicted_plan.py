@@ -52,7 +52,7 @@ def predict_ranks(
 def _choose_rates(
     rank: RankAssignment, plan: Plan, role: RoleSpec, profile: ModelProfile, inventory: Inventory
 ) -> Rates:
-    """Returns the rates of a rank in a stage: measured ones of its machine, otherwise defaults."""
+    """Returns the rates of a rank in a stage: measured rates of its machine, otherwise defaults."""
     if rank.device is Device.GPU:
         product, calibration = inventory.gpu_product.get(role.name, ""), inventory.calibration.get(role.name)
         return gpu_rates(product, calibration, profile.scheme.name)
