@@ -240,9 +240,10 @@ def created_each_time(child: str) -> ChildError:
 
 def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     """Returns the error for a finalizer of earlier versions that another client sets after each removal."""
-    others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
+    others = ", ".join(sorted(resource.finalizer_managers))
+    client = f"field manager {others}" if others else "an unknown client"
     return ChildError(
-        f"finalizer {names.FINALIZER}: field manager {others} sets this finalizer again after each removal. "
+        f"finalizer {names.FINALIZER}: {client} sets this finalizer again after each removal. "
         "If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
         "operator watch other namespaces. If a tool sets the finalizer, remove the finalizer from the tool's "
         "manifest",

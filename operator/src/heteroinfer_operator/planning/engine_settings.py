@@ -144,8 +144,8 @@ def _choose_max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> i
         return default_max_model_len(profile)
     if wanted > longest:
         raise PlanError(
-            f"engine.maxModelLen: must be at most {longest}, which is the model's own maximum (got "
-            f"{wanted}). Lower engine.maxModelLen",
+            f"engine.maxModelLen: must be at most {longest} (got {wanted}), because {longest} is the model's "
+            "own maximum. Lower engine.maxModelLen",
             reason=PlanReason.MAX_MODEL_LEN_TOO_LONG,
         )
     return wanted

@@ -104,9 +104,8 @@ def _check_user_stage(index: int, stage: StageBudget, layers: tuple[int, int], s
         # vLLM divides by the size of a block, which would be 0
         # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
         raise PlanError(
-            f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
-            f"because vLLM can run no other stage (got layers {first} to {end - 1}). "
-            "Change roles[].layers",
+            f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state (got "
+            f"layers {first} to {end - 1}), because vLLM can run no other stage. Change roles[].layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     missing_bytes = rank.missing_bytes(sizes, first, end)
