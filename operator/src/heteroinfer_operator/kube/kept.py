@@ -53,7 +53,7 @@ class RepeatedWrites:
     """Hash of the last write, its time and the count, by kind, name and whether the write is a deletion."""
 
     def count_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
-        """Counts a write or a deletion. Returns whether it was the MAX_RESTORATIONS-th equal write in a row.
+        """Counts a write or a deletion. Returns whether at least MAX_RESTORATIONS equal writes came in a row.
 
         Equal writes in a row show a conflict: the operator writes an object only if the object differs from
         its manifest, so another client has undone each earlier write.
