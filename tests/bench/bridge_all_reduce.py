@@ -1,10 +1,10 @@
-"""All-reduce of one GPU rank and one CPU rank on one host: a plain way, and the bridge's two, in one run.
+"""Measures the all-reduce of one GPU rank and one CPU rank on one host: a plain way, and the bridge's two.
 
     PYTHONPATH=worker_image/src python3 -m tests.bench.bridge_all_reduce [--threads 8] [--cpu]
 
-Needs torch only. The plain way is `.cpu()`, gloo's all_reduce, `.cuda()`. Times are of the
-GPU rank, a synchronize of its stream included; the CPU rank calls as fast as it can. The
-results are checked. `--cpu` takes two CPU ranks, to run it without a GPU.
+Needs torch only. The plain way is `.cpu()`, gloo's all_reduce, `.cuda()`. Times are those of the GPU rank,
+and include a synchronize of its stream. The CPU rank calls as fast as it can. The results are checked.
+`--cpu` runs two CPU ranks, for a machine without a GPU.
 """
 
 import argparse

@@ -1,15 +1,16 @@
-"""Starts and stops tiny groups of two ranks, again and again, and looks for what is left of each.
+"""Starts and stops tiny groups of two ranks many times, and reports what remains of each.
 
     python -m tests.bench.churn --groups 200 --parallel 5 --modes Pipeline,Tensor [--gpu]
     python -m tests.bench.churn --groups 100 --modes FeedForward --endings TERM,RANK_1,TERM,LEADER,TERM,RANK_0
 
-Each group starts, answers one request as transformers does, and ends: every second one by SIGTERM of
-all pods, the others by SIGKILL of a rank or of a supervisor. Then no process, no listening port, no
-shared memory and no socket of it may be there, but in the pods' own folder, which goes with them. A
-start or an end that takes longer than its deadline counts as a hang; its logs are kept. Exits 1 after
-any failure.
+Each group starts, answers one request with the tokens of transformers, and ends: every second group by
+SIGTERM to all pods, the others by SIGKILL of a rank or of a supervisor. After the end, no process, listening
+port, shared memory or socket of the group may remain outside the pods' own folder, which is deleted, too. A
+start or an end that takes longer than its deadline counts as a hang, and its logs are kept. Exits 1 after any
+failure.
 
-Where one command may not run for long, `--seconds` bounds it, and `--results FILE` adds up over several.
+If a command may not run for long, limit it with `--seconds`. `--results FILE` adds up the results of several
+runs.
 """
 
 import argparse

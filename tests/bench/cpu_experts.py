@@ -1,14 +1,14 @@
-"""Experts on the CPU, bf16 and FP8 block: our kernels against vLLM's, in turns, as GB/s of chosen experts.
+"""Compares our kernels for experts on CPUs with vLLM's, in bf16 and FP8 in blocks, in GB/s of chosen experts.
 
     python -m tests.bench.cpu_experts [--weights bf16,fp8] [--layers 3] [--rows 1,4,16,64,512] [--rounds 30]
         [--threads N] [--against LIBRARY | --against-private]
 
-Layers of Qwen3-30B-A3B's experts with random weights, uniform routing. Both have the same inputs and the same
-layer in each turn, one after the other; the ratio is the median over turns of theirs by ours. `stream` is
-a sum over all weights. Needs the
-worker's Python and a CPU with AVX-512; vLLM's kernel for FP8 needs AMX. `--against` takes another build of
-our own kernels in place of vLLM's. `--against-private` compares weights in a memfd, as feed-forward ranks
-have them, with weights in private memory, both by our kernels, and says how long packing took.
+The layers have the sizes of Qwen3-30B-A3B's experts, random weights and uniform routing. In each turn, both
+kernels compute the same layer with the same inputs, one after the other. The ratio is the median of vLLM's
+time divided by ours. `stream` is a sum over all weights. Needs the worker's Python and a CPU with AVX-512;
+vLLM's kernel for FP8 needs AMX. `--against` compares with another build of our own kernels instead of vLLM's.
+`--against-private` compares weights in a memfd, as feed-forward ranks have them, with weights in private
+memory, both with our kernels, and prints how long packing took.
 """
 
 import argparse

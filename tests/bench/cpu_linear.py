@@ -1,12 +1,12 @@
-"""bf16 linear layers on the CPU, few rows: our kernels against oneDNN, as GB/s of weights read.
+"""Compares our kernels for bf16 linear layers with few rows with oneDNN, in GB/s of weights.
 
-Needs torch and the worker package, on a CPU with AVX-512; vLLM's CPU build if it is there:
+Needs torch and the worker package, on a CPU with AVX-512. Uses vLLM's CPU build if it is installed:
 
     PYTHONPATH=worker_image/src python3 tests/bench/cpu_linear.py --quick --threads 8,12,14,16
 
-oneDNN is called as vLLM calls it (vllm/_custom_ops.py::onednn_mm@v0.32.0) where vLLM's library
-loads, else through torch's own linear. Every weight is one of several copies that together
-exceed the caches, and each copy is read once a round.
+oneDNN is called as vLLM calls it (vllm/_custom_ops.py::onednn_mm@v0.32.0) if vLLM's library can be loaded,
+otherwise through torch's own linear. Each weight is one of several copies. All copies together are larger
+than the caches, and each copy is read once in a round.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Shows where the time of long prompts goes, from timelines of traced_exchange/sitecustomize.py.
+"""Shows the parts of the time of long prompts, from timelines of traced_exchange/sitecustomize.py.
 
     python -m tests.bench.exchange_trace FILE
 
-Of each number of rows, the last step counts. Times are ms of a layer: the mean over layers, without the first
-and the last. `gap` is from an answer to the next ask. In `wait for copies` the GPU only waits for experts.
-`answer` waits for CPUs and then reads their answer. `CPUs` is the computing of the slowest rank, `exchange`
-the rest of the time from ask to answer if CPUs are the later side. In `link idle`, nothing is copied.
+Of each number of rows, the last step counts. Times are in ms per layer: the mean over all layers except the
+first and the last. `gap` is the time from an answer to the next ask. In `wait for copies`, the GPU only waits
+for experts. `answer` waits for CPUs and then reads their answer. `CPUs` is the time in which the slowest rank
+computes. `exchange` is the rest of the time from ask to answer if the CPUs end after the GPU. In `link idle`,
+nothing is copied.
 """
 
 import json

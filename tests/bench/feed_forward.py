@@ -1,9 +1,10 @@
-"""Parts of feed-forward mode on a machine with a GPU: what an exchange costs.
+"""Measures the exchange of mode FeedForward on a machine with a GPU.
 
     python -m tests.bench.feed_forward exchange [--asks N]    the exchange in a CUDA graph; checksums
     python -m tests.bench.feed_forward frozen                 when a kernel gives up a lane, as JSON
 
-Needs one GPU and a Python with vLLM's CUDA and CPU builds. Whole steps: `tests.bench.feed_forward_cells`.
+Needs one GPU and a Python with vLLM's CUDA and CPU builds. `tests.bench.feed_forward_cells` measures whole
+steps.
 """
 
 import argparse

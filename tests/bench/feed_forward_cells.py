@@ -1,4 +1,4 @@
-"""Several ways to have a model's experts off the GPU, started together and measured in turn, cell by cell.
+"""Measures several ways to keep a model's experts off the GPU, in turns, cell by cell.
 
     python -m tests.bench.feed_forward_cells ours:24 gpu uva:24 [--requests 1,4,16,64] [--fp8] [...]
     python -m tests.bench.feed_forward_cells ours:6 ours:6:OMP_NUM_THREADS=14,OMP_PROC_BIND=true uva:6 gpu

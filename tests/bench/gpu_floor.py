@@ -1,12 +1,12 @@
-"""What a GPU rank takes beside its weights and KV cache: context, NCCL, activations, CUDA graphs, workspaces.
+"""Measures the memory of a GPU rank besides weights and KV cache: context, NCCL, activations, CUDA graphs.
 
     python -m tests.bench.gpu_floor [--cases NAME,...] [--seconds 560] [--json FILE] [--on-cpu]
 
-Each case is a process that drives vLLM's own worker through a start, as the engine does, as one stage of a
-pipeline: its process group is told that there are other stages, so that the model has no embedding or no
-head. Weights are random, and no request is served: after the start the largest batch runs, with attention
-and, where the head is, with the sampler. Memory is the device's own, so nothing else may use the GPU.
-Cases that no time is left for are not begun, and named.
+Each case is a process that starts vLLM's own worker as the engine does, as one stage of a pipeline. The
+process group reports other stages to the worker, so that the model has no embedding or no head. Weights are
+random, and no request is served: after the start, the largest batch runs, with attention and, in the stage
+with the head, with the sampler. The figures are the memory of the whole device, so no other program may use
+the GPU. The program lists cases for which no time is left, and does not begin them.
 """
 
 import argparse

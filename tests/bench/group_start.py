@@ -1,11 +1,11 @@
-"""Where the seconds of a tiny CPU group's start go: its phases, its processes, their CPU time and memory.
+"""Measures the start of a tiny CPU group: its phases, and the CPU time and memory of its processes.
 
     .venv/bin/python -m tests.bench.group_start [--runs 3] [--pods 1,1] [--log DIR] [--write FILE]
 
-The first run has empty compile caches (cold), the others have what it left (warm); the first is
-left out of the median. Wall seconds count from the moment the supervisors are started until a
-request would be answered, as /readyz of the leader says. CPU seconds are those of the group's own
-processes: on a busy machine look at them.
+The first run has empty compile caches (cold). The others use the caches of the first run (warm), and only
+they count in the median. Wall seconds are the time from the start of the supervisors until /readyz of the
+leader reports that the group would answer a request. CPU seconds are those of the group's own processes. On a
+busy machine, use the CPU seconds.
 """
 
 import argparse

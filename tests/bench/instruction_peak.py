@@ -1,4 +1,4 @@
-"""The most that this machine computes with an instruction set: products in registers, on several threads.
+"""Measures the peak rate of an instruction set on this machine: products in registers, on several threads.
 
 Compiles `instruction_peak.cpp` once for each process that measures.
 """

@@ -1,7 +1,7 @@
-"""How fast a CPU kernel is at this moment: a process that measures it each time it is asked.
+"""Measures the present rate of a CPU kernel, in a process that measures again at each request.
 
-A host's rate moves by half within seconds (docs/user/benchmarks.md): to compare a prediction with a
-measured time, ask in turns with it, and predict from the mean of the answers.
+The rate of a host changes by half within seconds (docs/user/benchmarks.md). So to compare a prediction with
+measured times, measure the rate between these times, and predict from the mean of the rates.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""GB/s of weights that our CPU kernels read in each format, beside the host's stream, and vLLM's kernels.
+"""Measures the GB/s of our CPU kernels' weights in each format, of the host's stream, and of vLLM's kernels.
 
     python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64]
         [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16] [--experts]

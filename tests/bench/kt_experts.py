@@ -1,12 +1,12 @@
-"""KTransformers' expert kernels (kt-kernel) on the shape and rows of `cpu_experts`, for a table beside it.
+"""Measures KTransformers' expert kernels (kt-kernel) with the shape and rows of `cpu_experts`.
 
     python -m tests.bench.kt_experts [--weights bf16,int8] [--layers 3] [--rows 1,4,16,64] [--rounds 30]
         [--threads N]
 
-Run it just after `tests.bench.cpu_experts` on the same machine. GB/s of the chosen experts' bytes, one byte
-an element where kt-kernel makes int8 of them while it loads. Its pool is that of one NUMA node. kt-kernel
-is not a dependency of the project: install it where this runs (`pip install --no-deps kt-kernel gguf`; the
-torch that it pins is not needed).
+Run it just after `tests.bench.cpu_experts` on the same machine, for a table with both. The rate is in GB/s of
+the chosen experts' bytes, with one byte per element if kt-kernel stores them as int8 when it loads them. The
+pool of threads is that of one NUMA node. kt-kernel is not a dependency of the project. Install it on the
+machine that runs this program: `pip install --no-deps kt-kernel gguf` (the torch that it pins is not needed).
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What a group holds of its machine while it lives, and what of that is left when it has ended.
+"""Lists what a group holds of its machine while it lives, and what remains after its end.
 
-Everything is attributed by the kernel: a process by its folder and its parents; ports, sockets and shared
-memory by the processes that hold them; so other groups on the machine do not matter. A process's
-environment is no proof, since setproctitle writes over it.
+The kernel shows the owner of each resource: of a process by its folder and its parents, of ports, sockets and
+shared memory by the processes that hold them. So other groups on the machine do not matter. The environment
+of a process is no proof, because setproctitle overwrites it.
 """
 
 import contextlib

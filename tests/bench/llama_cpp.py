@@ -1,12 +1,12 @@
-"""Decode by llama.cpp with experts on the CPU (`--n-cpu-moe`), for a table beside `feed_forward_cells`.
+"""Measures decoding by llama.cpp with experts on the CPU (`--n-cpu-moe`), for comparison with HeteroInfer.
 
     python -m tests.bench.llama_cpp --bench PATH [--layers 24] [--off 24] [--threads 13,14,16] [--tokens 128]
 
-Writes a GGUF of a shape with random bf16 weights (as many bytes an element as ours), and has llama-bench
-decode one request with it: its router chooses, always as many experts a token as the model says. llama.cpp
-is not a dependency of the project: build its `llama-bench` from the sources inside llama-cpp-python's sdist
-with `-DGGML_CUDA=ON`, and give its path; `gguf` writes the file. `--folder` needs space for the model: half
-a gigabyte and 1.2 GB a layer for Qwen3-30B-A3B.
+Writes a GGUF of a shape with random bf16 weights (as many bytes per element as in HeteroInfer), and lets
+llama-bench decode one request with it. llama.cpp's router chooses as many experts per token as the model
+requires. llama.cpp is not a dependency of the project: build `llama-bench` from the sources in
+llama-cpp-python's sdist with `-DGGML_CUDA=ON`, and pass its path. `gguf` writes the file. `--folder` needs
+space for the model: half a gigabyte, and 1.2 GB per layer for Qwen3-30B-A3B.
 """
 
 import argparse

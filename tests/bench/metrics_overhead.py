@@ -1,4 +1,4 @@
-"""What a group's metrics cost: the time of a decode step with metrics on, scraped every second, and off.
+"""Measures the time that a group's metrics add to a decode step, if they are scraped every second.
 
     python -m tests.bench.metrics_overhead [--shape 8b|tiny] [--rounds 20] [--write FILE]
 

@@ -1,4 +1,4 @@
-"""Configurations of published models' shapes, without weights: benchmarks load dummies."""
+"""Configurations of published models, without weights: benchmarks use dummy weights."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Decode of an 8B-shaped model whose layers are partly off the GPU: ours against vLLM's two weight offloads.
+"""Compares a group with vLLM's two offloads of weights, for an 8B model with some layers off the GPU.
 
     python -m tests.bench.offload [--layers 4,8,16] [--requests 1,4,16,64] [--results FILE] [--write FILE]
 

@@ -1,4 +1,4 @@
-"""Results of the offloading benchmark: kept in a file, shown as tables."""
+"""Stores the results of the offloading benchmark, and shows them as tables."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,10 @@
-"""Tokens a second and start-up of our PP=2 CPU group against stock vLLM `--nnodes 2` PP=2, on one machine.
+"""Compares a CPU group of two stages with stock vLLM (`--nnodes 2`): tokens per second and start-up.
 
     .venv/bin/python -m tests.bench.pipeline_vs_stock [--write FILE]
 
-Both groups are up at the same time and idle but for the one that is asked: rounds alternate, so that
-whatever else the machine does meets both. Exits 1 if ours has less than 0.95 of stock's tokens/s.
+Both groups run at the same time, and only the group that is measured gets requests. Rounds alternate, so that
+other load on the machine affects both. Exits 1 if our group has less than 0.95 of stock vLLM's tokens per
+second.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Predicted against measured: steps and first tokens as the planner says them, and as groups have them.
+"""Compares the planner's predictions of steps and first tokens with measured times of groups.
 
     python -m tests.bench.predictions [--groups dense,moe,fp8,awq] [--results FILE]
     python -m tests.bench.predictions --again FILE          what this planner says of what FILE has measured

@@ -1,4 +1,4 @@
-"""What a layer of a CPU stage costs besides reading its weights: norms, attention, router, Python.
+"""Measures the time of a CPU stage's layer besides reading its weights: norms, attention, router, Python.
 
     python -m tests.bench.stage_overhead [--shapes tiny-moe,tiny-llama] [--requests 1,16] [--threads 4]
 

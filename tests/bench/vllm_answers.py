@@ -1,4 +1,4 @@
-"""What it costs to ask vLLM about a model, against `heteroinfer-worker inspect`, and which answers differ.
+"""Compares vLLM's own answers about models with `heteroinfer-worker inspect`: time, memory and differences.
 
     python -m tests.bench.vllm_answers [--configs DIR ...] [--rounds 3] [--write FILE]
 

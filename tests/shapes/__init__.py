@@ -1,1 +1,1 @@
-"""Published models without their weights: configs, tensors, and what vLLM says of them."""
+"""Published models without their weights: configs, tensors, and vLLM's recorded answers about them."""

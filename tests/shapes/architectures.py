@@ -1,4 +1,4 @@
-"""Which classes of models vLLM serves, by its own registry, which transformers has beside them, and limits.
+"""Writes the table of the model classes that vLLM serves, from the registries of vLLM and transformers.
 
     .venv-worker/bin/python -m tests.shapes.architectures          # writes the planner's table
     .venv-worker/bin/python -m tests.shapes.architectures --check  # exits 1 if it is not current

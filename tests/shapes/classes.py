@@ -1,11 +1,16 @@
-"""What vLLM's own classes say of themselves, by architecture, as JSON: on the platform of this environment.
+"""Prints the properties of vLLM's own model classes on this environment's platform, by architecture, as JSON.
 
     .venv-worker/bin/python -m tests.shapes.classes
 
-Each architecture that generates text has `pipeline`, whether vLLM can have it in stages, `all_layers`,
-whether it calls those of other stages too, `module`, where its class is, and `states`, where those of vLLM's
-layers with states are that this module has; one whose class cannot be imported here has `error`. `both_ways`
-are model types.
+The entry of each architecture that generates text has these fields:
+
+- `pipeline`: whether vLLM can divide the model into stages
+- `all_layers`: whether the model also calls layers of other stages
+- `module`: the module of the class
+- `states`: where those of vLLM's layers with states are that this module uses
+- `error`: only if the class cannot be imported here
+
+`both_ways` lists the types of models whose attention works in both directions.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Our sizes of each shape beside vLLM's own, which `tests.shapes.oracle` recorded."""
+"""Compares our sizes of each shape with vLLM's own sizes, which `tests.shapes.oracle` recorded."""
 
 import json
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
-"""Our sizes of Gemma-4's layers beside those of vLLM's own class on the meta device, as JSON.
+"""Prints our sizes of Gemma-4's layers and those of vLLM's own class on the meta device, as JSON.
 
     .venv-worker/bin/python -m tests.shapes.gemma4
 
-Layers that share keys and values with embeddings of each layer, full attention with heads of its own, and
-experts. Tensors are those of transformers' class; the sizes are not read from published files.
+The layers include layers that share keys and values, with embeddings of each layer, full attention with heads
+of its own, and experts. The tensors are those of transformers' class. The sizes are not read from published
+files.
 """
 
 import json

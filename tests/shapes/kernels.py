@@ -1,10 +1,11 @@
-"""What vLLM's own choosers say of its kernels on CPUs, by format, as JSON.
-
-Of experts the routing methods that they take, of linear layers which type of activations has a kernel, of
-latent attention its types, and of all what is there with AMX and without; and which of vLLM's libraries for
-CPUs has what the choosers don't ask for. What only runs on AMX or AVX-512 is null where this CPU has none.
+"""Prints which CPU kernels vLLM chooses for each format, as JSON.
 
 .venv-worker/bin/python -m tests.shapes.kernels
+
+The output has the routing methods that kernels for experts accept, the types of activations for which linear
+layers have a kernel, and the types for latent attention, each with and without AMX. It also has the functions
+of vLLM's CPU libraries that vLLM's choice of kernels does not check. A value is null if the kernel needs AMX
+or AVX-512 and this CPU lacks it.
 """
 
 import json

@@ -1,12 +1,13 @@
-"""What vLLM itself says of the shapes: parameters of each stage, KV cache of each layer, on the meta device.
+"""Computes vLLM's own sizes of the shapes: the parameters of each stage, and the KV cache of each layer.
 
     .venv-worker/bin/python -m tests.shapes.oracle [NAME ...]             # prints JSON, a line a shape
     .venv-worker/bin/python -m tests.shapes.oracle --record [NAME ...]    # keeps it in recorded/cpu.json
     python -m tests.shapes.oracle --output FILE --at-once 12              # in FILE, by so many processes
 
-Each shape is built in two stages by vLLM's own model classes, without weights and without a device, so what
-is recorded is true for vLLM's CPU platform on CPUs with AMX. A CUDA build of vLLM answers for its own on a
-GPU machine: recorded/cuda.json, of an H200 without DeepGEMM, FlashMLA and flashinfer.
+vLLM's own model classes build each shape in two stages on torch's meta device, without weights. So the
+recorded sizes are those of vLLM's CPU platform on CPUs with AMX. On a GPU machine, a CUDA build of vLLM
+computes the sizes of the CUDA platform: recorded/cuda.json, from an H200 without DeepGEMM, FlashMLA and
+flashinfer.
 
 Imports torch and vLLM inside functions only.
 """

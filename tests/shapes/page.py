@@ -1,4 +1,4 @@
-"""docs/user/supported-models.md: published shapes, what is planned for them, and our sizes beside vLLM's.
+"""Writes docs/user/supported-models.md: published models, their plans, and our sizes beside vLLM's.
 
 python -m tests.shapes.page            # writes it
 python -m tests.shapes.page --check    # exits 1 if it is not current

@@ -1,4 +1,4 @@
-"""Profiles of all shapes, as the contract reads them from their files; kept, since large ones take seconds.
+"""Stores the profiles of all shapes, because the contract needs seconds to read a large model's profile.
 
 python -m tests.shapes.profiles            # writes recorded/profiles.json and recorded/profiles_2026.json
 python -m tests.shapes.profiles --check    # exits 1 if one of them is another

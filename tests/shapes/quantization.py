@@ -1,4 +1,4 @@
-"""What vLLM asks of quantized checkpoints, by its own words. Runs in the worker's environment."""
+"""Prints vLLM's own requirements for quantized checkpoints. Runs in the worker's environment."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""docs/user/models-of-2026.md: the plan or the refusal of each model of 2026 in four situations.
+"""Writes docs/user/models-of-2026.md: the plan or the refusal of each model of 2026 in four situations.
 
 python -m tests.shapes.situations            # writes it
 python -m tests.shapes.situations --check    # exits 1 if it is not current

@@ -35,6 +35,7 @@ from heteroinfer_operator.kube.server import (
     load_configuration,
 )
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
+from heteroinfer_operator.kube.watch_cache import STALE_SILENCES
 from heteroinfer_operator.metrics import OperatorMetrics, counting
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.version import own_version
@@ -82,7 +83,7 @@ class Operator:
             HeteroInferError: the operator cannot start.
             ExceptionGroup: a part failed or the Lease was lost. The process must end.
         """
-        shrink_tls_buffers()
+        shrink_tls_buffers()  # otherwise each connection to the API server takes much more memory
         sys.setrecursionlimit(MAX_RECURSION)
         stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -194,7 +195,7 @@ class Operator:
             touched=touched,
             nodes_changed=nodes_changed,
             capacity_freed=lambda: self._reconcile_soon(queue, "capacity", self._without_capacity),
-            kept=self._build_stored_calibrations(server, changed=nodes_changed),
+            stored_calibrations=self._build_stored_calibrations(server, changed=nodes_changed),
             operator_class=self._settings.operator_class,
         )
         callbacks = Callbacks(
@@ -311,8 +312,9 @@ class Operator:
         self._health.stale_caches = tuple(cluster_state.stale_cache_names())
         if self._health.stale_caches:
             logger.error(
-                "the resync is incomplete: the operator has received no data for a long time about %s. If "
+                "the resync is incomplete: the operator has received no data for more than %g s about %s. If "
                 "this repeats, check the API server and the network",
+                STALE_SILENCES * self._settings.watch_silence_s,
                 list_some(self._health.stale_caches),
             )
             return

@@ -98,7 +98,7 @@ def test_kernels_for_experts_need_amx_as_the_table_states(kernels: dict[str, Any
     assert set(with_amx.values()) == {True}
     needs = {SchemeName(scheme): not runs for scheme, runs in without.items()}
     # Our kernels take FP8 in blocks on CPUs with AVX-512 (patches/cpu_experts.py).
-    assert needs == {scheme: bool(CPU_EXPERTS[scheme].needs) for scheme in needs}
+    assert needs == {scheme: bool(CPU_EXPERTS[scheme].instructions) for scheme in needs}
     # What vLLM packs as int4 for its kernel.
     packed = {CPU_EXPERTS[scheme] for scheme in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)}
     assert len(packed) == 1

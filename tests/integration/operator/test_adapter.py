@@ -358,7 +358,7 @@ async def test_a_finalizer_that_another_controller_restores_each_time_is_removed
         (refusal,) = (await observe(watched, owner)).refusals
         assert (refusal.kind, refusal.reason) == (names.KIND, "MadeByOthers")
         assert ": field manager " in refusal.message
-        assert "field manager unknown" not in refusal.message
+        assert "an unknown client" not in refusal.message
 
 
 async def test_a_repeated_event_is_one_event(server: ApiServer, namespace: str) -> None:

@@ -697,7 +697,10 @@ def test_counts_preemption_of_pods_with_lower_priority(
     assert "PriorityClasses" not in error(capsys, "-f", of_low, "--nodes", str(nodes), code=3)
     nodes.write_text(json.dumps(kubectl(stored_node("a"), placeholder)))
     reported = error(capsys, "-f", write(tmp_path, model, roles=CPU_ROLE), "--nodes", str(nodes), code=3)
-    assert "the file has no PriorityClasses, so the plan cannot preempt pods of lower priority" in reported
+    assert (
+        "--nodes: the file has no PriorityClasses, so the plan assumes that the scheduler preempts"
+        in reported
+    )
 
 
 def test_truncated_json_is_reported_with_its_line(

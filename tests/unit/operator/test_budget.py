@@ -94,7 +94,7 @@ def test_waiting_pods_name_the_newest_failure_of_their_groups() -> None:
         {"index": 1, "failures": [{"time": "2026-01-01T00:00:01Z"}]},
     ]
     resource = build_resource({"roles": [{"pods": 1}]}, {"groups": groups})
-    text = Spending(Budget(), resource, [], NOW).describe_pods(frozenset({"group/0", "group/1"}))
+    text = Spending(Budget(), resource, [], NOW).describe_waiting_pods(frozenset({"group/0", "group/1"}))
     assert "Fix the cause of the last failure: OutOfMemory" in text
 
 

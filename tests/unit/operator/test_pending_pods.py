@@ -96,11 +96,11 @@ NO_SECRET_KEY = 'MountVolume.SetUp failed for volume "mine" : references non-exi
                     NO_CONFIG_KEY,
                 ),
             ),
-            "the object that spec.model.caBundle mounts has no key ca.crt. Add the key, or",
+            "the ConfigMap or Secret in spec.model.caBundle has no key ca.crt. Add the key, or",
         ),
         (
             (event(1, "FailedMount", NO_SECRET_KEY),),
-            "the object that volume mine of the role's template mounts has no key b. Add the key",
+            "the ConfigMap or Secret in volume mine of the role's template has no key b. Add the key",
         ),
         ((TIMED_OUT,), 'kubelet reports FailedMount: "Unable to attach or mount volumes'),
         ((MISSING, event(5, "FailedMount", "no route to the server"), TIMED_OUT), "no route to the server"),

@@ -31,7 +31,7 @@ from heteroinfer_operator.planning import (
     plan_group,
 )
 from heteroinfer_operator.planning.gpu_floor import usable_gpu_memory
-from heteroinfer_operator.planning.gpu_sizes import largest_labelled_gpus
+from heteroinfer_operator.planning.gpu_sizes import largest_gpu_bytes_by_role
 from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 
@@ -194,7 +194,7 @@ def test_the_largest_gpu_is_on_a_node_of_an_accepted_architecture() -> None:
     s390x_term = {"matchExpressions": [{"key": ARCH_LABEL, "operator": "In", "values": ["s390x"]}]}
     for terms, size_mib in (((zone, s390x_term), 40960), ((zone, ARM_TERM), 97871), ((ARM_TERM,), 97871)):
         asked = spec(gpu(template=with_terms(*terms)))
-        assert largest_labelled_gpus(asked, nodes) == {"gpu": size_mib * 2**20}
+        assert largest_gpu_bytes_by_role(asked, nodes) == {"gpu": size_mib * 2**20}
 
 
 def test_gpus_on_other_nodes_do_not_count_for_a_pod() -> None:

@@ -481,12 +481,15 @@ def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
         match=r"lacks 12.39 GiB of memory. It needs 28\.39 GiB .* feedForward.memory gives it 16\.00 GiB",
     ):
         plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
+    with pytest.raises(PlanError, match="of memory is missing on its rank"):
+        plan(feed_forward(device_memory="3500Mi"), mixture())
+
+
+def test_refuses_models_and_layers_that_feed_forward_ranks_cannot_compute() -> None:
     with pytest.raises(PlanError, match="the planner finds no experts and no MLPs in its layers"):
         plan(feed_forward(), profile())
     with pytest.raises(PlanError, match=r"feedForward.layers must be at most 24, .* \(got 25\)"):
         plan(feed_forward(own={"layers": 25}), mixture())
-    with pytest.raises(PlanError, match="of memory is missing on its rank"):
-        plan(feed_forward(device_memory="3500Mi"), mixture())
 
 
 def test_reports_the_missing_memory_of_all_ranks_at_once() -> None:
@@ -514,7 +517,7 @@ def test_a_cpu_limit_means_that_threads_sleep() -> None:
     assert any("CPU limit" in note for note in plan(feed_forward(resources=limits), mixture()).notes)
 
 
-def test_steps_by_load_include_feed_forward_ranks() -> None:
+def test_the_printed_step_time_for_several_requests_includes_feed_forward_ranks() -> None:
     planned = plan(feed_forward(own={"layers": 24}), mixture())
     assert planned.remote is not None
     load = StepLoad(requests=8, context=1024)
@@ -540,7 +543,7 @@ def test_the_kv_cache_follows_from_the_gpu_and_not_from_ranks_without_a_cache() 
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
     assert planned.remote is not None
     extra = format_bytes(peak_extra_bytes(planned.remote, planned.plan.engine, (0,)))
-    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} more: for the process, "
+    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to {extra} more for the process and "
     assert of_cpu.startswith(words)
     text = describe_plan(planned, "moe", ShownParts(explain=True))
     assert "role gpu, feed-forward: default rates for CPUs" in text

@@ -145,8 +145,8 @@ def test_world_size_that_does_not_match_is_refused() -> None:
 def test_a_stage_across_pods_is_refused() -> None:
     error = refusal(spec(cpu(pods=2), parallelism={"pipeline": 1}))
     assert error.message == (
-        "role cpu: ranksPerPod must be a multiple of the 2 ranks per stage, because one pod holds all ranks "
-        "of a stage (got 1). Change ranksPerPod or parallelism.tensor"
+        "role cpu: ranksPerPod must be a multiple of the 2 ranks per stage (got 1), because one pod holds "
+        "all ranks of a stage. Change ranksPerPod or parallelism.tensor"
     )
 
 
@@ -162,8 +162,8 @@ def test_layers_of_a_role_need_whole_stages() -> None:
     roles = (cpu(layers=[8]), gpu(pods=3, layers=[8]))
     error = refusal(spec(*roles, parallelism={"mode": "Tensor", "pipeline": 2}))
     assert error.message == (
-        "role cpu: pods x ranksPerPod must be a multiple of the 2 ranks per stage, because layers has an "
-        "entry for each stage (got 1). Change pods, ranksPerPod or parallelism.tensor, or remove layers"
+        "role cpu: pods x ranksPerPod must be a multiple of the 2 ranks per stage (got 1), because layers "
+        "has an entry for each stage. Change pods, ranksPerPod or parallelism.tensor, or remove layers"
     )
 
 
@@ -223,8 +223,8 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     error = refusal(spec(first, gpu(layers=[30]), **last), model=model)
     assert error.reason == "LayersMismatch"
     assert error.message == (
-        f"stage 0 (role {first['name']}): at least one layer must have a KV cache or a state, because vLLM "
-        "can run no other stage (got layers 0 to 1). Change roles[].layers"
+        f"stage 0 (role {first['name']}): at least one layer must have a KV cache or a state (got layers 0 "
+        "to 1), because vLLM can run no other stage. Change roles[].layers"
     )
     planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
     assert planned.layers_by_stage == (3, 29)
@@ -502,7 +502,7 @@ def test_max_model_len_is_at_most_the_models_maximum() -> None:
     assert plan(spec(cpu()), profile(max_position_embeddings=2048)).plan.engine.max_model_len == 2048
     error = refusal(spec(cpu(), engine={"maxModelLen": 4096}), model=profile(max_position_embeddings=2048))
     assert error.message == (
-        "engine.maxModelLen: must be at most 2048, which is the model's own maximum (got 4096). Lower "
+        "engine.maxModelLen: must be at most 2048 (got 4096), because 2048 is the model's own maximum. Lower "
         "engine.maxModelLen"
     )
 

@@ -11,7 +11,7 @@ from tests.unit.planning.planned_models import gpu, plan, profile, spec
 @pytest.mark.parametrize(
     ("architecture", "said"),
     [
-        ("", "config.json must have the list architectures"),
+        ("", "config.json must have the field 'architectures'"),
         ("Qwen3ForSequenceClassification", "embeddings or scores"),
         ("EagleLlamaForCausalLM", "the draft of another model"),
         (

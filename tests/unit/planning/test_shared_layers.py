@@ -73,7 +73,7 @@ def test_refuses_user_layers_that_split_shared_layers() -> None:
     listed = spec(cpu(layers=[30]), gpu(layers=[12]))
     with pytest.raises(
         PlanError,
-        match=r"the last stage must have at least 20 layers, because the model's last 20 .*\(got 12\)",
+        match=r"the last stage must have at least 20 layers \(got 12\), because the model's last 20 ",
     ):
         plan(listed, e4b())
     assert plan(spec(cpu(layers=[22]), gpu(layers=[20])), e4b()).plan.ranks[1].num_layers == 20

@@ -134,7 +134,7 @@ def test_an_encoder_that_no_gpu_may_run_is_refused(name: str) -> None:
 
 def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:
     few = spec(gpu(layers=[2]), cpu(layers=[34]), parallelism={"stageOrder": "AsListed"})
-    with pytest.raises(PlanError, match=r"the first stage must have at least 3 layers, .* \(got 2\)"):
+    with pytest.raises(PlanError, match=r"the first stage must have at least 3 layers \(got 2\), because"):
         plan(few, recorded_profiles()["Qwen3-VL-8B-Instruct"])
 
 
@@ -371,7 +371,7 @@ def test_refuses_latent_sizes_without_a_cpu_kernel() -> None:
 def test_refuses_latent_attention_without_amx() -> None:
     without = Inventory(cpu_features={"cpu": frozenset()})
     said = refusal("DeepSeek-V2-Lite-Chat", spec(*MIXED), without)
-    assert "vLLM uses KV blocks of 16 tokens and no chunked prefill on these ranks only)" in said
+    assert "vLLM uses KV blocks of 16 tokens and no chunked prefill on CPU ranks, unlike on" in said
     assert "Put CPU roles on nodes that have AMX" in said
 
 

@@ -98,7 +98,7 @@ def test_a_rollout_replaces_an_unreachable_group_first(world: World) -> None:
     assert going == {"1"}
 
 
-def test_reports_a_lost_label_and_the_wait_of_a_start_together() -> None:
+def test_the_message_of_a_starting_group_names_missing_pods_and_a_lost_label() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection()

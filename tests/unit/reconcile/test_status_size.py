@@ -46,11 +46,18 @@ def test_a_usual_status_is_complete() -> None:
             "plans": largest.plans[:2],
         }
     )
-    assert fitted(usual) == without_resources_from(17, usual), "most ranks have their locked memory"
+    assert fitted(usual) == without_locked_memory_and_transports_from(17, usual), (
+        "most ranks have their locked memory"
+    )
 
 
-def without_resources_from(first: int, status: HeteroInferenceStatus) -> HeteroInferenceStatus:
-    groups = (*status.groups[:first], *map(transitions.without_resources, status.groups[first:]))
+def without_locked_memory_and_transports_from(
+    first: int, status: HeteroInferenceStatus
+) -> HeteroInferenceStatus:
+    groups = (
+        *status.groups[:first],
+        *map(transitions.without_locked_memory_and_transports, status.groups[first:]),
+    )
     return status.model_copy(update={"groups": groups})
 
 

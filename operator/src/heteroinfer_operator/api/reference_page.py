@@ -15,8 +15,8 @@ _HEAD: Final = f"""# API reference
 <!-- Generated from heteroinfer_operator/api by `heteroinfer crd --write`; don't edit by hand. -->
 
 All fields of the resource `{names.KIND}`, version `{names.API_GROUP}/{names.API_VERSION}`.
-`kubectl explain {names.SHORT_NAME}.spec` prints the same texts. You may leave out every field that the tables
-do not list as required.
+`kubectl explain {names.SHORT_NAME}.spec` prints the same texts. You must set only the fields that the tables
+mark as required.
 
 A *quantity* is a Kubernetes quantity such as `80Gi`, `500m` or `2`. A *duration* is a text such as `30m`,
 `1h30m` or `1500ms`. A *time* is a text in RFC 3339, such as `2026-01-02T15:04:05Z`.

@@ -351,9 +351,10 @@ def _find_model(annotation: object) -> type[Model] | None:
 
 
 def _find_causes(error: ValidationError) -> list[Any]:
-    """Returns the problems of an error, without problems of a value that contains a value with a problem.
+    """Returns the innermost problems of an error.
 
-    Otherwise a list with an invalid item would also be reported as too short.
+    Pydantic also reports a consequence of a problem at the value around it. For example, it reports a list
+    with an invalid item as too short, too. Such outer problems are left out.
     """
     problems = error.errors()
 
@@ -407,8 +408,8 @@ def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str 
 def _translate_message(error: Mapping[str, Any]) -> str:
     """Returns pydantic's message of an error with "must be", as in the API server's answers."""
     if error["type"] == _PATTERN_ERROR:
-        words = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])
-        if words:
-            return words
+        requirement = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])
+        if requirement:
+            return requirement
     message: str = error["msg"]
     return re.sub("^(Input|String|List|Tuple|Dictionary) should ", "must ", message)

@@ -19,8 +19,8 @@ DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 def _resource_names_rule(name: str) -> ValidationRule:
     """Returns the rule that the keys of requests or limits must be names of resources."""
-    words = "each key must be cpu, memory, ephemeral-storage, hugepages-SIZE or PREFIX/NAME"
-    return keys_rule(name, name, words, RESOURCE_NAME)
+    requirement = "each key must be cpu, memory, ephemeral-storage, hugepages-SIZE or PREFIX/NAME"
+    return keys_rule(name, name, requirement, RESOURCE_NAME)
 
 
 def _requests_above_limits(resources: "Resources") -> list[str]:

@@ -535,7 +535,7 @@ class HeteroInferenceSpec(Model):
     roles: Annotated[
         tuple[RoleSpec, ...], Field(min_length=1, max_length=MAX_ROLES, json_schema_extra=map_list("name"))
     ]
-    """The pods of each group, by role."""
+    """Kinds of pods of each group, such as one role of GPU pods and one role of CPU pods."""
     planning: PlanningSpec = PlanningSpec()
     """How the operator plans a group."""
     network: NetworkSpec = NetworkSpec()

@@ -145,7 +145,7 @@ class RankPlan(StatusModel):
     stage: Count
     """Index of the pipeline stage."""
     role: RoleName
-    """Name of the rank's role."""
+    """Name of the rank's role in spec.roles."""
     device: Device
     """Device on which the rank computes: GPU or CPU. It is CPU in a GPU role if GPUs are missing and
     planning.onGPUShortage.action is CPUOnly."""
@@ -209,7 +209,7 @@ class FailureStatus(StatusModel):
     reason: StoredReason
     """Reason why the epoch ended, in CamelCase."""
     message: Text
-    """Details of the reason."""
+    """Cause of the end, such as the exit code of a rank, and the fix if the operator knows a fix."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
     """Global rank that caused the end of the epoch. Absent if no rank caused the end."""
     exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
@@ -227,7 +227,7 @@ class RankEntry(StatusModel):
     rank: Count
     """Global rank in torch.distributed."""
     role: RoleName
-    """Name of the rank's role."""
+    """Name of the rank's role in spec.roles."""
     pod: Annotated[str, Field(max_length=253)]
     """Name of the rank's pod."""
     node: Annotated[str, Field(max_length=253)] | None = None
@@ -275,7 +275,8 @@ class KvStatus(StatusModel):
     limiting_role: RoleName
     """Deprecated copy of kvCache.limitingRole: the role of that rank."""
     limited_by: KvLimit
-    """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the limiting rank holds less."""
+    """Deprecated copy of kvCache.limitedBy: Plan, or Memory if the memory of the limiting rank holds
+    less than the plan's KV cache."""
     room_blocks: Count
     """Deprecated copy of kvCache.limitingRankBlocks: the number of blocks that fit into the memory of the
     limiting rank."""

@@ -38,12 +38,12 @@ class _Difference:
 def describe_choices(planned: Planned) -> tuple[str, ...]:
     """Describes the plans with fewer pods, less memory, more concurrency and more speed, a line each."""
     fewer = (
-        f"fewer pods: {words}, {_compare(other, planned).text}"
-        for words, other in _plans_with_fewer_pods(planned)
+        f"fewer pods: {text}, {_compare(other, planned).text}"
+        for text, other in _plans_with_fewer_pods(planned)
     )
     faster = (
-        f"faster: {words}, {_compare(other, planned).text}"
-        for words, other in _plans_with_more_gpu_pods(planned)
+        f"faster: {text}, {_compare(other, planned).text}"
+        for text, other in _plans_with_more_gpu_pods(planned)
     )
     return (
         *fewer,
@@ -56,10 +56,10 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
     """Describes the plans with fewer pods that are as fast and serve as many requests, a line each."""
-    differences = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
+    differences = [(text, _compare(other, planned)) for text, other in _plans_with_fewer_pods(planned)]
     return tuple(
-        f"fewer pods: {words}, {difference.text}"
-        for words, difference in differences
+        f"fewer pods: {text}, {difference.text}"
+        for text, difference in differences
         if difference.costs_nothing
     )
 

@@ -43,7 +43,8 @@ from heteroinfer_operator.planning.step_limit import time_between_tokens
 _NODE_OF_OPTIONS = "(--gpus)"
 """Name of the only node, if the options --gpus or --gpu-memory describe the node."""
 _NO_PRIORITIES: Final = (
-    f"the file has no PriorityClasses, so the plan cannot preempt pods of lower priority. {HOW_TO_CREATE}"
+    "--nodes: the file has no PriorityClasses, so the plan assumes that the scheduler preempts no pod. "
+    f"{HOW_TO_CREATE}"
 )
 _SHORTAGES: Final = frozenset(
     {PlanReason.INSUFFICIENT_CAPACITY, PlanReason.INSUFFICIENT_GPU, PlanReason.INSUFFICIENT_MEMORY}

@@ -96,10 +96,10 @@ def describe_memory(planned: Planned) -> list[str]:
 
     Stages with equal sums share a line.
     """
-    stages_by_words: dict[str, list[int]] = {}
+    stages_by_text: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
-        stages_by_words.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
-    lines = [f"{_name_stages(stages)}, {words}" for words, stages in stages_by_words.items()]
+        stages_by_text.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
+    lines = [f"{_name_stages(stages)}, {text}" for text, stages in stages_by_text.items()]
     if planned.remote is not None:
         lines += _describe_feed_forward_memory(planned, planned.remote)
     return lines
@@ -115,8 +115,8 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
         extra_bytes = peak_extra_bytes(remote, engine, rank_indices)
         lines.append(
             f"feed-forward rank of role {rank_set.role.name}: {format_bytes(weight_bytes)} of weights"
-            f"{by_experts}, and up to {format_bytes(extra_bytes)} more: for the process, and for either "
-            "packing a layer or computing the largest batch, whichever needs more"
+            f"{by_experts}, and up to {format_bytes(extra_bytes)} more for the process and for the "
+            "larger of two needs: packing a layer, or computing the largest batch"
         )
     return lines
 

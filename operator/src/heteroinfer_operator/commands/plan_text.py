@@ -135,7 +135,7 @@ def describe_modes(choice: ModeChoice | None) -> list[str]:
     reasons = [f"{option.title}: {option.reason}" for option in choice.options if option.reason]
     lines = [line for reason in reasons for line in reason.splitlines()]
     heading = f"Modes, for {describe_load(choice.load)}:"
-    return ["", heading, *align_rows(rows), *lines, *(f"gain: {words}" for words in choice.gains)]
+    return ["", heading, *align_rows(rows), *lines, *(f"gain: {text}" for text in choice.gains)]
 
 
 def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> list[tuple[str, str]]:
@@ -239,5 +239,5 @@ def _notes(planned: Planned, shown: ShownParts) -> list[str]:
     """Returns the notes of the plan as lines, and advice about pods that gain nothing."""
     notes = [f"note: {note}" for note in planned.notes]
     if not shown.choices:
-        notes += [f"advice: {words}" for words in describe_waste(planned)]
+        notes += [f"advice: {text}" for text in describe_waste(planned)]
     return ["", *notes] if notes else []

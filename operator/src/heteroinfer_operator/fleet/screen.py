@@ -103,12 +103,12 @@ def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """
     for resource in resources:
         if not resource.has_status:
-            words = "no operator has acted on this resource yet. Run `heteroinfer check`"
-            yield f"{resource.key}: {words}"
+            text = "no operator has acted on this resource yet. Run `heteroinfer check`"
+            yield f"{resource.key}: {text}"
         elif resource.ready != "True":
             group_messages = sorted({group.message for group in resource.lines if group.message})
-            words = "; ".join(group_messages) or resource.message
-            yield f"{resource.key}: {resource.reason}" + (f": {words}" if words else "")
+            text = "; ".join(group_messages) or resource.message
+            yield f"{resource.key}: {resource.reason}" + (f": {text}" if text else "")
 
 
 def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
@@ -116,8 +116,8 @@ def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
     for resource in resources:
         for rates in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
             yield f"{resource.key}: predictions use {rates}"
-        for words in dict.fromkeys(group.long_prompts for group in resource.lines if group.long_prompts):
-            yield f"{resource.key}: {words}"
+        for text in dict.fromkeys(group.long_prompts for group in resource.lines if group.long_prompts):
+            yield f"{resource.key}: {text}"
 
 
 def _one_decimal(value: float | None) -> str:

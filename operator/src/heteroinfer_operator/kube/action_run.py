@@ -449,7 +449,7 @@ class ActionRun:
             case DeleteObject():
                 work = self._context.objects.delete(self._resource, self._memory, action)
             case _:
-                raise AssertionError(f"{action} does not write a child")
+                raise AssertionError(f"unknown action: {action}")
         try:
             return await self._run_and_record(action, work)
         finally:

@@ -62,18 +62,18 @@ def _resources_fix(action: Action, reason: str) -> str:
     """
     if not isinstance(action, CreateObject | ApplyObject):
         return ""
-    raise_quota, exceeded = _describe_quota(action.manifest, reason)
+    quota_advice, exceeded_amounts = _describe_quota(action.manifest, reason)
     if action.manifest["kind"] == "PersistentVolumeClaim":
-        return _claim_fix(reason, raise_quota, exceeded)
+        return _claim_fix(reason, quota_advice, exceeded_amounts)
     if action.manifest["kind"] != "Pod":
-        return raise_quota
+        return quota_advice
     labels = action.manifest["metadata"].get("labels", {})
     component = labels.get(names.LABEL_COMPONENT)
     if component == names.COMPONENT_WORKER:
         role = f"role {labels.get(names.LABEL_ROLE)}"
         limits_fix = f"Set resources.limits of {role}, or podResources.worker of the chart"
-        quota_fix = f"{raise_quota}, or lower resources of {role}"
-        number_fix = f"{raise_quota}, or lower pods of the roles or spec.replicas"
+        quota_fix = f"{quota_advice}, or lower resources of {role}"
+        number_fix = f"{quota_advice}, or lower pods of the roles or spec.replicas"
         range_fix = f"Set resources of {role} that the namespace's LimitRange allows"
     else:
         verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
@@ -81,10 +81,10 @@ def _resources_fix(action: Action, reason: str) -> str:
         limits_fix = range_fix = (
             f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
         )
-        quota_fix = f"{explanation}{raise_quota}, or lower spec.model.resources"
-        number_fix = f"{explanation}{raise_quota}"
-    if raise_quota:
-        return number_fix if exceeded & _NUMBERS_OF_PODS else quota_fix
+        quota_fix = f"{explanation}{quota_advice}, or lower spec.model.resources"
+        number_fix = f"{explanation}{quota_advice}"
+    if quota_advice:
+        return number_fix if exceeded_amounts & _NUMBERS_OF_PODS else quota_fix
     if "failed quota:" in reason:  # the pod must set limits
         return limits_fix
     return range_fix if _LIMIT_RANGE_ERROR.search(reason) else ""
@@ -102,11 +102,17 @@ def _describe_quota(manifest: Manifest, reason: str) -> tuple[str, frozenset[str
     return f"Raise the quota{name}{place}", frozenset(each.partition("=")[0] for each in amounts)
 
 
-def _claim_fix(reason: str, raise_quota: str, exceeded: frozenset[str]) -> str:
-    """Returns a fix if a ResourceQuota or LimitRange refuses the claim of the model cache, or ""."""
-    if raise_quota:
-        is_size = any(amount.endswith("requests.storage") for amount in exceeded)
-        return f"{raise_quota}, or " + (
+def _claim_fix(reason: str, quota_advice: str, exceeded_amounts: frozenset[str]) -> str:
+    """Returns a fix if a ResourceQuota or LimitRange refuses the claim of the model cache, or "".
+
+    Args:
+        reason: message of the API server.
+        quota_advice: advice to raise the exceeded quota, or "" if no quota is exceeded.
+        exceeded_amounts: names of the quota's exceeded amounts, such as requests.storage.
+    """
+    if quota_advice:
+        is_size = any(amount.endswith("requests.storage") for amount in exceeded_amounts)
+        return f"{quota_advice}, or " + (
             "lower spec.model.cache.size"
             if is_size
             else "set spec.model.cache.claimName to an existing claim instead of size"
@@ -234,9 +240,10 @@ def created_each_time(child: str) -> ChildError:
 
 def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     """Returns the error for a finalizer of earlier versions that another client sets after each removal."""
-    others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
+    others = ", ".join(sorted(resource.finalizer_managers))
+    client = f"field manager {others}" if others else "an unknown client"
     return ChildError(
-        f"finalizer {names.FINALIZER}: field manager {others} sets this finalizer again after each removal. "
+        f"finalizer {names.FINALIZER}: {client} sets this finalizer again after each removal. "
         "If an operator of an earlier version sets the finalizer, uninstall that operator, or let that "
         "operator watch other namespaces. If a tool sets the finalizer, remove the finalizer from the tool's "
         "manifest",

@@ -71,7 +71,7 @@ class ClusterState:
             means that the resource is reconciled soon.
         nodes_changed: called when a node is added, removed or changed in a field that plans read.
         capacity_freed: called when a pod releases its node's resources.
-        kept: the measured rates of nodes, or None.
+        stored_calibrations: the measured rates of nodes, or None.
         operator_class: see ResourceCache.
         clock: monotonic clock, in seconds.
     """
@@ -84,19 +84,33 @@ class ClusterState:
         touched: Callable[[ResourceKey], None],
         nodes_changed: Callable[[], None],
         capacity_freed: Callable[[], None] = lambda: None,
-        kept: StoredCalibrations | None = None,
+        stored_calibrations: StoredCalibrations | None = None,
         operator_class: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cluster_scope = not namespaces
-        self._touched = touched
-        self._ready: set[str | None] = set()
+        self._touched, self._nodes_changed, self._capacity_freed = touched, nodes_changed, capacity_freed
+        self._stored_calibrations = stored_calibrations
+        self._clock = clock
+        self._ready_scopes: set[str | None] = set()
+        """Scopes whose caches have their first lists (a namespace; None: all namespaces)."""
         self._some_ready = asyncio.Event()
         self._awake = AwakeClock(clock)
-        self._silences = OwnClock(monotonic_s=self._awake.awake_s)
-        self._deletions = OwnClock(monotonic_s=self._awake.awake_s)
-        self._creations = OwnClock(monotonic_s=self._awake.awake_s)
+        self._unreachable_nodes = OwnClock(monotonic_s=self._awake.awake_s)
+        """Since when each node has been unreachable, by this process's clock."""
+        self._pod_deletions = OwnClock(monotonic_s=self._awake.awake_s)
+        """When each deleted pod is gone at the latest, by this process's clock."""
+        self._pod_creations = OwnClock(monotonic_s=self._awake.awake_s)
+        """When each pod was created, by this process's clock."""
         self.never_placed = NeverPlaced()
+        self._totals: dict[str, Mapping[str, float]] = {}
+        """Total requests of the pods on each node. A change of a pod removes the total of its node."""
+        self._complete_views: dict[str, NodeView] = {}
+        """Each node with the requests of its pods. A change of the node or of a pod removes the view."""
+        self._reserved_pods: dict[NamespacedName, PodDemand] = {}
+        """The demands of pods that the API server has not stored yet."""
+        self._reserved_since: dict[str, float] = {}
+        """Time at which the reservation of a stored pod began, by the pod's uid."""
         scopes: list[str | None] = [*namespaces] or [None]
 
         self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
@@ -133,39 +147,35 @@ class ClusterState:
         self._gangs = GangSchedulers(server, build_child_caches, changed=self._wake_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._pod_requests: WatchCache[PodRequests] | None = None
-        # Not in `awaited_caches`: the operator also works without the right to read priority classes.
         self._classes: WatchCache[PriorityClassView] | None = None
         if self.cluster_scope:
-            self._nodes = WatchCache(
-                server,
-                Collection(label="nodes", path=NODE.path()),
-                trim=trim.node_view,
-                changed=self._update_node,
-            )
-            self._pod_requests = WatchCache(
-                server,
-                Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
-                trim=trim.pod_requests,
-                changed=self._count_changed_requests,
-                index=lambda pod: pod.node,
-            )
-            self._classes = WatchCache(
-                server,
-                Collection(label="priority classes", path=PRIORITY_CLASS.path()),
-                trim=PriorityClassView.of,
-                changed=lambda before, after: nodes_changed(),
-            )
-        self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
-        self._stored_calibrations = kept
-        self._clock = clock
-        self._totals: dict[str, Mapping[str, float]] = {}
-        """Total requests of the pods on each node. A change of a pod removes the total of its node."""
-        self._complete_views: dict[str, NodeView] = {}
-        """Each node with the requests of its pods. A change of the node or of a pod removes the view."""
-        self._reserved_pods: dict[NamespacedName, PodDemand] = {}
-        """The demands of pods that the API server has not stored yet."""
-        self._reserved_since: dict[str, float] = {}
-        """Time at which the reservation of a stored pod began, by the pod's uid."""
+            self._build_node_caches(server)
+
+    def _build_node_caches(self, server: ApiServer) -> None:
+        """Builds the caches of nodes, of all pods' requests and of priority classes.
+
+        The cache of priority classes is not in `awaited_caches`, because the operator also works without the
+        right to read priority classes.
+        """
+        self._nodes = WatchCache(
+            server,
+            Collection(label="nodes", path=NODE.path()),
+            trim=trim.node_view,
+            changed=self._update_node,
+        )
+        self._pod_requests = WatchCache(
+            server,
+            Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
+            trim=trim.pod_requests,
+            changed=self._count_changed_requests,
+            index=lambda pod: pod.node,
+        )
+        self._classes = WatchCache(
+            server,
+            Collection(label="priority classes", path=PRIORITY_CLASS.path()),
+            trim=PriorityClassView.of,
+            changed=lambda before, after: self._nodes_changed(),
+        )
 
     def _wake_owners(
         self, before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None
@@ -176,15 +186,20 @@ class ClusterState:
                 self._touched(record.key)
 
     def _record_pod_change(self, before: PodRecord | None, after: PodRecord | None) -> None:
-        """Records by this process's clock when a pod was created and will be gone. Wakes its resource."""
+        """Notes when a new pod was created and when a deleted pod will be gone. Wakes the pod's resource.
+
+        Uses this process's clock, because waits must not depend on the API server's clock. Forgets the times
+        of a pod that is gone, or that was replaced under the same name.
+        """
         is_old_pod_gone = before is not None and (after is None or after.view.uid != before.view.uid)
         if before is not None and is_old_pod_gone:
-            self._deletions.record(before.view.uid, None)
-            self._creations.record(before.view.uid, None)
+            self._pod_deletions.forget(before.view.uid)
+            self._pod_creations.forget(before.view.uid)
         if after is not None:
             self.never_placed.forget_existing(after.key, after.view.name)
-            self._creations.record(after.view.uid, after.view.created)
-            self._deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
+            self._pod_creations.record(after.view.uid, after.view.created)
+            # The pod is gone at the latest when its grace period ends.
+            self._pod_deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
         self._wake_owners(before, after)
 
     def awaited_caches(self) -> list[WatchCache[Any]]:
@@ -272,7 +287,7 @@ class ClusterState:
         resources of the namespace.
         """
         scope = None if self.cluster_scope else namespace
-        return scope in self._ready
+        return scope in self._ready_scopes
 
     def errors_by_namespace(self) -> dict[str, str]:
         """Returns the API server's error for each namespace that the operator may not read."""
@@ -332,7 +347,7 @@ class ClusterState:
                 for cache in self.awaited_caches():
                     if cache.collection.namespace in (scope, None):
                         await cache.synced.wait()
-        self._ready.add(scope)
+        self._ready_scopes.add(scope)
         self._some_ready.set()
         self._wake_namespace(scope)
 
@@ -376,8 +391,8 @@ class ClusterState:
         view = pod.view
         if not view.ended:  # `ended` includes pods that are being deleted
             return pod
-        own_gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
-        created = self._creations.moment(view.uid) or view.created
+        own_gone_by = None if view.gone_by is None else self._pod_deletions.moment(view.uid)
+        created = self._pod_creations.moment(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
     def _wake_resources_of_pods(self, scope: str | None) -> None:
@@ -485,7 +500,7 @@ class ClusterState:
                 node,
                 requested=self._requested_on(node.name),
                 by_priority=self._requested_by_priority(node.name),
-                unreachable_since=self._silences.moment(node.name),
+                unreachable_since=self._unreachable_nodes.moment(node.name),
             )
         return view
 
@@ -585,7 +600,9 @@ class ClusterState:
         for node in (before, after):
             if node is not None:
                 self._complete_views.pop(node.name, None)
-                self._silences.record(node.name, after.unreachable_since if after is not None else None)
+                self._unreachable_nodes.record(
+                    node.name, after.unreachable_since if after is not None else None
+                )
         self._nodes_changed()
 
 

@@ -65,6 +65,8 @@ class _Series:
 class EventRecorder:
     """Writes events on resources in the background. Identical events become one event with a count.
 
+    The count leaves out an event that is recorded while an identical event waits or is being written.
+
     Events are for users, so no reconcile waits for an event. MAX_EVENTS_PER_MINUTE limits the new events of a
     resource, and MAX_WAITING_EVENTS limits the events that wait for a slow API server. The recorder drops and
     counts events above these limits. It logs and drops an event that it cannot write. It writes no events
@@ -150,11 +152,15 @@ class EventRecorder:
         return True
 
     async def _write_queued(self) -> None:
-        """Writes events until the queue is empty."""
+        """Writes events until the queue is empty.
+
+        Skips an event while another worker writes an identical event. No count contains a skipped event, as
+        in `record`, which skips an event that is identical to a queued event.
+        """
         while self._waiting:
             resource, event = self._waiting.popleft()
             identity = _identity_of(resource, event)
-            if identity in self._being_written:  # another worker writes an identical event: drop this event
+            if identity in self._being_written:
                 continue
             self._being_written.add(identity)
             try:

@@ -53,10 +53,10 @@ class RepeatedWrites:
     """Hash of the last write, its time and the count, by kind, name and whether the write is a deletion."""
 
     def count_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
-        """Counts a write or a deletion. Returns whether there were MAX_RESTORATIONS equal ones in a row.
+        """Counts a write or a deletion. Returns whether at least MAX_RESTORATIONS equal writes came in a row.
 
-        Then others have undone the writes before, because the operator writes only an object that differs
-        from its manifest.
+        Equal writes in a row show a conflict: the operator writes an object only if the object differs from
+        its manifest, so another client has undone each earlier write.
 
         Args:
             manifest: content of the object that is written; None for a deletion.

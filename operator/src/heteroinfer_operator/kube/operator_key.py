@@ -68,8 +68,9 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
         await server.update(SECRET.path(namespace, former), {**older_secret, **data})
     if own_key is not None and own_key != key:
         logger.warning(
-            "Secret %s/%s: replaced its key by the key of Secret %s, because an older release used that key "
-            "in the meantime",
+            "Secret %s/%s: the operator replaced the key by the key of Secret %s (after a rollback, an "
+            "earlier version of HeteroInfer used that Secret). Groups that started with the replaced key "
+            "report no progress and step times until their next epoch. No action is needed",
             namespace,
             name,
             former,

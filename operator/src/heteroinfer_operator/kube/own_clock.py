@@ -79,27 +79,35 @@ class OwnClock:
         self._seen: dict[str, _Seen] = {}
 
     def record(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
-        """Notes the present time if an object's timestamp is new. Forgets the object without a timestamp.
+        """Notes the present time if an object's timestamp is new. Forgets an object without a timestamp.
 
         Args:
             key: names the object that the timestamp belongs to.
             stamp: the timestamp; None after the state has ended.
-            later_s: seconds from now to the event that the timestamp announces; capped at ten years.
+            later_s: seconds that are added to the present time; at most ten years. For example the grace
+                period of a pod that is being deleted.
         """
         later_s = min(max(later_s, 0.0), _MAX_LATER_S)
         if stamp is None:
-            self._seen.pop(key, None)
+            self.forget(key)
         elif key not in self._seen or self._seen[key].stamp != stamp:
             moment = _add_seconds(self._clock(), later_s)
             self._seen[key] = _Seen(stamp, moment, self._monotonic_s() + later_s)
 
+    def forget(self, key: str) -> None:
+        """Forgets the timestamp of an object."""
+        self._seen.pop(key, None)
+
     def moment(self, key: str) -> datetime | None:
-        """Returns the time of the announced event by this process's clock, or None without a timestamp."""
+        """Returns when this process first saw the object's present timestamp, plus `later_s` of `record`.
+
+        The time is by this process's wall clock. Returns None for an object without a timestamp.
+        """
         seen = self._seen.get(key)
         if seen is None:
             return None
-        # If the wall clock was set since `record`, the monotonic clock gives the event's time by the new
-        # setting. Otherwise the two clocks differ by microseconds, so return the same time in each call.
+        # After a change of the wall clock, compute the time again from the monotonic clock. Otherwise return
+        # the stored time, because the computed time differs by microseconds in each call.
         moment_now = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
         was_clock_set = abs(moment_now - seen.moment) > _MAX_DRIFT
         if was_clock_set:
@@ -116,11 +124,11 @@ def _add_seconds(moment: datetime, seconds: float) -> datetime:
 
 
 class _Seen(NamedTuple):
-    """A timestamp of another clock, and the time of its event by this process's clocks.
+    """A timestamp of another clock, and the time that `OwnClock.moment` returns for it.
 
     Attributes:
-        moment: by the wall clock.
-        at_s: by the monotonic clock, in seconds.
+        moment: the time by the wall clock.
+        at_s: the same time by the monotonic clock, in seconds.
     """
 
     stamp: Hashable

@@ -376,7 +376,7 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
     if (missing_key := _MISSING_KEY.search(note)) is not None:
         volume, key = (printable(part)[:253] for part in missing_key.groups())
         source = FIELDS_OF_VOLUMES.get(volume, f"volume {volume} of the role's template")
-        return f"the object that {source} mounts has no key {key}. Add the key, or correct {source}"
+        return f"the ConfigMap or Secret in {source} has no key {key}. Add the key, or correct {source}"
     if (missing_object := _MISSING_OBJECT.search(note)) is not None:
         name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
         fix = "Create this object, or correct its name in the spec"

@@ -485,8 +485,9 @@ class WatchCache(Generic[T]):
             return
         is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
         if cached is not None and is_unchanged and not self._had_defect:
-            # A list or a watch has shown this version if the time is None in one of the two entries. Then the
-            # write stays confirmed, even if its answer arrives later.
+            # `unconfirmed_since` is None in an entry that a list or a watch has shown. If this holds for one
+            # of the two entries, this version is confirmed. The version stays confirmed if the API server's
+            # answer to the write arrives after the watch has shown the version.
             is_confirmed = entry.unconfirmed_since is None or cached.unconfirmed_since is None
             self._entries[name] = replace(
                 cached, unconfirmed_since=None if is_confirmed else cached.unconfirmed_since

@@ -47,6 +47,7 @@ class LocalAddressing:
         self._fetch_port: int | None = None
         self._rng = rng or random.Random()  # noqa: S311 - ports are public
         self._addresses_by_epoch: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
+        """By index of the group, epoch and hash of the plan."""
         self._taken_ports = set(range(api_port, api_port + MAX_GROUPS))
 
     def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:

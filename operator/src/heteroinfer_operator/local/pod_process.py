@@ -104,7 +104,7 @@ def parse_pod(
     pod.refuse_other_fields(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
     pod.refuse_other_fields(
-        {key: value for key, value in spec.items() if not _machine_satisfies(key, value, node_labels)},
+        {key: value for key, value in spec.items() if not _is_satisfied_by_machine(key, value, node_labels)},
         _SPEC_FIELDS,
         "spec",
     )
@@ -171,19 +171,21 @@ def _volume_remedy(kind: str) -> str:
     return "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
 
 
-def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
-    """Reports whether a field of the spec only restricts the nodes of the pod, and permits this machine.
+def _is_satisfied_by_machine(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
+    """Reports whether a field of the pod's spec only selects nodes, and selects this machine.
 
-    Such a field needs no effect here. The GPUs of this machine are not shared, so it satisfies a term that
-    excludes shared GPUs.
+    Such a field can be ignored. An affinity selects this machine if it has only these terms:
+
+    - a node affinity that excludes nodes with shared GPUs, because this machine shares no GPU
+    - a podAffinity to pods of the same group, because they all run on this machine
     """
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
     if field != "affinity":
         return False
-    without_pod_affinity = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
-    permits_machine = not without_pod_affinity or _only_excludes_shared_gpus(without_pod_affinity)
-    return permits_machine and _is_near_own_group_only(value)
+    other_terms = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
+    excludes_only_shared_gpus = not other_terms or _only_excludes_shared_gpus(other_terms)
+    return excludes_only_shared_gpus and _is_near_own_group_only(value)
 
 
 def _only_excludes_shared_gpus(affinity: Manifest) -> bool:

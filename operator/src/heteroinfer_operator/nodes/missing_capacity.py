@@ -51,8 +51,8 @@ def _describe_affinity_conflict(
         for free_node in free_nodes:
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
-        words = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{words}; their podAffinity requires one value for all pods"
+        text = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
+        return f"{text}; their podAffinity requires one value for all pods"
     return ""
 
 

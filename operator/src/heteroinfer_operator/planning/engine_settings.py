@@ -138,14 +138,14 @@ def _choose_dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: 
 
 
 def _choose_max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> int:
-    """Returns the longest sequence in tokens; raises PlanError if the model supports only shorter ones."""
+    """Returns the longest sequence in tokens; raises PlanError if the model only supports less."""
     wanted, longest = spec.engine.max_model_len, profile.max_position_embeddings
     if wanted is None:
         return default_max_model_len(profile)
     if wanted > longest:
         raise PlanError(
-            f"engine.maxModelLen: must be at most {longest}, which is the model's own maximum (got "
-            f"{wanted}). Lower engine.maxModelLen",
+            f"engine.maxModelLen: must be at most {longest} (got {wanted}), because {longest} is the model's "
+            "own maximum. Lower engine.maxModelLen",
             reason=PlanReason.MAX_MODEL_LEN_TOO_LONG,
         )
     return wanted

@@ -156,16 +156,15 @@ class RingTimes:
             exchange_s: seconds of the exchange. The GPU also copies in this time.
             gap_s: seconds in which the GPU does other work of the step, and copies early.
         """
-        # With a part p on the GPU, the CPUs take cpu_s - p * cpu_computing_s. The GPU copies for
-        # p * copy_s - early_s and computes for p * compute_s at the same time (see `seconds`). For one p, the
-        # copies take as long as the CPUs; for another p, the computation does. The smaller p suits both.
+        # With a part p on the GPU, the CPUs take cpu_s - p * cpu_computing_s. At the same time, the GPU
+        # copies for p * copy_s - early_s and computes for p * compute_s (see `seconds`).
         cpu_computing_s = cpu_s - exchange_s
         early_s = min(gap_s, self.early_part * self.copy_s)
         return min(
-            (cpu_s + early_s) / (cpu_computing_s + self.copy_s),
-            cpu_s / (cpu_computing_s + self.compute_s),
+            (cpu_s + early_s) / (cpu_computing_s + self.copy_s),  # the p at which copies end with the CPUs
+            cpu_s / (cpu_computing_s + self.compute_s),  # the p at which the computation ends with the CPUs
             1.0,
-        )
+        )  # with the smallest of these, the GPU ends with the CPUs or earlier
 
     def seconds(self, part: float, gap_s: float) -> float:
         """Returns the seconds for copying and computing a part of the experts, without early copies.

@@ -749,7 +749,7 @@ def ranks_fit(remote: FeedForwardPart, engine: EngineSettings) -> bool:
 
 
 def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, rank_indices: range) -> int:
-    """Returns the bytes of the rank that needs the most bytes."""
+    """Returns the bytes that the largest rank of a set needs: for its weights, and its peak beside them."""
     weight_bytes = max(rank_weight_bytes(remote, engine, rank) for rank in rank_indices)
     return weight_bytes + peak_extra_bytes(remote, engine, rank_indices)
 

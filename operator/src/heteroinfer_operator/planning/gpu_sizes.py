@@ -43,11 +43,12 @@ def gpu_memory_mib(
     }
 
 
-def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
-    """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
+def largest_gpu_bytes_by_role(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
+    """Returns the memory of each role's largest GPU in bytes, from the nodes' memory labels.
 
-    Nodes of another platform do not count, because the role's pods cannot run there. The result contains only
-    roles without deviceMemory.
+    Leaves out a role if a node with the role's GPU resource lacks the label: that node may have a larger GPU.
+    Also leaves out roles with deviceMemory. Ignores nodes of another platform, because the role's pods cannot
+    run there.
     """
     largest = {}
     for role in spec.roles:
@@ -99,7 +100,7 @@ def fits_gpus(
 
 
 def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | None) -> int:
-    """Returns the bytes of a GPU that a rank uses: those of the plan, and `gpu_floor` if known."""
+    """Returns the bytes of a GPU that a rank uses: the bytes of the plan, plus `gpu_floor` if known."""
     plan_bytes = _planned_bytes(plan, rank)
     if gpu_floor is None:
         return plan_bytes

@@ -30,7 +30,7 @@ from heteroinfer_operator.nodes.role_demand import role_demand
 from heteroinfer_operator.planning.auto_mode import plan_any_mode
 from heteroinfer_operator.planning.concurrency import requests_at_once
 from heteroinfer_operator.planning.gpu_floor import GpuFloor
-from heteroinfer_operator.planning.gpu_sizes import fits_gpus, gpu_memory_mib, largest_labelled_gpus
+from heteroinfer_operator.planning.gpu_sizes import fits_gpus, gpu_memory_mib, largest_gpu_bytes_by_role
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
@@ -96,7 +96,7 @@ class Capacity:
         return placement, free_nodes
 
     def copy(self) -> "Capacity":
-        """Returns a copy, from which a plan can take capacity without an effect on this one."""
+        """Returns a copy. A plan can take capacity from the copy without changing the original."""
         if self.free_nodes is None:
             return self
         return replace(
@@ -133,21 +133,27 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
         PlanError: the group has no plan, even with more free capacity.
     """
     if request.spec.parallelism.mode is not None:
-        return _plan_mode(request, capacity)
+        return _plan_in_mode_of_spec(request, capacity)
     # Tries each mode with a copy of the capacity. So the chosen mode is planned again, to take the capacity.
-    tried = plan_any_mode(request, lambda with_mode: _plan_mode(with_mode, capacity.copy()))
-    return replace(_plan_mode(tried.request, capacity), choice=tried.choice)
+    tried = plan_any_mode(request, lambda with_mode: _plan_in_mode_of_spec(with_mode, capacity.copy()))
+    return replace(_plan_in_mode_of_spec(tried.request, capacity), choice=tried.choice)
 
 
-def _plan_mode(request: GroupRequest, capacity: Capacity) -> Planned:
-    """Returns the plan of a spec with a mode; takes capacity and raises errors like plan_group."""
+def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
+    """Takes the capacity of the pods, and returns the plan of a spec whose mode is set.
+
+    Raises the errors of `plan_group`.
+    """
     if capacity.free_nodes is None:
         return make_plan(request, _inventory_without_nodes(request.spec, capacity.calibrations))
-    short_roles = _find_short_roles(request.spec, capacity)
-    gpus_are_awaited = request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
-    if short_roles and not (capacity.pods_may_wait and gpus_are_awaited):
-        return _plan_without_gpus(request, capacity, capacity.free_nodes, short_roles)
-    return _plan_on_nodes(request, capacity, capacity.free_nodes, {})
+    missing_by_role = _find_missing_gpus(request.spec, capacity)
+    # Pods that may wait for a scheduler can also wait for GPUs, if the spec does not move them to CPUs.
+    waits_for_gpus = (
+        capacity.pods_may_wait and request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
+    )
+    if missing_by_role and not waits_for_gpus:
+        return _plan_without_gpus(request, capacity, capacity.free_nodes, missing_by_role)
+    return _plan_on_nodes(request, capacity, capacity.free_nodes, reasons_on_cpus={})
 
 
 def _planned_device(role: RoleSpec, on_cpus: Container[str]) -> Device:
@@ -271,13 +277,13 @@ def assign_existing_plan(
     if unknown_role is not None:
         raise PlanError(
             f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
-            "such role (another program changed one of the two). The group waits until it can start with the "
-            "current spec, and then gets a new plan",
+            "such role (another program changed one of the two). The group gets a new plan when it can start "
+            "with the current spec. If the current spec is refused, correct it",
             reason=PlanReason.PLAN_LOST,
         )
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
-    labelled = largest_labelled_gpus(spec, [free_node.node for free_node in capacity.free_nodes])
+    labelled = largest_gpu_bytes_by_role(spec, [free_node.node for free_node in capacity.free_nodes])
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
     def demand(pod: PodAssignment) -> PodDemand:
@@ -444,7 +450,7 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
     )
 
 
-def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
+def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
     Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory

@@ -80,9 +80,12 @@ class KvCache:
             self.sequence_tokens / self.block_tokens
         )
         if is_plain:
-            return blocks * self.block_tokens  # each block holds tokens, as in most models
+            # Each block holds tokens, as in most models. The result includes the block that vLLM keeps for
+            # itself (`min_blocks`), like the size that vLLM logs.
+            return blocks * self.block_tokens
         # With several groups, a token takes blocks of each group. With windows or states, the number of
-        # blocks of a request does not follow from its tokens. So this counts whole requests.
+        # blocks of a request does not follow from its tokens. So this counts whole requests, without the
+        # block that vLLM keeps for itself.
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
 
 

@@ -64,15 +64,15 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
     least_in_first, least_in_last = sizes.profile.first_stage_layers, sizes.profile.last_stage_layers
     if layers[0] < least_in_first:
         raise PlanError(
-            f"roles: the first stage must have at least {least_in_first} layers, because the model adds the "
-            f"encoder's output in each of these layers (got {layers[0]}). Give the first stage more layers",
+            f"roles: the first stage must have at least {least_in_first} layers (got {layers[0]}), because "
+            "the model adds the encoder's output in each of these layers. Give the first stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     if len(layers) > 1 and layers[-1] < least_in_last:
         raise PlanError(
-            f"roles: the last stage must have at least {least_in_last} layers, because the model's last "
-            f"{least_in_last} layers share keys and values, which one rank holds (got {layers[-1]}). Give "
-            "the last stage more layers",
+            f"roles: the last stage must have at least {least_in_last} layers (got {layers[-1]}), because "
+            f"the model's last {least_in_last} layers share keys and values, so one rank must hold all these "
+            "layers. Give the last stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     if found_layers != wanted_layers:
@@ -104,9 +104,8 @@ def _check_user_stage(index: int, stage: StageBudget, layers: tuple[int, int], s
         # vLLM divides by the size of a block, which would be 0
         # (vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0).
         raise PlanError(
-            f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
-            f"because vLLM can run no other stage (got layers {first} to {end - 1}). "
-            "Change roles[].layers",
+            f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state (got "
+            f"layers {first} to {end - 1}), because vLLM can run no other stage. Change roles[].layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     missing_bytes = rank.missing_bytes(sizes, first, end)

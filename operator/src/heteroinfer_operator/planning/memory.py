@@ -391,13 +391,16 @@ class StageBudget:
         return max(self.ranks, key=missing)
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes for KV cache on the tightest rank after layers first..end-1, or None."""
+        """Returns the bytes for KV cache on the tightest rank after layers first..end-1.
+
+        Returns None if the memory of all ranks is unknown.
+        """
         return self.tightest(sizes, first, end).left_bytes(sizes, first, end)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes that the neediest rank lacks for layers first..end-1, or None.
+        """Returns the bytes that the neediest rank lacks for layers first..end-1; <= 0 if the layers fit.
 
-        The value is <= 0 if the layers fit.
+        Returns None if the memory of all ranks is unknown.
         """
         return self.neediest(sizes, first, end).missing_bytes(sizes, first, end)
 

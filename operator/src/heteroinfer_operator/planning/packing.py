@@ -22,7 +22,7 @@ _SCALE_BYTES: Final = 2
 _ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
     {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2)}
 )
-"""Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store one."""
+"""Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store a zero point."""
 _FLOAT_RATIO: Final = Fraction(201, 200)
 """Packed size of weights in FP8 and NVFP4, relative to the checkpoint. Packing adds 4 bytes for each column:
 the ratio is 1.002 with 4,096 inputs and 1.009 with 768."""
@@ -66,25 +66,23 @@ def packed_ratio(scheme: Scheme, element_bytes: int = 2) -> Fraction:
 
 
 def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
-    """Returns the size of 4-bit experts in vLLM's kernels for AMX, relative to the checkpoint.
+    """Returns the size of experts in vLLM's kernels for AMX, relative to the checkpoint.
 
-    CPU ranks that share the layers of a stage use these kernels. A group has its values, a sum of 4 bytes per
-    block, a scale of 4 bytes instead of 2, and a zero point of one byte: 1.106 for int4 and 1.098 for AWQ and
-    GPTQ, in groups of 128. Measured with vLLM's own functions on an EPYC, where they also pack for AMX
-    (2026-11-25).
+    CPU ranks that share the layers of a stage use these kernels for 4-bit experts. For other formats, the
+    result is that of `packed_ratio`. For each quantization group, vLLM stores the codes, a sum of 4 bytes per
+    block, a scale of 4 bytes (2 in the checkpoint) and a zero point of 1 byte. With groups of 128, the ratio
+    is 1.106 for int4, and 1.098 for AWQ and GPTQ. vLLM's own packing functions gave these sizes on an EPYC (2026-11-25):
+    they pack in the same way on a CPU without AMX.
     Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
     """
     if scheme.name not in FOUR_BITS:
         return packed_ratio(scheme)
     group = scheme.group or _AMX_BLOCK
-    value_bytes, sum_bytes, scale_bytes, zero_point_bytes = (
-        Fraction(group, 2),
-        4 * ceil(group / _AMX_BLOCK),
-        4,
-        1,
-    )
+    code_bytes = Fraction(group, 2)
+    sum_bytes = 4 * ceil(group / _AMX_BLOCK)
+    scale_bytes, zero_point_bytes = 4, 1
     stored_bytes, _ = _group_bytes(scheme)
-    return (value_bytes + sum_bytes + scale_bytes + zero_point_bytes) / stored_bytes
+    return (code_bytes + sum_bytes + scale_bytes + zero_point_bytes) / stored_bytes
 
 
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:

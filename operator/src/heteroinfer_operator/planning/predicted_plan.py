@@ -52,7 +52,7 @@ def predict_ranks(
 def _choose_rates(
     rank: RankAssignment, plan: Plan, role: RoleSpec, profile: ModelProfile, inventory: Inventory
 ) -> Rates:
-    """Returns the rates of a rank in a stage: measured ones of its machine, otherwise defaults."""
+    """Returns the rates of a rank in a stage: measured rates of its machine, otherwise defaults."""
     if rank.device is Device.GPU:
         product, calibration = inventory.gpu_product.get(role.name, ""), inventory.calibration.get(role.name)
         return gpu_rates(product, calibration, profile.scheme.name)
@@ -117,7 +117,7 @@ def predict_again(
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
 ) -> tuple[Sizes, FeedForwardPart | None] | None:
-    """Returns the sizes behind a plan, or None if the plan is not of this spec and model.
+    """Returns the sizes that the planner used for a plan; None if the plan is not of this spec and model.
 
     Returns:
         The sizes of a rank in a stage, and the part of the model that feed-forward ranks compute.

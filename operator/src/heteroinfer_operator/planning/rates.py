@@ -250,7 +250,7 @@ def cpu_rates(
     sharing_ranks: int,
     share_by_rate: bool = False,
 ) -> Rates:
-    """Returns the rates of one CPU rank: those of its machine's calibration, otherwise defaults.
+    """Returns the rates of one CPU rank: the rates of its machine's calibration, otherwise defaults.
 
     Args:
         role: role of the rank; its resources set the CPUs of a pod.

@@ -244,9 +244,9 @@ class RingChooser:
     def _choices(
         self, remote: FeedForwardPart, kept_bytes: int
     ) -> Iterator[tuple[FeedForwardPart, EngineSettings]]:
-        """Yields, for each number of tokens of a step, the part with the largest ring, and the settings.
+        """Yields a choice for each allowed size of a step: `remote` with its largest ring, and the settings.
 
-        Leaves out a number of tokens if no ring fits the memory, or if the ring does not save time.
+        Leaves out a size if no ring fits into the memory, or if the step would not be faster with the ring.
         """
         # Even with more tokens, a step must be faster than a step in which CPUs compute all experts. So
         # requests that decode beside a long prompt do not wait longer than without the ring.

@@ -34,7 +34,7 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     limit = request.spec.engine.max_time_between_tokens
     if limit is None or not exceeding_s(planned):
         return planned
-    sizes = list(_smaller_steps(planned.plan.engine))
+    sizes = list(_smaller_token_limits(planned.plan.engine))
     smallest = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
     smallest_s = exceeding_s(smallest)  # 0 if the smallest step keeps the limit
     longest_s = _MAX_TIME_RATIO * smallest_s if smallest_s else parse_duration_s(limit)
@@ -116,11 +116,11 @@ def _longest_steps(plan: Plan) -> Iterator[int]:
         yield min(least_rows(plan.engine) - 1, tokens)
 
 
-def _smaller_steps(engine: EngineSettings) -> Iterator[int]:
-    """Yields numbers of tokens of a step below that of the settings, ascending.
+def _smaller_token_limits(engine: EngineSettings) -> Iterator[int]:
+    """Yields limits for the tokens of a step, in ascending order, all below max_num_batched_tokens.
 
-    The smallest step has a token for each running request, and at least the tokens of one KV block. Each next
-    step is about a quarter larger, by a multiple of 64 tokens.
+    The first limit allows one token for each running request, and at least the tokens of one KV block. Each
+    next limit is about a quarter larger: the difference is a multiple of 64 tokens.
     """
     tokens = max(engine.max_num_seqs, engine.block_size)
     while tokens < engine.max_num_batched_tokens:

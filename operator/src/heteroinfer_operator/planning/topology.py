@@ -176,7 +176,8 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
         PlanError: the number of ranks in the roles does not fit these fields.
     """
     parallelism, num_ranks = spec.parallelism, spec.world_size
-    # `layers` of the roles has an entry for each stage. The number is 0 if neither field is set.
+    # The lists roles[].layers have one entry for each stage, all lists together. The number of stages is 0 if
+    # neither parallelism.pipeline nor layers is set.
     num_stages = parallelism.pipeline or sum(len(role.layers or ()) for role in spec.roles)
     if parallelism.tensor:
         tensor = Fraction(parallelism.tensor)
@@ -204,16 +205,16 @@ def _check_role_size(role: RoleSpec, tensor: int, mode: Mode | None) -> None:
     """Raises PlanError if a role's pods cannot hold whole stages, or if `layers` has a wrong length."""
     if mode is Mode.PIPELINE and role.ranks_per_pod % tensor:
         raise PlanError(
-            f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage, because one "
-            f"pod holds all ranks of a stage (got {role.ranks_per_pod}). Change ranksPerPod or "
+            f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage (got "
+            f"{role.ranks_per_pod}), because one pod holds all ranks of a stage. Change ranksPerPod or "
             "parallelism.tensor",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     if role.layers is not None and role.num_ranks % tensor:
         raise PlanError(
-            f"role {role.name}: pods x ranksPerPod must be a multiple of the {tensor} ranks per stage, "
-            f"because layers has an entry for each stage (got {role.num_ranks}). Change pods, ranksPerPod or "
-            "parallelism.tensor, or remove layers",
+            f"role {role.name}: pods x ranksPerPod must be a multiple of the {tensor} ranks per stage "
+            f"(got {role.num_ranks}), because layers has an entry for each stage. Change pods, "
+            "ranksPerPod or parallelism.tensor, or remove layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     if role.layers is not None and len(role.layers) * tensor != role.num_ranks:

@@ -21,12 +21,12 @@ def decide_admission(
     last_statuses: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
-    """Decides whether the API server must validate the revision of the current spec (dry run) now.
+    """Decides whether to send a dry run of the objects of the current spec's revision now.
 
-    The result also has the answer to the last dry run. No dry run is needed while all groups have this
-    revision, or after the API server has accepted the revision. A refused revision is tried again as seldom
-    as a refused pod. Until the API server answers, no group is replaced, and a group that is down starts
-    again with its own revision.
+    Also returns the answer to the last dry run. No dry run is needed while all groups have this revision, or
+    after the API server has accepted the revision. A refused revision is tried again as seldom as a refused
+    pod. Until the API server answers, no group is replaced, and a group that is down starts again with its
+    own revision.
     """
     target_name, admitted_revisions = context.target.name, observation.admitted
     if admitted_revisions is None or target_name is None:  # no API server, or an unreadable spec
@@ -37,6 +37,8 @@ def decide_admission(
     outdated = _find_outdated_group(context, last_statuses, by_group)
     if revision is None or outdated is None:
         return Admission()
+    # A dry run without an answer is stored as a refusal with the reason NOT_ANSWERED, so that the retry
+    # waits, too. Such a refusal is not a problem of the spec.
     refusal = next(
         (known for known in context.refusals if (known.kind, known.name) == (REVISION, target_name)), None
     )
@@ -55,14 +57,15 @@ def decide_admission(
 def _find_outdated_group(
     context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> GroupStatus | None:
-    """Returns the status of the first wanted group that has, or would start with, an older revision.
+    """Returns the status of the first wanted group that runs, or would start with, another revision.
 
     Returns None if there is no such group.
     """
     for index in range(context.replicas):
         status, pods = last_statuses.get(index, GroupStatus(index=index)), by_group.get(index, ())
         revision = revision_of(context, status, pods)
-        if revision != context.target.name and (pods or revision in context.revisions):
+        can_start_again = revision in context.revisions  # pods can be created from this revision
+        if revision != context.target.name and (pods or can_start_again):
             return status
     return None
 

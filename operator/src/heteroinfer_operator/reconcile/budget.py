@@ -223,8 +223,12 @@ class Spending:
         """Frees the objects that only `spend` reads, because this object stays in memory."""
         self.resource, self.actions = self.resource.without_fields(), ()
 
-    def describe_pods(self, scopes: frozenset[str]) -> str:
-        """Describes why the pods of a group wait, with the group's last failure."""
+    def describe_waiting_pods(self, scopes: frozenset[str]) -> str:
+        """Describes why the pods of a group wait, with the group's last failure.
+
+        Args:
+            scopes: scopes of the group's pods.
+        """
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "

@@ -42,7 +42,7 @@ from heteroinfer_operator.planning import (
     plan_group,
 )
 from heteroinfer_operator.planning.gpu_floor import GpuFloor
-from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib, largest_labelled_gpus
+from heteroinfer_operator.planning.gpu_sizes import gpu_memory_mib, largest_gpu_bytes_by_role
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan, find_sizes, predict_again
 from heteroinfer_operator.reconcile.reading import pods_by_group
 
@@ -144,7 +144,7 @@ class GroupPlanner:
             spec: spec that the group was created with.
             pods: existing pods of the epoch.
         """
-        labelled = largest_labelled_gpus(spec, self.observation.nodes or ())
+        labelled = largest_gpu_bytes_by_role(spec, self.observation.nodes or ())
         memory = gpu_memory_mib(spec, plan, labelled, self._gpu_floor(spec, plan))
         return NodeAssignment(gang=read_gang(pods), gpu_memory_mib=memory, apart=self._places_groups_apart)
 

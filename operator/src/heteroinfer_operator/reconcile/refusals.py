@@ -212,7 +212,7 @@ class ActionPermits:
         self._budget_waits_s.append(wait_s)
         self._block(action)
         if creates_pod(action):
-            why = self.spending.describe_pods(scopes_of(action))
+            why = self.spending.describe_waiting_pods(scopes_of(action))
             self._record_refusal(action, TOO_MANY_PODS, why, retry_at=self.now + timedelta(seconds=wait_s))
         return False
 

@@ -23,7 +23,7 @@ LEFT_OUT: Final = "left out: the status is full"
 _RANK_BYTES: Final = 75
 """Size of an entry without names, times and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
 _DETAIL_BYTES: Final = 75
-_RESOURCE_BYTES: Final = 125
+_LOCKED_MEMORY_BYTES: Final = 125
 """Size of an entry's locked memory with its limit, and of its list of transports without their names."""
 _PLAN_RANK_BYTES: Final = 150
 _QUOTES_AND_COMMA: Final = 3
@@ -42,19 +42,20 @@ def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
         detail_bytes = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
         free_bytes -= detail_bytes
         fitted.append(group if free_bytes >= 0 else transitions.without_details(group))
-    return tuple(_fit_failures(_fit_resources(fitted, free_bytes)))
+    return tuple(_fit_failures(_fit_locked_memory_and_transports(fitted, free_bytes)))
 
 
-def _fit_resources(groups: Sequence[GroupStatus], free_bytes: int) -> list[GroupStatus]:
+def _fit_locked_memory_and_transports(groups: Sequence[GroupStatus], free_bytes: int) -> list[GroupStatus]:
     """Drops locked memory and transports of the last groups until the groups fit the free bytes."""
     fitted = []
     for group in groups:
         free_bytes -= sum(
-            _RESOURCE_BYTES + sum(_json_bytes(text) + _QUOTES_AND_COMMA for text in rank.transports or ())
+            _LOCKED_MEMORY_BYTES
+            + sum(_json_bytes(text) + _QUOTES_AND_COMMA for text in rank.transports or ())
             for rank in group.members
             if rank.locked_memory_bytes is not None
         )
-        fitted.append(group if free_bytes >= 0 else transitions.without_resources(group))
+        fitted.append(group if free_bytes >= 0 else transitions.without_locked_memory_and_transports(group))
     return fitted
 
 

@@ -305,15 +305,18 @@ def with_dry_run_epoch(status: GroupStatus, *, plan_hash: str) -> GroupStatus:
 
 
 def without_details(status: GroupStatus) -> GroupStatus:
-    """Drops nodes and times of the ranks because the status would be too large."""
+    """Drops nodes and times of the ranks. `status_size` calls it for a status that is too large."""
     members = (
         entry.changed(node=None, step_ms=None, compute_ms=None, wait_ms=None) for entry in status.members
     )
     return status.changed(members=tuple(members), measured_time=None)
 
 
-def without_resources(status: GroupStatus) -> GroupStatus:
-    """Drops locked memory and transports of the ranks because the status would be too large."""
+def without_locked_memory_and_transports(status: GroupStatus) -> GroupStatus:
+    """Drops locked memory and transports of the ranks.
+
+    `status_size` calls it for a status that is too large.
+    """
     members = (
         entry.changed(locked_memory_bytes=None, locked_memory_limit_bytes=None, transports=None)
         for entry in status.members

@@ -41,14 +41,14 @@ class ExpertsKernel:
         group: required number of weights that share a scale; 0 if any is supported.
         dtypes: supported types of activations; empty if all are.
         activations: supported activation functions, by vLLM's names.
-        needs: AMX or AVX512 if the kernel requires these instructions, or "".
+        instructions: AMX or AVX512 if the kernel requires these instructions, or "".
     """
 
     routing: frozenset[Routing] | None
     group: int = 0
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
     activations: frozenset[str] = _SILU_ONLY
-    needs: str = AMX
+    instructions: str = AMX
 
 
 CODED_BITS: Final[Mapping[SchemeName, frozenset[int]]] = MappingProxyType(
@@ -75,10 +75,13 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
             routing=None,
             dtypes=frozenset(),
             activations=_GATED_ACTIVATIONS,
-            needs="",
+            instructions="",
         ),
         SchemeName.FP8_BLOCK: ExpertsKernel(
-            routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128, dtypes=frozenset({"bfloat16"}), needs=AVX512
+            routing=_SOFTMAX | {Routing.DEEPSEEK_V3},
+            group=128,
+            dtypes=frozenset({"bfloat16"}),
+            instructions=AVX512,
         ),
         SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX, activations=_SILU_ONLY | {"swigluoai"}),
         SchemeName.AWQ: ExpertsKernel(routing=_SOFTMAX, group=128),
@@ -100,10 +103,16 @@ FEED_FORWARD_ACTIVATIONS: Final = frozenset(
 (feed_forward/held_experts.py)."""
 
 
-def build_cpu_error(subject: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
-    """Returns the error of a model or an option that CPU ranks do not support."""
+def build_cpu_error(
+    subject: str, why: str, remedy: str = "Use GPU roles only", *, field: str = "model"
+) -> PlanError:
+    """Returns the error of a model or an option that CPU ranks do not support.
+
+    Args:
+        field: field of the spec that contains the model or the option.
+    """
     return PlanError(
-        f"model: CPU ranks do not support {subject}: {why}. {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
+        f"{field}: CPU ranks do not support {subject}: {why}. {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
     )
 
 
@@ -118,9 +127,10 @@ def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
     backend = EngineOptions.of(engine.extra_args).moe_backend
     if backend != "auto" and profile.experts:
         raise build_cpu_error(
-            f"engine.args --moe-backend {backend} with experts",
+            f"--moe-backend {backend} with experts",
             "the option selects kernels for GPUs, and vLLM would use them on CPUs too",
             "Remove the option, so that vLLM chooses kernels for each device",
+            field="engine.args",
         )
 
 
@@ -246,7 +256,7 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
         )
 
 
-def stage_needs(profile: ModelProfile, *, has_whole_layers: bool) -> str:
+def stage_instructions(profile: ModelProfile, *, has_whole_layers: bool) -> str:
     """Returns the instructions (AMX or AVX512) that the experts of CPU stages need; "" if they need none.
 
     Args:
@@ -255,4 +265,4 @@ def stage_needs(profile: ModelProfile, *, has_whole_layers: bool) -> str:
     """
     kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    return kernel.needs if kernel and quantized and not has_whole_layers else ""
+    return kernel.instructions if kernel and quantized and not has_whole_layers else ""

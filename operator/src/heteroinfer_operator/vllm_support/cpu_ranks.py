@@ -29,7 +29,7 @@ from heteroinfer_operator.vllm_support.cpu_kernels import (
     check_moe_backend,
     check_stage_experts,
     describe_format,
-    stage_needs,
+    stage_instructions,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 from heteroinfer_operator.vllm_support.listed_architectures import (
@@ -127,9 +127,10 @@ def check_load_format(engine: EngineSettings) -> None:
     load_format = EngineOptions.of(engine.extra_args).load_format
     if (load_format or "").lower() in GPU_FORMATS:
         raise build_cpu_error(
-            f"engine.args --load-format {load_format}",
+            f"--load-format {load_format}",
             "vLLM supports this format in groups of GPUs only",
             f"Remove the option, or set {SAFETENSORS}",
+            field="engine.args",
         )
 
 
@@ -269,16 +270,18 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
         if unsupported_sizes:
             size = min(unsupported_sizes)
             raise build_cpu_error(
-                f"engine.args --kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
+                f"--kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
                 f"on CPUs a KV cache in FP8 requires heads whose size is a multiple of "
                 f"{CPU_FP8_HEAD_MULTIPLE} elements",
                 "Remove the option",
+                field="engine.args",
             )
     elif cache_dtype in ELEMENT_BYTES and cache_dtype != engine.dtype:
         raise build_cpu_error(
-            f"engine.args --kv-cache-dtype {cache_dtype} with engine.dtype {engine.dtype}",
+            f"--kv-cache-dtype {cache_dtype} with engine.dtype {engine.dtype}",
             "attention on CPUs always stores elements of engine.dtype in the cache",
             f"Remove the option, or set engine.dtype: {cache_dtype}",
+            field="engine.args",
         )
 
 
@@ -318,9 +321,10 @@ def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple
     # A profile without `kinds` is of version 0.1.0, whose groups must be able to restart.
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:
         raise build_cpu_error(
-            f"engine.args --quantization {online_method}",
+            f"--quantization {online_method}",
             "quantization at load is untested on CPU ranks",
             "Remove the option, or use a model that is published in 4 bits (AWQ, GPTQ)",
+            field="engine.args",
         )
     if scheme.name is SchemeName.NONE or not any(kind.quantized_bytes for kind in profile.layers):
         return ()
@@ -345,11 +349,11 @@ def _find_needed_instructions(
     Both are "" if AVX2 is enough.
     """
     if profile.is_latent:
-        limits = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
+        limits = "KV blocks of 16 tokens and no chunked prefill on CPU ranks, unlike on GPU ranks"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {limits})"
-    needs = stage_needs(profile, has_whole_layers=has_whole_layers)
-    if needs:
-        return needs, f"experts in {profile.scheme_of_experts}"
+    instructions = stage_instructions(profile, has_whole_layers=has_whole_layers)
+    if instructions:
+        return instructions, f"experts in {profile.scheme_of_experts}"
     cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if cache_dtype.startswith("fp8"):
         return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {cache_dtype})"
@@ -362,22 +366,23 @@ def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str
     Args:
         needed: result of `_find_needed_instructions`.
     """
-    needs, part = needed
-    if not needs:
+    instructions, part = needed
+    if not instructions:
         return ()
     fix = (
-        f"Put CPU roles on nodes that have {needs} (roles[].template.nodeSelector: "
-        f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
+        f"Put CPU roles on nodes that have {instructions} (roles[].template.nodeSelector: "
+        f"{CPUID_LABEL}{CPUID_OF[instructions][0]}: 'true')"
     )
     for role, features in sorted(cpus.items()):
         # A CPU with AMX also has the older instruction sets.
-        if features is not None and features.isdisjoint({needs, AMX}):
+        if features is not None and features.isdisjoint({instructions, AMX}):
             raise PlanError(
-                f"role {role}: {needs} is needed on CPUs for {part}, but the role's nodes do not have it. "
-                f"{fix}, or use GPU roles only",
+                f"role {role}: {instructions} is needed on CPUs for {part}, but the role's nodes do not have "
+                f"it. {fix}, or use GPU roles only",
                 reason=PlanReason.UNSUPPORTED_MODEL,
             )
     if None not in cpus.values():
         return ()
-    problem = f"the nodes' labels do not show whether the CPUs have {needs}"
-    return (f"{needs} is needed on CPUs for {part}, but {problem}. {_PROCESSORS[needs]} have it. {fix}",)
+    problem = f"the nodes' labels do not show whether the CPUs have {instructions}"
+    processors = _PROCESSORS[instructions]
+    return (f"{instructions} is needed on CPUs for {part}, but {problem}. {processors} have it. {fix}",)

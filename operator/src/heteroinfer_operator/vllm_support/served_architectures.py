@@ -57,8 +57,8 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
     """
     if not profile.architecture:
         raise _build_error(
-            "model: config.json must have the list architectures, in which vLLM finds the model's class. Add "
-            "the list with the name of the class, or use the original files of the model"
+            "model: config.json must have the field 'architectures', a list with the name of the model's "
+            "class in vLLM. Add the field, or use the original files of the model"
         )
     return run_all_checks(*(partial(_check_class, name, profile) for name in class_names(profile)))
 
@@ -70,8 +70,8 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
     if not name:
         raise _build_error(
             f"model: {profile.architecture} contains a language model of type {profile.text_type}. vLLM 0.32 "
-            "has no class for this type, and text_config in config.json has no architectures. Use another "
-            "model, or an image whose vLLM has such a class"
+            "has no class for this type, and 'text_config' in config.json has no field 'architectures'. Use "
+            "another model, or an image whose vLLM has such a class"
         )
     # vLLM gives an unknown class the task of the first ending that matches the name.
     assumed_task = next((task for ending, task in ENDINGS.items() if name.endswith(ending)), None)

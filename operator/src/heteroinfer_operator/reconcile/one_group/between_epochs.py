@@ -98,8 +98,8 @@ def _find_pod_refusal(
         return None, 0.0
     group, refusal = context.refused_worker if own_refusal is None else (status.index, own_refusal)
     message = (
-        f"a pod of group {group} was refused, so groups start one at a time, and this group waits for the "
-        f"pods of group {starts_after}. The refusal: {refusal.message}"
+        f"the API server refused a pod of group {group}, so the operator starts the groups one at a time: "
+        f"this group starts after group {starts_after} has its pods. The refusal: {refusal.message}"
     )
     return replace(refusal, message=message), _TURN_EVERY_S
 
