@@ -71,8 +71,8 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
     CPU ranks that share the layers of a stage use these kernels for 4-bit experts. For other formats, the
     result is that of `packed_ratio`. For each quantization group, vLLM stores the codes, a sum of 4 bytes per
     block, a scale of 4 bytes (2 in the checkpoint) and a zero point of 1 byte. With groups of 128, the ratio
-    is 1.106 for int4, and 1.098 for AWQ and GPTQ. vLLM's own packing functions gave these sizes on an EPYC (2026-11-25):
-    they pack in the same way on a CPU without AMX.
+    is 1.106 for int4, and 1.098 for AWQ and GPTQ. vLLM's own packing functions gave these sizes on an
+    EPYC (2026-11-25): they pack in the same way on a CPU without AMX.
     Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
     """
     if scheme.name not in FOUR_BITS:
