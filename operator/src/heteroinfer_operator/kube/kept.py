@@ -126,7 +126,7 @@ class ResourceMemory:
         pending_requests: unanswered requests, by object.
         slots: limits the creates and applies that run at the same time.
         reservations: capacity reserved for the pods of the last decision.
-        reserved_pods: names of these pods.
+        reserved_pods: names of the pods of the last decision.
     """
 
     uid: str
@@ -163,7 +163,7 @@ class ResourceMemory:
     def unsent_pods(self, existing: Iterable[str]) -> frozenset[NamespacedName]:
         """Returns the pods of the last decision whose epochs have no pod yet, and no request for one.
 
-        The next decision plans the nodes of these epochs again. The status is written before the pods are
+        The next decision plans nodes for such epochs again. The status is written before the pods are
         created. If the status waits for its budget, for example, no pod is created.
 
         Args:

@@ -130,7 +130,7 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 
 def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
-    """Lists in parentheses the amounts that limit the number of pods on each of these nodes.
+    """Lists in parentheses the amounts that limit the number of pods on each node.
 
     The nodes have the same obstacle. Returns "" if the obstacle has the cause, because the nodes reject the
     pod or have capacity for no pod, and if the amounts of the nodes differ.
@@ -146,7 +146,7 @@ def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
 
 
 def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:
-    """Lists how much of these resources a node has free, and in all."""
+    """Lists the free amount and the whole amount of each resource on a node."""
     texts = []
     for name in resources:
         free, whole = max(free_node.free_amount(name), 0.0), free_node.node.allocatable.get(name, 0.0)
