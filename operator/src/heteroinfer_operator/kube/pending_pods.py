@@ -344,7 +344,7 @@ def _has_run(pod: PodView) -> bool:
 def _is_being_prepared(pod: PodView) -> bool:
     """Reports whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
     has_no_other_reason = pod.waiting is None or pod.waiting.reason in _CREATING
-    return bool(pod.node) and not pod.started and not pod.ended and has_no_other_reason
+    return bool(pod.node) and not _has_run(pod) and has_no_other_reason
 
 
 def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
@@ -504,7 +504,7 @@ def _is_claim_of_template(resource: ResourceView, name: str) -> bool:
 def _is_silent(pod: PodRecord) -> bool:
     """Reports whether a pod has no node and no report of a scheduler."""
     view = pod.view
-    never_ran = view.phase == "Pending" and not view.started and not view.ended
+    never_ran = view.phase == "Pending" and not _has_run(view)
     return never_ran and not view.node and not view.unschedulable and not pod.is_reported
 
 

@@ -125,7 +125,7 @@ def _assign_within(
         return anywhere
     zones = domains_of(free_nodes, ZONE)
     candidates = [
-        *(_assign_to_one_node(demands, free_nodes, others, anywhere)),
+        _assign_to_one_node(demands, free_nodes, others, anywhere),
         *(
             search_nodes(demands, zone, others, searches=searches * len(zones))
             for zone in (zones.values() if len(zones) > 1 else ())
@@ -139,14 +139,14 @@ def _assign_within(
 
 def _assign_to_one_node(
     demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups, found: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
-    """Yields the best placement of all pods on one node that is not nearer to other groups than found nodes.
+) -> tuple[str, ...] | None:
+    """Returns the best placement of all pods on one node that is not nearer to other groups than found nodes.
 
-    Yields nothing if the found nodes are one node, or have no other groups.
+    Returns None if there is no such node, if the found nodes are one node, or if they have no other groups.
     """
     names = set(found)
     if len(names) == 1 or not others.any_is_shared(names):
-        return
+        return None
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     nearest = max(others.nearness(by_name[name].node) for name in names)
     requests = sum_requests(demand.requests for demand in demands)
@@ -158,10 +158,9 @@ def _assign_to_one_node(
     # Only the cheapest node can win, so the nodes are searched in this order until one accepts all pods.
     able.sort(key=lambda node: _placement_cost(demands, (node.node.name,) * len(demands), by_name, others))
     for free_node in able:
-        nodes = search_nodes(demands, [free_node], others)
-        if nodes is not None:
-            yield nodes
-            return
+        if (nodes := search_nodes(demands, [free_node], others)) is not None:
+            return nodes
+    return None
 
 
 def _placement_cost(
