@@ -177,6 +177,18 @@ def changed(draw: st.DrawFn, plausible: Manifest) -> Manifest:
     return stored
 
 
+def single_changes(plausible: Manifest) -> Iterator[Manifest]:
+    """Yields the object with one field as each JSON type, for all fields."""
+    for *parents, name in places(plausible):
+        for value in ([], {}, 0, -1.5, True, "text", None):
+            stored = copy.deepcopy(plausible)
+            holder: Any = stored
+            for parent in parents:
+                holder = holder[parent]
+            holder[name] = value
+            yield stored
+
+
 def any_object(plausible: Manifest) -> st.SearchStrategy[Manifest]:
     """Draws an object of a kind, mostly valid, or with any JSON next to its metadata."""
     metadata = {name: plausible["metadata"][name] for name in KEPT_BY_API_SERVER}
@@ -345,6 +357,23 @@ def test_caches_accept_any_pod(stored: Manifest) -> None:
         assert pod.view.uid == "u"
     assert state.nodes() == ()
     assert len(state.reserved_demands()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("test", "plausible"),
+    [
+        (test_any_pod_is_read_or_left_out, POD),
+        (test_caches_accept_any_pod, POD),
+        (test_any_priority_class_is_read_or_left_out, PRIORITY_CLASS),
+        (test_any_node_is_read_or_left_out, NODE),
+        (test_any_resource_is_read_or_left_out, RESOURCE),
+        (test_any_config_map_of_calibrations_is_read_or_left_out, CONFIG_MAP),
+    ],
+)
+def test_each_field_may_have_each_type(test: Any, plausible: Manifest) -> None:
+    """The drawn changes above seldom give one certain field one certain type."""
+    for stored in single_changes(plausible):
+        test.hypothesis.inner_test(stored)
 
 
 def test_an_unreadable_pod_of_the_operator_exists_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:

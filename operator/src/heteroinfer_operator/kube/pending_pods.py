@@ -366,9 +366,9 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
     If the newest event is not about a failed mount, the kubelet has mounted the volumes since.
     """
     newest_first = sorted(events, key=_order_of_mounts, reverse=True)
-    if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
+    if not newest_first or not _is_failed_mount(newest_first[0]):
         return ""
-    failures = [event for event in newest_first if event.get("reason") in _NOT_MOUNTED]
+    failures = [event for event in newest_first if _is_failed_mount(event)]
     # The kubelet's event about all volumes has no cause, and may be newer than the event with the cause.
     causes = [failure for failure in failures if _SUMMARY not in as_text(failure.get("note"), "note")]
     newest = (causes or failures)[0]
@@ -392,7 +392,12 @@ def _order_of_mounts(event: Mapping[str, Any]) -> tuple[str, bool, str]:
     """
     time_text = _event_time(event)
     second = time_text[: len("2026-01-01T00:00:00")]
-    return second, event.get("reason") in _NOT_MOUNTED, time_text
+    return second, _is_failed_mount(event), time_text
+
+
+def _is_failed_mount(event: Mapping[str, Any]) -> bool:
+    """Reports whether an event is about a failed mount."""
+    return as_text(event.get("reason"), "reason") in _NOT_MOUNTED
 
 
 def _may_wait_for_claim(pod: PodRecord, waiting_s: float) -> bool:

@@ -464,9 +464,9 @@ def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
     """
     if scheduled.get("status") != "False":
         return ""
-    if scheduled.get("reason") != _GATED:
-        has_cause = scheduled.get("reason") in _WITH_CAUSE
-        return as_text(scheduled.get("message"), "message") if has_cause else ""
+    reason = as_text(scheduled.get("reason"), "conditions.reason")
+    if reason != _GATED:
+        return as_text(scheduled.get("message"), "message") if reason in _WITH_CAUSE else ""
     gates = ", ".join(_gate_names(_spec(stored)))
     if not gates:
         return ""
