@@ -177,10 +177,13 @@ def changed(draw: st.DrawFn, plausible: Manifest) -> Manifest:
     return stored
 
 
+EACH_TYPE: tuple[object, ...] = ([], {}, 0, -1.5, True, "text", None)
+
+
 def single_changes(plausible: Manifest) -> Iterator[Manifest]:
     """Yields the object with one field as each JSON type, for all fields."""
     for *parents, name in places(plausible):
-        for value in ([], {}, 0, -1.5, True, "text", None):
+        for value in EACH_TYPE:
             stored = copy.deepcopy(plausible)
             holder: Any = stored
             for parent in parents:
