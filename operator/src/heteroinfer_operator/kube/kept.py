@@ -65,7 +65,7 @@ class RepeatedWrites:
         self._last_writes = {
             key: (last_hash, written_at, count)
             for key, (last_hash, written_at, count) in self._last_writes.items()
-            if abs(now - written_at) < CONSECUTIVE_WITHIN  # abs, because the clock may be set back
+            if abs(now - written_at) < CONSECUTIVE_WITHIN  # `abs`: someone may have set the clock back
         }
         key = kind, name, manifest is None
         last_hash, _, count = self._last_writes.get(key, (None, now, 0))
@@ -161,17 +161,17 @@ class ResourceMemory:
         return retry_revisions_now(known, datetime.now(UTC)) if is_spec_changed else known
 
     def unsent_pods(self, existing: Iterable[str]) -> frozenset[NamespacedName]:
-        """Returns the pods of the last decision whose epochs have no pod yet, and no request for one.
+        """Returns the pods of the last decision whose epochs have no pod yet, and no request for a pod.
 
-        The next decision plans nodes for such epochs again. The status is written before the pods are
-        created. If the status waits for its budget, for example, no pod is created.
+        No pod is created before the status is written, and that write may have to wait, for example for its
+        budget. The next decision plans nodes for such epochs again.
 
         Args:
             existing: names of the resource's pods.
         """
         requested = {name for kind, name in self.pending_requests if kind == POD.name}
-        begun = {_epoch_name(pod) for pod in (*existing, *requested)}
-        return frozenset(pod for pod in self.reserved_pods if _epoch_name(pod.name) not in begun)
+        begun_epochs = {_epoch_name(pod) for pod in (*existing, *requested)}
+        return frozenset(pod for pod in self.reserved_pods if _epoch_name(pod.name) not in begun_epochs)
 
     def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
