@@ -49,7 +49,7 @@ def build_next_status(
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
-    num_updated = sum(d.runs and d.status.revision == target.name for d in wanted)
+    num_updated = sum(each.runs and each.status.revision == target.name for each in wanted)
     plans = add_effective_values(
         _build_plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
     )
@@ -62,7 +62,7 @@ def build_next_status(
         kept=next(iter(find_serving(unwanted)), None),
         worst=find_worst(wanted),
         wanted=context.replicas,
-        draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
+        draining=any(each.deletes or each.status.phase is GroupPhase.STOPPING for each in decisions),
         blocked_pod=context.node_loss.describe_finalizer(observation.pods),
         suspended=context.life.suspend,
         target=target.name,
@@ -104,7 +104,7 @@ def build_next_status(
 
 
 def build_status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
-    """Returns the write of the status; empty if the API server already stores the same."""
+    """Returns the write of the status; empty if the API server already stores the same status."""
     stored = dict(observation.resource.status)
     if status.dump() == stored:
         return []
@@ -118,9 +118,9 @@ def build_status_write(observation: ResourceObservation, status: HeteroInference
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
     """Returns the refusals to report: those of the resource itself and of groups that still exist.
 
-    A refused dry run is reported only for the revision of the current spec. A write without an answer is
-    reported only after several attempts, because most of these pass. A dry run without an answer is reported
-    immediately, because it delays a rollout.
+    - A refused dry run is reported only for the revision of the current spec.
+    - A dry run without an answer is reported immediately, because it delays a rollout.
+    - Another write without an answer is reported only after several attempts, because most of them pass.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
     refusals: list[Refusal] = []
@@ -148,9 +148,8 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
     """Returns the refusal of the clients' Service that the last status reports, or None.
 
-    The operator keeps refusals in memory: they are lost when its process ends, and a change of the spec
-    clears them. The Service still does not exist then, and Available must not become True before the next
-    attempt.
+    The operator keeps refusals in memory only. A restart of the operator loses them, and a change of the spec
+    clears them, but the Service still does not exist. Available must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
     if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:

@@ -217,13 +217,13 @@ def _num_wanted_groups(
 ) -> int:
     """Returns the number of wanted groups.
 
-    If `spec.replicas` is unreadable (None), all existing groups are wanted, up to the highest index, and at
-    least one group.
+    If `spec.replicas` is unreadable (None), the groups up to the highest existing index are wanted.
     """
     if spec_replicas is not None:
         return spec_replicas
-    existing = pods_by_group([pod for pod in pods if not pod.ended])
-    return max([0, *existing, *(group.index for group in status.groups)]) + 1
+    groups_with_pods = pods_by_group([pod for pod in pods if not pod.ended])
+    highest_index = max([0, *groups_with_pods, *(group.index for group in status.groups)])
+    return highest_index + 1
 
 
 def _decide_model(
@@ -233,11 +233,7 @@ def _decide_model(
     node_loss: NodeLoss,
     options: Options,
 ) -> ModelDecision:
-    """Returns the decision about the model; while the spec is refused, the last decision.
-
-    While a fetch has no progress, the message names ports that the operator's policies close and that the
-    fetch may need.
-    """
+    """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
     image_nodes = find_image_nodes(target.spec, observation.nodes)
@@ -268,11 +264,12 @@ def _decide_model(
             look_again_s=_CHECK_SHORTAGE_EVERY_S,
         )
     has_progress = decision.holds or decision.status.bytes_total
-    if observation.restricted_selectors is None or not context.fetches or has_progress:
+    isolation = _build_isolation(observation, options)
+    if isolation is None or not context.fetches or has_progress:
         return decision
-    isolation = Isolation.from_setting(options.egress, observation.restricted_selectors)
-    closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
-    return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
+    # A closed port may be the reason why the fetch has no progress.
+    closed_ports = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
+    return replace(decision, message="; ".join(filter(None, (decision.message, closed_ports))))
 
 
 def _derive_cleanup_key(options: Options) -> CleanupKey | None:
@@ -301,16 +298,12 @@ def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> Model
 def _decide_groups(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
-    """Returns the decision about all groups and children, with the next status.
-
-    The operator runs the actions in their order: status and events, deletes of pods, objects that pods need,
-    creates of pods, and last the budgets and deletes of other children.
-    """
+    """Returns the decision about all groups and children, with the next status."""
     by_group, last_statuses, strangers = _check_groups(context, observation.pods, status)
     context = replace(context, admission=decide_admission(context, observation, last_statuses, by_group))
     context = replace(context, eviction_block=decide_eviction_block(context, last_statuses, by_group))
     wanted_groups = decide_wanted(context, last_statuses, by_group, observation.groups)
-    context = context.with_chosen_mode()  # a plan above may have chosen the mode
+    context = context.with_chosen_mode()  # `decide_wanted` may have chosen the mode with a new plan
     unwanted_groups = decide_unwanted(context, last_statuses, by_group, observation.groups, wanted_groups)
     decisions = [
         _with_observations(observation, context, decision, by_group)
@@ -329,6 +322,7 @@ def _decide_groups(
         has_pods=bool(creates or by_group),
     )
     next_status = build_next_status(observation, status, context, model, wanted_groups, unwanted_groups)
+    # The operator runs the actions in this order. So the objects that pods need exist before the pods.
     actions: list[Action] = [*build_status_write(observation, next_status)]
     actions += join_events([event for decision in decisions for event in decision.events])
     actions += forgery_events(context, [*before_pods, *after_pods])
@@ -347,7 +341,9 @@ def _decide_groups(
         actions=tuple(actions),
         look_again_s=_next_check_s(decisions, model, context, next_status),
         connecting=frozenset(
-            (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
+            (each.status.index, each.status.epoch)
+            for each in decisions
+            if startup.is_connecting(each.status.startup)
         ),
     )
 
@@ -414,11 +410,11 @@ def _next_check_s(
     decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
 ) -> float | None:
     """Returns the seconds until the next check of the resource; None if only events need a check."""
-    waits = [d.look_again_s for d in decisions] + [model.look_again_s]
+    waits = [decision.look_again_s for decision in decisions] + [model.look_again_s]
     # This reconcile sends the dry run. The next reconcile follows immediately, to decide with the answer.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
-    if any(d.status.phase is GroupPhase.READY for d in decisions):
+    if any(decision.status.phase is GroupPhase.READY for decision in decisions):
         waits.append(_CHECK_STEP_TIMES_EVERY_S)
     capacity = status.condition(ConditionType.CAPACITY_AVAILABLE)
     if capacity is not None and capacity.status is ConditionStatus.FALSE:

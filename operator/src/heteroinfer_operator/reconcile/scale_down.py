@@ -50,12 +50,12 @@ def decide_unwanted(
 def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool:
     """Reports whether a group that is no longer wanted must keep serving.
 
-    This is so if no wanted group serves, unless all wanted groups have waited long for nodes: then they may
-    need the nodes of the kept group.
+    This is so if no wanted group serves or sleeps, unless all wanted groups have waited long for nodes: then
+    they may need the nodes of the kept group.
     """
-    if context.life.suspend or any(
-        decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
-    ):
+    phases_that_suffice = {GroupPhase.READY, GroupPhase.SLEEPING}
+    is_wanted_group_up = any(decision.status.phase in phases_that_suffice for decision in wanted)
+    if context.life.suspend or is_wanted_group_up:
         return False
     return any(_capacity_wait(context, decision) < MAX_CAPACITY_WAIT for decision in wanted)
 

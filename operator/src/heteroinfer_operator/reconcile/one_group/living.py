@@ -21,7 +21,11 @@ from heteroinfer_operator.reconcile.reading import index_of
 
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
-    """Decides the changes that a group with an active epoch needs."""
+    """Decides the changes that a group with an active epoch needs.
+
+    Three sets of pods differ: missing pods are created; replaceable pods never ran and are deleted now, so
+    that new pods can take their names; stuck pods have containers that the kubelet cannot create.
+    """
     context, before, current, origin = epoch.context, epoch.status, epoch.pods, epoch.origin
     missing, replaceable = epoch.missing, epoch.replaceable_pods
     phase = _find_phase(epoch, report)
@@ -31,8 +35,8 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
             before.startup, current, report, all_pods_exist=not missing, now=context.now
         )
     ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
-    # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
-    # only after it has seen the name free. So each rejection is counted once.
+    # Count the rejection of a pod by its node once. While a pod with this index has ended before it ran, the
+    # pod is the same pod: the operator creates the next pod only after it has seen that the name is free.
     counted_before = ended_before_run & set(before.rejected_pods)
     newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted_before
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
@@ -66,7 +70,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         events=_build_events(before, status, newly_stuck, replaceable),
         runs=True,
         plan=origin.plan,
-        # A pod of unknown state may lack its node, but has run.
+        # The operator may not know the node of a pod that has run.
         placed=not missing and all(pod.node or pod.started for pod in current),
         unplaced=_describe_unplaced(current),
         limit_range_defaults=_describe_limit_range_defaults(current),
@@ -168,12 +172,8 @@ def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
 
 
 def _describe_unplaced(pods: Sequence[PodView]) -> str:
-    """Describes the first pod without a node, and the scheduler's reason; "" if all have nodes."""
-    return next(
-        (
-            f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]
-            for pod in pods
-            if pod.unschedulable
-        ),
-        "",
-    )
+    """Describes the first pod for which a scheduler reports no node, and the reason; otherwise ""."""
+    for pod in pods:
+        if pod.unschedulable:
+            return f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]
+    return ""
