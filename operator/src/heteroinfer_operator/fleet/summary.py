@@ -188,7 +188,7 @@ class ResourceSummary:
 
 
 class _ShownMessages:
-    """The messages in the text so far, so that the text refers to an earlier message instead of repeating it."""
+    """The messages in the text so far. The text refers to an earlier message instead of repeating it."""
 
     def __init__(self) -> None:
         self._place_by_message: dict[str, str] = {}

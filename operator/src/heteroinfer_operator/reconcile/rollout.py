@@ -60,8 +60,10 @@ def decide_eviction_block(
     than `rollout.maxUnavailable` allows. A single group needs no block, because no other group could
     serve meanwhile. If the API server refuses the budget, the rollout continues without it.
     """
-    is_rollout_halted = context.life.suspend or context.problem is not None or not _may_continue(context)
-    if context.replicas == 1 or is_rollout_halted:
+    if context.replicas == 1 or context.life.suspend:
+        return EvictionBlock()
+    is_rollout_halted = context.problem is not None or not _may_continue(context)
+    if is_rollout_halted:
         return EvictionBlock()
     serving = _find_serving(context, last_statuses, by_group)
     outdated = _find_outdated_groups(context, last_statuses, by_group)
