@@ -20,7 +20,7 @@ from heteroinfer_operator.quantity import parse_bytes
 FILE_SCHEME: Final = "file://"
 GIB: Final = 2**30
 _CACHED_REVISIONS: Final = 2
-"""Revisions of a model that its cache holds: a download of the next one needs room beside the current one."""
+"""Revisions of a model for which its cache has space: the current revision, and the download of the next."""
 _SPARE_CACHE_GIB: Final = 1
 _MAX_GIB: Final = 8192
 """Largest memory of one pod or GPU that `find_fitting_changes` tries."""
@@ -73,7 +73,7 @@ class GroupLayout:
         if self.mode is not Mode.FEED_FORWARD:
             return _GPU_POD_CPUS
         # In mode FeedForward, all CPUs of the user are for this pod. Its feed-forward rank gets at least
-        # three quarters, and the other processes the rest.
+        # three quarters, and the other processes get the remaining CPUs.
         quarter = self.hardware.cpus // 4
         return max(min(_GPU_POD_CPUS, quarter), 1)
 
@@ -160,7 +160,7 @@ class Draft:
 
 
 def _build_roles(layout: GroupLayout) -> list[dict[str, Any]]:
-    """Builds spec.roles for a layout: a CPU role first, then a GPU role."""
+    """Builds spec.roles for a layout: a CPU role, if the layout has one, then a GPU role."""
     hardware, roles = layout.hardware, []
     if layout.has_cpu_role:
         resources = _build_resources(hardware.cpus, hardware.cpu_memory)
@@ -229,7 +229,7 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
     """Returns the first layout that has a plan.
 
     Raises:
-        PlanError: no layout has a plan; the error is that of the layout with the most memory.
+        PlanError: no layout has a plan. The error is about the layout with the most memory.
         HeteroInferError: the mode needs other hardware.
     """
     last_error: PlanError | None = None  # the last layout has the most memory

@@ -17,7 +17,7 @@ _COLUMN: Final = 40
 _PLAIN: Final = re.compile(
     r"[a-z]+://[A-Za-z0-9/._@:-]+|(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9-]*"
 )
-"""Text that YAML reads as a string without quotes; numbers, dates and booleans need them."""
+"""Text that YAML reads as a string even without quotes. Numbers, dates and booleans need quotes."""
 
 
 def render(

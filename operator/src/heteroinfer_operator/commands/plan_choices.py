@@ -18,7 +18,7 @@ from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 
 _MIN_GAIN: Final = 0.03
-"""Share of a step, of memory or of concurrency that a choice must gain."""
+"""Smallest relative gain of a choice, in time, memory or concurrency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
         for budget, rank in zip(planned.budgets, first_ranks, strict=True)
     ]
-    giver = plan.ranks[planned.limiting_rank].stage
+    giver = plan.ranks[planned.limiting_rank].stage  # gives one layer to the stage with the most free memory
     receiver = max(range(len(first_ranks)), key=lambda stage: free_bytes[stage])
     if receiver == giver or first_ranks[giver].num_layers == 1:
         return

@@ -140,7 +140,8 @@ def _read_calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
 def _pod_folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yields the pods' scratch folder and the folder of logs.
 
-    Removes the scratch folder at the end. A temporary folder of logs stays after a failure, if it has files.
+    Removes the scratch folder at the end. If the user named no folder of logs, the temporary folder of logs
+    stays only after a failure, and only if it has files.
     """
     with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:

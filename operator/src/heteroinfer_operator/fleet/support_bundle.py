@@ -179,12 +179,12 @@ class SupportBundle:
         self._files[path] = yaml.safe_dump(redact_object(manifest), sort_keys=False)
 
 
-def _is_about(event: Mapping[str, Any], name: str, known: set[str]) -> bool:
+def _is_about(event: Mapping[str, Any], name: str, known_names: set[str]) -> bool:
     """Reports whether an event is about the resource or one of its objects.
 
     Args:
-        name: name of the resource, with which the names of its objects begin.
-        known: names of the resource and of its pods.
+        name: name of the resource. The names of its objects begin with this name.
+        known_names: names of the resource and of its pods.
     """
     regarding = str((event.get("regarding") or {}).get("name", ""))
-    return regarding in known or regarding.startswith(f"{name}-")
+    return regarding in known_names or regarding.startswith(f"{name}-")

@@ -14,7 +14,7 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
 MIN_SILENT_S: Final = 0.8
-"""Shortest silence to report. In this time, at least three connections fail, so more than one packet is lost."""
+"""Shortest silence to report. Three connections fail in this time, so more than one packet is lost."""
 _RARE_CHECKS_AFTER_S: Final = 5.0
 """Silence after which checks are rare."""
 _FREQUENT_CHECK_S: Final = 1.0
