@@ -100,18 +100,7 @@ def find_children(
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _build_resource_children(context, tuple(in_use), ports)
-    # The gang object of a running epoch stays because of its name: a cluster may list it under several API
-    # versions.
-    running = [decision for decision in remaining if decision.runs]
-    kept_names = {gang_name(context.epoch_ref(decision.status)) for decision in running}
-    kept_names |= {identity.revision_record(owner, name) for name in in_use}
-    # While the operator does not know the namespace's policies, its own policies stay.
-    kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
-    if context.target.refusal is not None:
-        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
-        # the clients' Service, the claims and the policies stay.
-        kept_names.add(identity.client_service(owner))
-        kept_kinds |= {CLAIM, POLICY_KIND}
+    kept_names, kept_kinds = _find_kept(context, remaining, in_use)
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
     records = (identity.revision_record(owner, name) for name in context.recorded)
     return Children(
@@ -123,6 +112,30 @@ def find_children(
         forged=frozenset(context.forged),
         signer=context.signer,
     )
+
+
+def _find_kept(
+    context: Context, remaining: Sequence[GroupDecision], in_use: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Returns the names, and the kinds, of existing children that must stay.
+
+    Args:
+        remaining: decisions about groups that need children.
+        in_use: names of the revisions of these groups.
+    """
+    # The gang object of a running epoch stays because of its name: a cluster may list it under several API
+    # versions.
+    running = [decision for decision in remaining if decision.runs]
+    kept_names = {gang_name(context.epoch_ref(decision.status)) for decision in running}
+    kept_names |= {identity.revision_record(context.owner, name) for name in in_use}
+    # While the operator does not know the namespace's policies, its own policies stay.
+    kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
+    if context.target.refusal is not None:
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
+        # the clients' Service, the claims and the policies stay.
+        kept_names.add(identity.client_service(context.owner))
+        kept_kinds |= {CLAIM, POLICY_KIND}
+    return kept_names, kept_kinds
 
 
 def _find_revisions_in_use(

@@ -46,15 +46,20 @@ def build_next_status(
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
     """Builds the next status from the decisions about the model and the groups."""
-    generation, target, spec = observation.resource.generation, context.target, context.target.spec
+    generation, target = observation.resource.generation, context.target
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
     num_updated = sum(each.runs and each.status.revision == target.name for each in wanted)
     plans = add_effective_values(
-        _build_plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
+        _build_plans(status, wanted, context.planner),
+        groups,
+        target.spec,
+        observation,
+        revision=target.name,
     )
     model_failure = model.message if model.status.phase is ModelPhase.FAILED else ""
     ports = _client_ports(observation, context)
+    is_port_reachable = target.spec is None or target.spec.engine.port in ports
     clients_refusal = context.clients_refusal or _restore_clients_refusal(status, context)
     facts = ConditionFacts(
         decisions=wanted,
@@ -71,7 +76,7 @@ def build_next_status(
         plan_notes=older_statuses.planned_message(plans),
         refusals=_wanted_refusals(context, decisions),
         unreachable=clients_refusal if not ports else None,
-        port_unreachable=clients_refusal if spec and spec.engine.port not in ports else None,
+        port_unreachable=None if is_port_reachable else clients_refusal,
         now=context.now,
         generation=generation,
     )

@@ -11,11 +11,13 @@ from datetime import datetime
 from heteroinfer_contract import names
 from heteroinfer_contract.group_key import CleanupKey
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,
     GroupPhase,
     GroupStatus,
+    HeteroInferenceSpec,
     HeteroInferenceStatus,
     ModelStatus,
     RestartSpec,
@@ -31,8 +33,10 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
 )
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.egress_policy import Isolation, describe_closed_ports
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.revision_record import RevisionRecord
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
@@ -125,14 +129,9 @@ def _decide_living_resource(
         advised_pods = with_image_volume_advice(target.spec, observation.pods, observation.nodes)
         observation = replace(observation, pods=advised_pods)
     model = _decide_model(observation, status, target, node_loss, options)
-    # The commit belongs to the model of an accepted spec only.
-    commit = model.status.commit if target.refusal is None else None
-    found_revisions = find_revisions(stored_records.records, target, commit, owner, options)
-    plans = read_trusted_plans(
-        observation, signer, options.allowed, [revision.spec for revision in found_revisions.values()]
+    revisions, plans = _find_revisions_and_plans(
+        observation, stored_records.records, target, model, signer, options
     )
-    # A revision whose record is lost gets its mode from the plan of its pods.
-    revisions = with_modes_of_plans(found_revisions, observation.pods, plans, options.pod_resources)
     accepted_target = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _num_wanted_groups(life.replicas, status, observation.pods)
     planner = GroupPlanner(
@@ -170,6 +169,28 @@ def _decide_living_resource(
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
+
+
+def _find_revisions_and_plans(
+    observation: ResourceObservation,
+    records: Sequence[RevisionRecord],
+    target: Target,
+    model: ModelDecision,
+    signer: Signer,
+    options: Options,
+) -> tuple[Mapping[str, Revision], Mapping[str, Plan]]:
+    """Returns the revisions from which pods can be created, by name, and the trusted plans, by hash.
+
+    Args:
+        records: stored revisions.
+    """
+    # The commit belongs to the model of an accepted spec only.
+    commit = model.status.commit if target.refusal is None else None
+    revisions = find_revisions(records, target, commit, signer.owner, options)
+    specs = [revision.spec for revision in revisions.values()]
+    plans = read_trusted_plans(observation, signer, options.allowed, specs)
+    # A revision whose record is lost gets its mode from the plan of its pods.
+    return with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources), plans
 
 
 def _build_isolation(observation: ResourceObservation, options: Options) -> Isolation | None:
@@ -236,22 +257,8 @@ def _decide_model(
     """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
-    image_nodes = find_image_nodes(target.spec, observation.nodes)
-    context = ModelContext(
-        spec=target.spec,
-        owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
-        source=target.source,
-        images=options.images,
-        resources=options.pod_resources,
-        pod_security=options.pod_security,
-        node_loss=node_loss,
-        progress=observation.fetch,
-        unreadable_since=unreadable_since(status.groups),
-        now=node_loss.now,
-        cleanup=find_cleanup(target.spec, observation, node_loss.now, _derive_cleanup_key(options)),
-        image_nodes=image_nodes,
-        blocking_pod=find_blocking_cleanup(observation),
-    )
+    context = _build_model_context(observation, status, target.spec, target.source, node_loss, options)
+    image_nodes = context.image_nodes
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     decision = decide_model(context, status.model, pods)
     if image_nodes.problem and decision.creates:
@@ -270,6 +277,32 @@ def _decide_model(
     # A closed port may be the reason why the fetch has no progress.
     closed_ports = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
     return replace(decision, message="; ".join(filter(None, (decision.message, closed_ports))))
+
+
+def _build_model_context(
+    observation: ResourceObservation,
+    status: HeteroInferenceStatus,
+    spec: HeteroInferenceSpec,
+    source: ModelSource,
+    node_loss: NodeLoss,
+    options: Options,
+) -> ModelContext:
+    """Builds the input of the decision about the model of an accepted spec."""
+    return ModelContext(
+        spec=spec,
+        owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
+        source=source,
+        images=options.images,
+        resources=options.pod_resources,
+        pod_security=options.pod_security,
+        node_loss=node_loss,
+        progress=observation.fetch,
+        unreadable_since=unreadable_since(status.groups),
+        now=node_loss.now,
+        cleanup=find_cleanup(spec, observation, node_loss.now, _derive_cleanup_key(options)),
+        image_nodes=find_image_nodes(spec, observation.nodes),
+        blocking_pod=find_blocking_cleanup(observation),
+    )
 
 
 def _derive_cleanup_key(options: Options) -> CleanupKey | None:
@@ -315,10 +348,7 @@ def _decide_groups(
     before_pods, after_pods = decide_children(
         find_children(context, decisions, by_group),
         observation.objects,
-        used_plans={
-            *(pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods),
-            *(decision.status.plan_hash or "" for decision in decisions),
-        },
+        used_plans=_find_used_plans(observation, decisions),
         has_pods=bool(creates or by_group),
     )
     next_status = build_next_status(observation, status, context, model, wanted_groups, unwanted_groups)
@@ -346,6 +376,13 @@ def _decide_groups(
             if startup.is_connecting(each.status.startup)
         ),
     )
+
+
+def _find_used_plans(observation: ResourceObservation, decisions: Sequence[GroupDecision]) -> set[str]:
+    """Returns the hashes of the plans that pods or groups name; contains "" if a pod or group names none."""
+    plans_of_pods = {pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods}
+    plans_of_groups = {decision.status.plan_hash or "" for decision in decisions}
+    return plans_of_pods | plans_of_groups
 
 
 def _check_groups(
