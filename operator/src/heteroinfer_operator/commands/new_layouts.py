@@ -321,13 +321,16 @@ def _find_memory(option: str, written_size: str, fits: Callable[[str], bool]) ->
     the smallest that is enough.
     """
     present_bytes = parse_bytes(written_size) if written_size else 0
-    too_small, enough = present_bytes // GIB, max(2 * present_bytes // GIB, 1)
-    while enough <= _MAX_GIB and not fits(f"{enough}Gi"):
-        too_small, enough = enough, 2 * enough
-    if enough > _MAX_GIB:
+    too_small_gib, enough_gib = present_bytes // GIB, max(2 * present_bytes // GIB, 1)
+    while enough_gib <= _MAX_GIB and not fits(f"{enough_gib}Gi"):
+        too_small_gib, enough_gib = enough_gib, 2 * enough_gib
+    if enough_gib > _MAX_GIB:
         return None
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        too_small, enough = (too_small, middle) if fits(f"{middle}Gi") else (middle, enough)
-    more_gib = ceil((enough * GIB - present_bytes) / GIB)
-    return FittingChange(option=f"{option} {enough}Gi", change=f"{more_gib}Gi more")
+    while enough_gib - too_small_gib > 1:
+        middle_gib = (too_small_gib + enough_gib) // 2
+        if fits(f"{middle_gib}Gi"):
+            enough_gib = middle_gib
+        else:
+            too_small_gib = middle_gib
+    more_gib = ceil((enough_gib * GIB - present_bytes) / GIB)
+    return FittingChange(option=f"{option} {enough_gib}Gi", change=f"{more_gib}Gi more")

@@ -85,7 +85,7 @@ def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) ->
     ]
     if hardware.cpus and not layout.hardware.cpus:
         lines.append(
-            "The CPUs are not used: the GPUs hold the whole model, and CPU ranks would make it slower."
+            "The CPUs are not used: the GPUs hold the whole model, and CPU ranks would make steps slower."
         )
     return lines
 
@@ -195,7 +195,7 @@ def _feed_forward_lines(layout: GroupLayout, planned: Planned) -> list[str]:
     return [
         _commented_line(
             "    feedForward:",
-            "CPU ranks in the GPU's pod. Their cpu and memory are added to its resources above",
+            "CPU ranks in the GPU's pod, which gets this cpu and memory in addition to the resources above",
         ),
         _commented_line(
             "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"

@@ -23,7 +23,7 @@ _MIN_GAIN: Final = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """How another plan differs from this one.
+    """How another plan differs from this plan.
 
     Attributes:
         text: the changes of step and concurrency.
@@ -65,7 +65,7 @@ def describe_waste(planned: Planned) -> tuple[str, ...]:
 
 
 def _compare(other: Planned, planned: Planned) -> _Difference:
-    """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
+    """Compares another plan with this plan: time of a step, and number of concurrent full-length requests."""
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
     at_once, at_once_now = full_length_requests(other), full_length_requests(planned)

@@ -122,7 +122,10 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
 
 
 def _describe_stage_memory(planned: Planned, stage: int) -> str:
-    """Describes, as a sum, the memory of the stage's rank that has the least memory left."""
+    """Describes, as a sum, the memory of the stage's rank that has the least memory left.
+
+    An example: `role gpu: 12 layers 6.1 GiB + KV cache 2.0 GiB = 8.1 GiB of 20.5 GiB`.
+    """
     plan, sizes = planned.plan, planned.sizes
     ranks = plan.stage(stage)
     first, end = ranks[0].first_layer, ranks[0].end_layer
@@ -131,7 +134,7 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     layer_bytes = sizes.layer_weight_bytes(first, end, budget.device)
     stored_bytes = sizes.layer_weight_bytes(first, end)
     table_bytes = rank.weight_bytes - layer_bytes - sizes.encoder_bytes  # embedding, head and others
-    packed = " packed" if layer_bytes != stored_bytes else ""  # kernels of CPUs need the packed form
+    packed = " packed" if layer_bytes != stored_bytes else ""  # CPU kernels store weights in another form
     parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layer_bytes)}{packed}"]
     if table_bytes:
         names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))

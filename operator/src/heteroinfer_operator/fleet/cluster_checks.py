@@ -225,8 +225,8 @@ class _ClusterChecks:
         if plugins:
             return CheckState.OK, ", ".join(sorted(plugins))
         return CheckState.WARNING, (
-            "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores them, "
-            "any pod can reach the ports of the groups. Check this in the plugin's documentation"
+            "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores these "
+            "policies, any pod can reach the ports of the groups. Check this in the plugin's documentation"
         )
 
     async def _read_nodes(self) -> Sequence[Mapping[str, Any]]:

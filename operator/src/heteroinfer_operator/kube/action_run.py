@@ -189,20 +189,22 @@ class ActionRun:
             False if the decision has a new status that was not sent. Then the events of this decision must
             wait, too.
         """
-        statuses = [action for action in actions if isinstance(action, PatchStatus)]
+        statuses = [action for action in actions if isinstance(action, PatchStatus)]  # at most one
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses:
+        has_new_status = bool(statuses)
+        if not has_new_status:
             self._finish_earlier_status_writes()
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         wait_s = self._memory.status_attempts.wait_s() if writes else 0.0
         if wait_s > 0:  # an earlier attempt was sent a moment ago: send nothing, and use no budget
             self._record_conflicts(writes)  # blocks all actions that depend on these writes
             self._status_retry_s = wait_s
-            return not statuses
+            return not has_new_status
         permitted = [action for action in writes if self._permits.may_run(action)]
         if permitted:
             await self._attempt_writes(permitted)
-        return not statuses or statuses[0] in permitted
+        was_status_sent = has_new_status and statuses[0] in permitted
+        return was_status_sent or not has_new_status
 
     def _finish_earlier_status_writes(self) -> None:
         """Cancels unanswered writes of earlier statuses, because this decision has no new status.

@@ -332,7 +332,7 @@ def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -
         _metadata_view(stored),
         started=True,  # unknown. If the pod counted as not started, the operator could replace it
         phase=_UNKNOWN,
-        message="the operator cannot read this pod. Read the operator's log, which has the unreadable field",
+        message="the operator cannot read this pod. The operator's log names the field that you must correct",
     )
     return PodRecord(view=view, key=key, owner_uid=uid, ip="", health_port=0)
 

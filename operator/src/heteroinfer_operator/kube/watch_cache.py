@@ -494,10 +494,9 @@ class WatchCache(Generic[T]):
             # `unconfirmed_since` is None in an entry that a list or a watch has shown. If this holds for one
             # of the two entries, this version is confirmed. The version stays confirmed if the API server's
             # answer to the write arrives after the watch has shown the version.
-            is_confirmed = entry.unconfirmed_since is None or cached.unconfirmed_since is None
-            self._entries[name] = replace(
-                cached, unconfirmed_since=None if is_confirmed else cached.unconfirmed_since
-            )
+            is_confirmed = None in (entry.unconfirmed_since, cached.unconfirmed_since)
+            if is_confirmed:
+                self._entries[name] = replace(cached, unconfirmed_since=None)
             return
         self._entries[name] = entry
         old_value = cached.value if cached else None

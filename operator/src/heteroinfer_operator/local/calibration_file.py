@@ -112,7 +112,7 @@ def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibr
         measured = calibration.versions.heteroinfer
         return (
             None,
-            f"ignoring {file}: HeteroInfer {measured} measured it, but this is {version}. {HOW_TO_MEASURE}",
+            f"ignoring {file}: made by HeteroInfer {measured}, but this is {version}. {HOW_TO_MEASURE}",
         )
     if calibration.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return (

@@ -118,8 +118,8 @@ class LocalAddressing:
         for port in range(self._api_port, self._api_port + groups):
             if not is_free(port):
                 raise PortsTakenError(
-                    f"port {port} on {LOOPBACK}: another program uses it, and the OpenAI API needs it. Stop "
-                    "that program, or choose another port with --port"
+                    f"port {port} on {LOOPBACK}: another program uses the port, which the OpenAI API needs. "
+                    "Stop that program, or choose another port with --port"
                 )
 
     def _build_address(self, group: int, num_ranks: int) -> PodAddress:

@@ -127,9 +127,9 @@ class Allowed:
 
 
 def _images_of_pods(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
-    """Yields each image that pods run or mount, after the name of its field.
+    """Yields the field and the name of each image that pods run or mount.
 
-    The image of a model is not included: it contains weights, not code.
+    Leaves out the image of a model, because it contains weights instead of code.
     """
     if spec.engine.image:
         yield "engine.image", spec.engine.image

@@ -23,11 +23,12 @@ from heteroinfer_operator.api import (
     When,
     parse_stored_spec,
 )
-from heteroinfer_operator.cluster import NodeView, PodView, ResourceObservation
+from heteroinfer_operator.cluster import PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.nodes.calibrations import slowest
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
@@ -288,7 +289,7 @@ def _labels_of_role_nodes(
         nodes: known nodes by name.
     """
     node_names = [entry.node for entry in group.members if entry.role == role]
-    labels = [nodes[name].labels for name in node_names if name in nodes]
+    labels = [nodes[name].labels for name in node_names if name is not None and name in nodes]
     are_all_known = len(labels) == len(node_names)
     return labels if are_all_known else []
 

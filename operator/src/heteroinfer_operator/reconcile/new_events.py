@@ -59,8 +59,8 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
         RecordEvent(
             reason="RecordNotSigned",
             message=f"ConfigMap {name}: the operator did not write this content (no valid code in annotation "
-            f"{names.ANNOTATION_CODE}). The operator ignores and deletes it, and restores the content if it "
-            "is in use. Check which users may write ConfigMaps in this namespace",
+            f"{names.ANNOTATION_CODE}). The operator ignores and deletes this ConfigMap, and restores the "
+            "content if a group uses it. Check which users may write ConfigMaps in this namespace",
             warning=True,
         )
         for name in context.forged

@@ -157,11 +157,12 @@ def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) ->
     clears them, but the Service still does not exist. Available must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
-    if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:
+    was_child_refused = before is not None and before.reason in REASONS_OF_CHILDREN
+    if before is None or not was_child_refused or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
     message = (
-        f"Service {name}: the API server refused it in an earlier attempt, so clients have no address yet. "
+        f"Service {name}: the API server refused an earlier attempt, so clients have no address yet. "
         "The operator tries again now"
     )
     return Refusal(kind="Service", name=name, reason=before.reason, message=message, retry_at=context.now)

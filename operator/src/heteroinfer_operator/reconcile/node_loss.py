@@ -25,7 +25,7 @@ def describe_still_running(pods: Sequence[PodView]) -> str:
     containers = ", ".join(pod.still_running)[:512]
     return (
         f"pod {pod.name}: its worker has ended, but container {containers} still runs and keeps the pod from "
-        "ending (an admission webhook added it, for example a service mesh). Exclude pods with the label "
+        "ending (a webhook added the container, for example of a service mesh). Exclude pods with the label "
         f"{names.LABEL_RESOURCE} from that webhook"
     )
 
@@ -135,7 +135,9 @@ class NodeLoss:
     def _lost_from(self, pod: PodView) -> datetime | None:
         """Returns the time from which the node of this pod counts as lost, or None."""
         node = self.nodes.get(pod.node) if self.nodes else None
-        return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
+        if node is None or node.unreachable_since is None:
+            return None
+        return node.unreachable_since + self.after
 
     def _has_no_node(self, pod: PodView) -> bool:
         """Reports whether a pod that is being deleted is bound to a node that does not exist."""

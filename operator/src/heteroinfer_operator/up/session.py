@@ -149,7 +149,7 @@ class Session:
             )
 
     def _on_signal(self) -> None:
-        """Stops the groups at the first signal, and kills them at the second."""
+        """Stops the groups at the first signal, and kills their pods at the second signal."""
         self._num_signals += 1
         self._stop.set()
         if self._num_signals > 1:
