@@ -69,7 +69,7 @@ class GroupLayout:
 
     @property
     def gpu_pod_cpus(self) -> int:
-        """Cores of a GPU's pod, without those of its feed-forward ranks."""
+        """Cores of a GPU's pod, without the cores of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return _GPU_POD_CPUS
         # In mode FeedForward, all CPUs of the user are for this pod. Its feed-forward rank gets at least
@@ -79,7 +79,7 @@ class GroupLayout:
 
     @property
     def gpu_pod_memory(self) -> str:
-        """Host memory of a GPU's pod, without that of its feed-forward ranks."""
+        """Host memory of a GPU's pod, without the memory of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return f"{_GPU_POD_GIB}Gi"
         return _rounded_size(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))

@@ -69,7 +69,7 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
     at_once, at_once_now = full_length_requests(other), full_length_requests(planned)
-    # Compares printed figures, so that a difference that the user cannot see does not count.
+    # Compares the printed texts, so that a difference that the user cannot see does not count.
     same_time = step == step_now
     same_concurrency = f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
@@ -87,7 +87,7 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
 
 
 def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields, for each role, a description and the plan with one pod fewer."""
+    """Yields, for each role, a description of the change and the plan with one pod fewer."""
     spec = planned.request.spec
     for role in _resizable_roles(spec):
         if role.pods > 1:
@@ -103,7 +103,7 @@ def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields, for each GPU role, a description and the plan with one pod more, if that plan is faster."""
+    """Yields, for each GPU role, a description and the plan with one more pod, if this plan is faster."""
     spec = planned.request.spec
     step_s = predict(planned.plan, planned.rates).step_s
     for role in _resizable_roles(spec):

@@ -238,7 +238,7 @@ def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -
     if gpus is None and memory_bytes is None:
         return None
     gpu_resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
-    # Without --gpus, the number of GPUs is no limit: each rank may have one.
+    # Without --gpus, the number of GPUs must not limit the plan: the node has a GPU for each rank.
     num_gpus = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
     memory_labels = (
         {}

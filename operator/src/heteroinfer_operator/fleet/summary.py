@@ -227,7 +227,7 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
 
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
-    """Yields the commands and actions for the most urgent problem of the resource; nothing without one."""
+    """Yields the commands and actions for the most urgent problem of the resource, if there is one."""
     stalled = status.condition(ConditionType.STALLED.value)
     messages = _waiting_messages(status)
     if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):

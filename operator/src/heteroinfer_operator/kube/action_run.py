@@ -270,7 +270,8 @@ class ActionRun:
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._current_permits().record_success(action)
-                # This success changes the version that the other attempts name, so they can only conflict.
+                # This success changes the resource's version. The other attempts name the old version, so
+                # they could only conflict.
                 self._memory.status_attempts.cancel(kept_task=asyncio.current_task())
                 self._context.callbacks.status_written(self._resource.key, True)
         if self._is_finished:

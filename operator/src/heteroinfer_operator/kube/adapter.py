@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 0.75
 """How long a reconcile waits for a resource whose cached copy is old."""
 _LIST_S: Final = 1.0
-"""How long a reconcile waits for the list of a namespace's resources, which the answer to a fetch pod needs.
+"""How long a reconcile waits for the list of a namespace's resources, before it answers a fetch pod.
 
 The wait delays the status, which must not be older than 2 s.
 """

@@ -133,7 +133,7 @@ class EventRecorder:
             await asyncio.wait(self._workers, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Waits for unwritten events for FLUSH_S and drops the rest."""
+        """Waits for unwritten events for FLUSH_S, and drops the events that are not written by then."""
         await self.flush()
         for task in self._workers:
             task.cancel()

@@ -176,7 +176,7 @@ class GangSchedulers:
                 task.cancel()
 
     def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
-        """Starts the caches of new gang schedulers, and stops those of gang schedulers that are gone.
+        """Starts the caches of new gang schedulers, and stops the caches of gang schedulers that are gone.
 
         Logs each new error. An error changes no cache.
         """

@@ -99,7 +99,7 @@ class StatusAttempts:
         return max(0.0, newest_sent_s + STATUS_RETRY_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
-        """Adds a new attempt, and cancels all earlier ones except the first."""
+        """Adds a new attempt, and cancels all earlier attempts except the first."""
         for _, replaced_task in self._attempts[1:]:
             replaced_task.cancel()
         self._attempts = [*self._attempts[:1], (asyncio.get_running_loop().time(), task)]

@@ -168,7 +168,7 @@ class LeaderClient:
         """
         while True:
             leaders = list(self._watched.values())
-            # Without a leader, one empty batch makes the loop sleep.
+            # `max`, so that the loop also sleeps if there is no leader.
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 batch = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
@@ -260,7 +260,7 @@ class LeaderClient:
         }
 
     async def _get_report(self, pod: PodRecord, *, ready: bool, pods_unwatched: bool) -> GroupReport | None:
-        """Returns a leader's report: the cached report while it is valid, otherwise a new one.
+        """Returns a leader's report: the cached report while it is valid, otherwise a new report.
 
         Returns None if the leader sent no valid report. Of a group that is not Ready, only a timeout is
         cached, because the state of such a group may change at any time.
@@ -356,7 +356,7 @@ class LeaderClient:
         return key.of_epoch(int(epoch)) if key and is_pods_key else None
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
-        """Stores a message about an invalid report, unless the leader had one in INVALID_REPORT_PAUSE_S."""
+        """Stores a message about an invalid report, at most once per leader in INVALID_REPORT_PAUSE_S."""
         if pod.view.uid not in self._reported_invalid:
             self._reported_invalid[pod.view.uid] = self._clock()
             text = f"pod {pod.view.name}: the operator ignores this pod's report, which is invalid: {error}"

@@ -164,7 +164,7 @@ class ObjectWrites:
         )
         if not is_undone_each_time:
             return
-        # This write succeeded, like the earlier writes, and others have undone each of the earlier writes.
+        # Each write succeeded, and another client has undone each write before this one.
         did_exist = uid != ""
         if not did_exist:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")

@@ -87,7 +87,7 @@ class _EventRequest:
         at_s: time of the request.
         reason: why the claim is not bound or the pod's volumes are not mounted, or "". Until this request is
             answered, the reason from the previous answer.
-        again_s: seconds from this request to the next one.
+        again_s: seconds from this request to the next request.
         has_node: whether a scheduler has chosen a node for the pod of an unbound claim.
     """
 
@@ -401,7 +401,7 @@ def _order_of_mounts(event: Mapping[str, Any]) -> tuple[str, bool, str]:
     """Returns the sort key of an event: its second, whether it is about a failed mount, its full time.
 
     The kubelet's events have no fraction of a second. If an event of the kubelet and an event of the
-    scheduler have the same second, the kubelet's is later, because only a pod with a node mounts volumes.
+    scheduler have the same second, the kubelet's event is later: only a pod with a node mounts volumes.
     """
     time_text = _event_time(event)
     second = time_text[: len("2026-01-01T00:00:00")]

@@ -85,7 +85,7 @@ _WEBHOOK_DENIES: Final = "denied the request"
 If a webhook fails, the message has `failed calling` instead.
 """
 _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
-"""Statuses from 400 that are not refusals: a conflict, and those of an API server that cannot answer now."""
+"""Statuses from 400 that are not refusals: a conflict, or the API server cannot answer now."""
 
 _MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""
@@ -198,8 +198,8 @@ async def load_configuration(
     # 0: no limit of connections. Otherwise the watches could use up all connections, and requests would wait
     # forever.
     configuration = client.Configuration(connection_pool_maxsize=0)
-    # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
-    # (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
+    # A pod reaches the API server directly, by an address. NO_PROXY often has the range of this address, but
+    # aiohttp ignores ranges (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
     uses_proxy = False
     if kubeconfig or context or not _load_service_account(configuration):
         uses_proxy = bool(getproxies().keys() - {"no"})

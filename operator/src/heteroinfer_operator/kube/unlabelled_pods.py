@@ -193,7 +193,7 @@ class UnlabelledPods:
             known.unwatched |= {name}
 
     def has_pods(self, key: ResourceKey) -> bool:
-        """Reports whether the last call of `find` returned pods, or `add` has added one since."""
+        """Reports whether the last call of `find` returned pods, or `add` has added a pod since."""
         return key in self._known and bool(self._known[key].unwatched)
 
     def forget(self, key: ResourceKey) -> None:

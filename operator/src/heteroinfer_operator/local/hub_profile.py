@@ -27,7 +27,7 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     Takes HF_ENDPOINT and HF_TOKEN from the environment.
 
     Raises:
-        ModelError: the hub does not serve the files, or they are not those of a model.
+        ModelError: the hub does not serve the files, or the files do not describe a model.
     """
     command = [sys.executable, "-m", WORKER_MODULE, "inspect", "--model", model.uri]
     command += ["--revision", model.revision] if model.revision else []

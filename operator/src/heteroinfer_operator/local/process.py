@@ -159,7 +159,7 @@ class RunningPod:
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         while remaining := sorted(self._find_processes()):
             for pid in remaining:
-                # A process of another user cannot be killed: the deadline below reports it.
+                # A process of another user cannot be killed. The error after the deadline names this process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:

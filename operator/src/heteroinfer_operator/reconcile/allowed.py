@@ -36,10 +36,10 @@ class Allowed:
 
     Attributes:
         remote_code: whether a model's own Python code may run in its pods.
-        arguments: options of vLLM in addition to the listed ones; None allows all but weight offloading.
-        environment: environment variables in addition to the listed ones: names, or prefixes that end with
+        arguments: options of vLLM in addition to allowed_args.py; None allows all but weight offloading.
+        environment: environment variables in addition to allowed_env.py: names, or prefixes that end with
             `*`; None allows all.
-        annotations: annotations of pods in addition to the listed ones: keys, or prefixes that end with a
+        annotations: annotations of pods in addition to ANNOTATIONS: keys, or prefixes that end with a
             slash; None allows all.
         images: images for `engine.image` and image volumes: names, or prefixes that end with / : or @;
             empty allows all.

@@ -257,7 +257,7 @@ class Spending:
         return f". Fix the cause of the last failure: {failure}"
 
     def describe_other_writer(self) -> str:
-        """Describes another operator that undoes each status write; returns "" without one."""
+        """Describes another operator that undoes each status write; returns "" without such an operator."""
         if self.budget.undone < UNDONE_BY_OTHERS:
             return ""
         others = ", ".join(sorted(self.resource.status_managers - {names.MANAGER}))

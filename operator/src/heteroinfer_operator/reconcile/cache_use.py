@@ -83,9 +83,9 @@ def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> st
 
 
 def _build_token(key: CleanupKey, owner_uid: str, pod_name: str, cleanup: CacheCleanup, number: int) -> str:
-    """Returns the token of one question of one pod about one list of commits.
+    """Returns the token for a question of a pod about its list of commits.
 
-    The list contains the time at which it was made, so a later pod of the same name has other tokens.
+    The list contains the time of its creation, so a later pod of the same name has other tokens.
     """
     text = replace(cleanup, token_hashes=()).to_json()
     return key.token(owner_uid, pod_name, text, str(number))

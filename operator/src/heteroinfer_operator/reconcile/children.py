@@ -73,7 +73,7 @@ def find_children(
     """Returns the children that these decisions need, and the existing children that must stay.
 
     Args:
-        decisions: one for each group, also for groups that are no longer wanted.
+        decisions: decisions about all groups, including groups that are no longer wanted.
         by_group: pods of each group, by group index.
     """
     owner = context.owner
@@ -157,7 +157,7 @@ def _find_revisions_in_use(
         for name in names_of_group:
             if name is not None:
                 in_use.setdefault(name, set()).add(group_scope(index))
-    # The target's record stays even without groups, because it has the chosen mode.
+    # The record of the current spec's revision stays even without groups, because it has the chosen mode.
     target = context.revisions.get(context.target.name or "")
     if target is not None and target.chosen is not None:
         in_use.setdefault(target.name, set())
@@ -352,7 +352,7 @@ def _must_stay(manifest: Manifest, children: Children) -> bool:
     """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
-    # Objects of an epoch, such as gang objects, stay because of their names instead (`kept`).
+    # Objects of an epoch, such as gang objects, stay only if their names are in `kept`.
     belongs_to_kept_group = (
         labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
     )

@@ -380,8 +380,8 @@ def _decide_profile_read(
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
-        # The check must not be older than the failure that caused it, even if the clock was set back.
-        # Otherwise the operator would inspect the model again at every reconcile.
+        # A failure may have caused this check. The check must not seem older than the failure, even if the
+        # clock was set back. Otherwise the operator would inspect the model again at every reconcile.
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )

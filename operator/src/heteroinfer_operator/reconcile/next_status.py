@@ -138,7 +138,8 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
             is_reported = refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
         if (is_of_group or is_of_resource) and is_reported:
             refusals.append(refusal)
-    # A second operator that writes the status causes the other refusals too, so its refusal comes first.
+    # A second operator that writes the status also causes other refusals. So the refusal about this operator
+    # comes first.
     return sorted(refusals, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 

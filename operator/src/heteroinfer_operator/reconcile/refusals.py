@@ -187,8 +187,8 @@ class ActionPermits:
         self.known = {
             _refusal_key((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in unexpired
         }
-        # The status of this decision still contains the dropped refusals. So another reconcile follows
-        # immediately, and reports that they are over.
+        # The status of this decision still contains the expired refusals. So another reconcile follows
+        # immediately, and removes them from the status.
         self._refusal_is_over = len(unexpired) < len(before)
 
     def may_run(self, action: Write) -> bool:
@@ -248,8 +248,8 @@ class ActionPermits:
         earlier = self.known.get(key)
         tries = earlier.tries + 1 if earlier is not None else 1
         delay = timedelta(seconds=_delay_s(kind, reason, tries) * _jitter(action, reason, key, tries))
-        # An object that others change exists, so no other object waits for it. But the operator does not
-        # recognize a changed pod as its own, so the whole group cannot start.
+        # An object that another client changes exists, so no other object must wait. A changed pod is an
+        # exception: the operator does not recognize it as its own pod, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
             kind=kind,
@@ -298,7 +298,7 @@ class ActionPermits:
             self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
-        """Returns the seconds until a refused or delayed action may be tried again; None without one.
+        """Returns the seconds until a refused or delayed action may be tried again, or None.
 
         Returns 0.0 after a new refusal and after the end of a refusal, so that the status shows the change.
         If the retry of a refused action was due and the decision did not contain the action, the action is no
@@ -321,7 +321,7 @@ class ActionPermits:
         """Reports whether an earlier refused or delayed action blocks this action."""
         match action:
             case CreateObject() | ApplyObject():
-                # If several groups need an object, one unblocked group is enough.
+                # If several groups need the object, the action may run as long as one of them is not blocked.
                 all_users_are_blocked = bool(action.scopes) and action.scopes <= self._blocked
                 return self._creates_blocked or all_users_are_blocked
             case DeleteObject():

@@ -123,7 +123,8 @@ def _choose_name(
     with_same_pods = {
         record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
-    # A revision in use comes first, because its pods can stay. Sorted, so that the choice stays the same.
+    # A revision in use comes first, because its pods can stay. `sorted`, so that each reconcile chooses the
+    # same revision.
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]

@@ -79,7 +79,7 @@ def decide_eviction_block(
         for stored in context.planner.observation.objects
         if stored["kind"] == BUDGET_KIND and stored["metadata"]["name"] == budget_name
     ]
-    # The budget blocks all evictions if it protects as many pods as serve.
+    # The budget blocks all evictions if it protects at least the number of serving pods.
     blocks_already = any(_min_available(budget) >= num_serving_pods for budget in budgets)
     is_refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
     return EvictionBlock(wanted=True, done=blocks_already or is_refused)

@@ -71,7 +71,8 @@ def decide_between_epochs(
         return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
     refusal, wait_s = _find_pod_refusal(context, status, starts_after)
     if refusal is not None:
-        # The status may show a begun epoch: the operator writes it before the API server refuses the pods.
+        # The status may show that the epoch has begun, because the operator writes the status before the API
+        # server refuses the pods.
         had_epoch = status.epoch_start_time is not None
         return GroupDecision(
             status=status_of_refused_group(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s

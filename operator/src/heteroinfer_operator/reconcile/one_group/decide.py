@@ -124,8 +124,8 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
 def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupStatus:
     """Marks the epoch as not begun if the operator never requested its first pod.
 
-    In this case the operator requested no other pod either, because it creates the first pod before the
-    others.
+    In this case the operator requested no other pod either, because it creates the first pod before all
+    other pods.
     """
     first_pod = context.epoch_ref(status).pod_name(0)
     return transitions.without_start_time(status) if first_pod in context.never_requested else status

@@ -122,8 +122,8 @@ def attribute_loss_to_node(
 ) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
     """Changes the last failure of a group from a lost pod to a lost node, if the pod's node is lost.
 
-    The failure then no longer counts as a restart. Returns the status, and the event about the change; if
-    nothing changes, the same status and no event.
+    The failure then no longer counts as a restart. Returns the status, and the event about the change. If
+    nothing changes, returns the unchanged status and no event.
     """
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
