@@ -227,7 +227,10 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
 
 
 def _quote_memory(role: RoleSpec, device: Device) -> str:
-    """Returns the memory of a role as the user wrote it, in parentheses, or ""."""
+    """Returns the memory of a role as the user wrote it, in parentheses, or "".
+
+    For CPUs, this is the memory limit, otherwise the memory request.
+    """
     if device is Device.GPU:
         return f" ({role.device_memory})" if role.device_memory else ""
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():

@@ -91,7 +91,7 @@ class StatusAttempts:
         return any(not task.done() for _, task in self._attempts)
 
     def wait_s(self) -> float:
-        """Returns the seconds until the next attempt may start."""
+        """Returns the seconds until the next attempt may start. Forgets attempts that have ended."""
         self._attempts = [(sent_s, task) for sent_s, task in self._attempts if not task.done()]
         if not self._attempts:
             return 0.0

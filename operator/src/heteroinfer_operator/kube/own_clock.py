@@ -115,10 +115,10 @@ class OwnClock:
         return seen.at
 
 
-def _add_seconds(moment: datetime, seconds: float) -> datetime:
-    """Adds seconds to a moment, within the range of datetime."""
+def _add_seconds(time_point: datetime, seconds: float) -> datetime:
+    """Adds seconds to a time. Returns the first or last time of datetime if the result is out of range."""
     try:
-        return moment + timedelta(seconds=seconds)
+        return time_point + timedelta(seconds=seconds)
     except OverflowError:
         return _LAST if seconds > 0 else _FIRST
 

@@ -221,8 +221,9 @@ def _build_shared_budget(
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    may_evict = (len(pod_counts) > 1 or len(awake) == 1) and not context.eviction_block.wanted
-    num_evictable = 1 if may_evict else 0
+    do_all_others_sleep = len(awake) == 1
+    has_reserve = len(pod_counts) > 1 or do_all_others_sleep
+    num_evictable = 1 if has_reserve and not context.eviction_block.wanted else 0
     manifest = build_shared_budget(context.owner, min_available=max(sum(pod_counts) - num_evictable, 0))
     return [Child(manifest=manifest, last=True)]
 

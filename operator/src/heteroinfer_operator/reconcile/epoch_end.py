@@ -64,10 +64,10 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
 
 
 def _find_first_cause(ended: Sequence[PodView]) -> EpochEnd:
-    """Returns the cause that takes precedence, in the order that `find_epoch_end` describes."""
+    """Returns the cause that takes precedence: the most direct report about the end of one of the pods."""
     causes_by_precedence: tuple[Iterable[EpochEnd | None], ...] = (
         (_find_own_report(pod) for pod in ended),
-        (_find_disruption(pod) for pod in ended),
+        (_find_disruption(pod) for pod in ended),  # this cause and the next two are Kubernetes' reports
         (_find_termination(pod) for pod in ended),
         (_find_deletion(pod) for pod in ended),
         (_find_peer_report(pod) for pod in ended),

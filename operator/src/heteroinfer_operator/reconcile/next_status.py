@@ -202,4 +202,5 @@ def _choose_notes(
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if last_plan is None:
         return None
+    # Older versions stored the notes only in a message of a condition.
     return older_statuses.plan_notes(status) if last_plan.notes is None else last_plan.notes

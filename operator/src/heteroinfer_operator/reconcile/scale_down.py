@@ -80,7 +80,8 @@ def _keep_if_serving(
 ) -> GroupDecision | None:
     """Returns the decision that keeps a serving group; None if the group does not serve."""
     decision = decide_group(context, status, pods, may_replace=False, report=report)
-    if decision.status.phase is not GroupPhase.READY or decision.creates or decision.deletes:
+    changes_pods = bool(decision.creates or decision.deletes)
+    if decision.status.phase is not GroupPhase.READY or changes_pods:
         return None
     awaited = "group 0" if context.replicas == 1 else f"a group with an index below {context.replicas}"
     return replace(

@@ -48,9 +48,9 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader of a Ready group as silent if the leader does not report the group as ready.
 
-    Call this function while the API server does not show the pods, because then only the leader's report is
-    known. A leader that does not accept the operator's authentication reports epoch 0, which counts as the
-    current epoch.
+    Call this function while the API server does not show the pods. Then only the leader's report shows the
+    state of the group. A leader that does not accept the operator's authentication reports epoch 0, which
+    counts as the current epoch.
     """
     status = decision.status
     # Without measurements, the operator may never have reached this leader. Then the silence proves nothing.

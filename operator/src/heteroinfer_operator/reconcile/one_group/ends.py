@@ -75,7 +75,7 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
     origin = epoch.origin
     cannot_create_pod = bool(epoch.missing) and (origin.plan is None or origin.revision is None)
     pods_not_run = [pod.name for pod in epoch.pods if not has_run(pod)]
-    cannot_create_container = origin.plan is None and pods_not_run
+    cannot_create_container = origin.plan is None and bool(pods_not_run)
     if cannot_create_container:
         missing_part = f"the container of pod {pods_not_run[0]}"
     elif cannot_create_pod:
