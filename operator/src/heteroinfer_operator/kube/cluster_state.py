@@ -546,7 +546,7 @@ class ClusterState:
         return tuple({**demands_of_unstored, **demands_of_stored}.values())
 
     def _is_reserved(self, reservation: PodReservation) -> bool:
-        """Reports whether the reservation of a stored pod is still valid."""
+        """Reports whether a stored pod's reservation is recent, and the pod's resource still exists."""
         reserved_at = self._reserved_since.get(reservation.uid)
         is_recent = reserved_at is not None and self._clock() - reserved_at < RESERVATION_S
         return is_recent and self.resources.uid(reservation.owner.key) == reservation.owner.uid

@@ -202,7 +202,10 @@ class EventRecorder:
             self._series.popitem(last=False)
 
     def _is_ending(self, namespace: str, now: float) -> bool:
-        """Reports whether a namespace was being deleted less than NAMESPACE_ENDING_S ago."""
+        """Reports whether a namespace was being deleted less than NAMESPACE_ENDING_S ago.
+
+        Forgets namespaces that were being deleted earlier.
+        """
         self._refused_at = {
             name: refused_at
             for name, refused_at in self._refused_at.items()

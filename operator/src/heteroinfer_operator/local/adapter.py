@@ -319,7 +319,7 @@ class LocalCluster:
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
     async def _await_end(self, pod: StoredPod) -> None:
-        """Waits until a pod has ended, and frees its GPUs.
+        """Waits until a pod has ended, and frees its GPUs. Then removes a pod that is being deleted.
 
         If some of the pod's processes survive, `observe` and `close` raise the error.
         """

@@ -68,7 +68,10 @@ def no_client_reaches_groups(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def some_group_serves(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers True if a group serves; otherwise returns None."""
+    """Answers True if a wanted group or the kept group serves; otherwise returns None.
+
+    The kept group is no longer wanted, and serves until a wanted group serves.
+    """
     if facts.kept is not None and not facts.serving:
         return ConditionAnswer(True, "Serving", f"group {facts.kept.index}: {facts.kept.message}")
     return ConditionAnswer(True, "Serving", facts.serving_count) if facts.serving else None
