@@ -161,6 +161,7 @@ class _WaitingPods:
         left_s: list[float] = []
         for pod in filter(_is_silent, pods):
             group = _group_of(pod)
+            # If the scheduler has never reported the group, the silence is as long as the pod's wait.
             silent_s = min(waiting_s[pod.view.uid], now_s - self.heard_s.get(group, -float("inf")))
             if silent_s >= NOT_LOOKED_S or pod.view.uid in self.reported:
                 unlooked.add(pod.view.uid)

@@ -526,18 +526,18 @@ def _find_termination(
     Args:
         skipped: containers whose end does not count, because the kubelet restarts them.
     """
-    ended_containers = []
+    worker_ends: list[tuple[int, Manifest]] = []  # exit code and terminated state
+    failed_ends: list[tuple[int, Manifest]] = []
     for container in containers:
         name = as_text(container.get("name"), "containerStatuses.name")
         terminated = as_object(_state(container).get("terminated"), "terminated")
-        if terminated and name not in skipped:
-            ended_containers.append((name, as_integer(terminated.get("exitCode"), "exitCode"), terminated))
-    worker_ends = [
-        (code, terminated_state)
-        for name, code, terminated_state in ended_containers
-        if name == names.CONTAINER_WORKER
-    ]
-    failed_ends = [(code, terminated_state) for _, code, terminated_state in ended_containers if code != 0]
+        if not terminated or name in skipped:
+            continue
+        exit_code = as_integer(terminated.get("exitCode"), "exitCode")
+        if name == names.CONTAINER_WORKER:
+            worker_ends.append((exit_code, terminated))
+        if exit_code != 0:
+            failed_ends.append((exit_code, terminated))
     ends = worker_ends or failed_ends
     if not ends:
         return None

@@ -259,19 +259,19 @@ class _FieldReader:
                 self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             mount_path = mount["mountPath"]
-            is_host_path = mount["name"] in host_paths
-            if not is_host_path and mount_path not in _SHARED_FOLDERS:
+            if mount["name"] in host_paths:
+                path, field = host_paths[mount["name"]]
+                if path != mount_path:
+                    self.refuse(
+                        field,
+                        f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
+                        f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
+                    )
+            elif mount_path not in _SHARED_FOLDERS:
                 self.refuse(
                     f"spec.containers[0].volumeMounts[{mount['name']}]",
                     "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have no "
                     "mounts",
-                )
-            path, field = host_paths.get(mount["name"], (mount_path, ""))
-            if path != mount_path:
-                self.refuse(
-                    field,
-                    f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
-                    f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
                 )
 
     def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:

@@ -86,7 +86,7 @@ class Allowed:
                     )
 
     def _find_forbidden_images_and_paths(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Yields an error for each image that is not allowed, and for a model's node path that is not."""
+        """Yields an error for each image that is not allowed, and for a node path that is not allowed."""
         for field, image in _images_of_pods(spec):
             if self.images and not _matches_entry(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
