@@ -338,7 +338,7 @@ def test_a_grace_period_of_any_length_has_an_end(grace_s: int, now: datetime, pa
     deletions = OwnClock(lambda: now, lambda: passed[0])
     deletions.record("pod", "stamp", later_s=float(grace_s))
     passed[0] = float(passed_s)
-    moment = deletions.moment("pod")
+    moment = deletions.time_of("pod")
     assert moment is not None
     assert moment <= datetime.max.replace(tzinfo=UTC)
 
