@@ -129,9 +129,14 @@ def exact_quantity(text: str) -> Fraction:
     """
     value = parse_quantity(text)
     match = _QUANTITY.fullmatch(text)
-    if match is None or value < _MAX_QUANTITY or match["exponent"] or (match["suffix"] or "").endswith("i"):
+    if match is None or match["exponent"]:  # never for a text of RESOURCE_PATTERN
         return value
-    return Fraction(f"{match['whole']}.{match['decimals'] or 0}") * _SUFFIX[match["suffix"] or ""]
+    suffix = match["suffix"] or ""
+    is_capped = value >= _MAX_QUANTITY
+    is_binary = suffix.endswith("i")
+    if not is_capped or is_binary:
+        return value
+    return Fraction(f"{match['whole']}.{match['decimals'] or 0}") * _SUFFIX[suffix]
 
 
 def parse_bytes(text: str) -> int:

@@ -51,7 +51,8 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            # Without a report, the first answer has the leader's challenge. The second request answers it.
+            # If the first answer has no report, it has the leader's challenge. The second request then
+            # contains the answer to the challenge.
             for _ in range(2):
                 text, headers = await self._get(
                     host, port, names.PATH_GROUP, timeout_s, reader.request_headers()
@@ -76,7 +77,11 @@ class ReportClient:
         return FetchProgress.from_json(text), None if question is None else int(question)
 
     async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
-        """Confirms a fetch pod's question with its token; raises one of NO_ANSWER."""
+        """Answers yes to a fetch pod's open question (`read_fetch`); raises one of NO_ANSWER.
+
+        Args:
+            token: proof that the answer is from the operator, for this question.
+        """
         await self._get(host, port, names.PATH_FETCH, timeout_s, credentials_headers(token))
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:

@@ -10,7 +10,9 @@ from heteroinfer_operator.nodes.placement import FreeNode, Obstacle, domains_of,
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms
 
 _MAX_NODES: Final = 3
+"""A message has at most this many names of nodes, or values of a topology key."""
 _MAX_REASONS: Final = 5
+"""A message has at most this many reasons why nodes cannot run a pod."""
 
 
 def describe_missing_capacity(
@@ -28,7 +30,7 @@ def describe_missing_capacity(
 def _describe_domains(
     keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
 ) -> str:
-    """Describes, for each value of a topology key, the capacity that its nodes lack."""
+    """Describes, for each value of a topology key, the capacity that the nodes with this value lack."""
     reported = [f"{value}: {_describe_missing(demands, inside)}" for value, inside in domains.items()]
     more = f"; and {len(reported) - _MAX_NODES} more values" if len(reported) > _MAX_NODES else ""
     listed = "; ".join(reported[:_MAX_NODES])
@@ -92,7 +94,8 @@ def _describe_pods(count: int, demand: PodDemand) -> str:
 def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
     """Describes why each node cannot run the pod. Lists nodes with the same reason together.
 
-    Nodes that lack capacity or a label come before nodes that reject the pod in any case.
+    Nodes that lack capacity or a label come before nodes that reject the pod in any case. Of both kinds, the
+    reason with the fewest nodes comes first.
     """
     if not free_nodes:
         return "there are no nodes"
@@ -100,13 +103,13 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
     for free_node in free_nodes:
         obstacle = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
         by_obstacle.setdefault(obstacle, []).append(free_node)
-    order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
+    by_importance = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
     reported = [
         f"{name_nodes([each.node.name for each in nodes])} {obstacle.describe(len(nodes))}"
         f"{_describe_limits(demand, nodes)}"
-        for obstacle, nodes in order[:_MAX_REASONS]
+        for obstacle, nodes in by_importance[:_MAX_REASONS]
     ]
-    num_others = sum(len(nodes) for _, nodes in order[_MAX_REASONS:])
+    num_others = sum(len(nodes) for _, nodes in by_importance[_MAX_REASONS:])
     return ", ".join(reported) + (f", {num_others} more nodes don't fit either" if num_others else "")
 
 
@@ -130,10 +133,10 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 
 def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
-    """Lists in parentheses the amounts that limit the number of pods on each node.
+    """Lists in parentheses the free amounts that limit the number of pods on each of these nodes.
 
-    The nodes have the same obstacle. Returns "" if the obstacle has the cause, because the nodes reject the
-    pod or have capacity for no pod, and if the amounts of the nodes differ.
+    The nodes have the same obstacle. Returns "" if the obstacle already contains the cause: the nodes reject
+    the pod, or have capacity for no pod. Also returns "" if the amounts of the nodes differ.
     """
     if find_obstacle(demand, nodes[0].node) or not nodes[0].max_pods(demand.requests):
         return ""

@@ -2,7 +2,8 @@
 
 The search places the pods that are hard to place first, and backtracks. It finds a placement if one exists,
 unless it reaches its limit of attempts. It knows only the requests of pods outside the group, so it checks
-affinity terms only among the pods of the group (`pod_affinity`).
+affinity terms only among the pods of the group (`pod_affinity`). A *series* is a set of pods that must share
+one value of each topology key of their affinity terms.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -77,10 +78,11 @@ def search_nodes(
         if not _is_enough(kind, kind.free_nodes):
             return None
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
-    choices = [find_topology_values(series, kinds) for series in terms.series]
-    num_searches = max(searches * prod(map(len, choices)), 1)  # one for each combination of topology values
+    values_by_series = [find_topology_values(series, kinds) for series in terms.series]
+    num_combinations = prod(map(len, values_by_series))  # of topology values; each has a search of its own
+    num_searches = max(searches * num_combinations, 1)
     max_tries = max(_MAX_TRIES // num_searches, _MIN_TRIES, 4 * len(demands))
-    for chosen_values in islice(product(*choices), _MAX_CHOICES):
+    for chosen_values in islice(product(*values_by_series), _MAX_CHOICES):
         found = _search_with_values(demands, kinds, terms, chosen_values, max_tries)
         if found is not None:
             return found
@@ -100,7 +102,7 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
     """Returns the topology values whose nodes have capacity for the pods of a series, preferred values first.
 
-    Checks the capacity for each kind of these pods alone: the search then checks all kinds together.
+    Checks the capacity for each kind of these pods alone. The search later checks all kinds together.
     """
     members = [kinds[index] for index in sorted(series.kinds)]
     values_of_nodes = dict.fromkeys(
@@ -304,7 +306,10 @@ class _Search:
         self._reserve(kind, self.chosen.pop(pod), -1)
 
     def _reserve(self, kind: int, free_node: FreeNode, pods: int) -> None:
-        """Reserves capacity for `pods` pods of a kind on a node. -1 releases the capacity of one pod."""
+        """Reserves capacity for `pods` pods of a kind on a node, and updates the counts of pods.
+
+        -1 releases the capacity of one pod.
+        """
         free_node.reserve(self.kinds[kind].demand.requests, times=pods)
         for index, num_fit_on in enumerate(self.num_fit_on):
             if free_node in num_fit_on:
@@ -331,18 +336,23 @@ class _Search:
         )
 
     def _may_be_near(self, pod: int) -> bool:
-        """Reports whether a placed pod is near its required peers, or some peers are not placed yet."""
+        """Reports whether a placed pod is near its peers, or may still be: some peers are not placed yet.
+
+        The peers of a pod are the other pods of the group that match all its required affinity terms.
+        """
         kind = self.kind_of[pod]
         peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
         others = [other for other, other_kind in self.kind_of.items() if other != pod and other_kind in peers]
         if any(other not in self.chosen for other in others):
             return True
         places = [self.chosen[other] for other in others]
-        counted = [place for place in places if any(key in place.node.labels for key in keys)]
-        if not counted:  # only a pod that matches its own terms may be the first of a series
+        places_with_key = [place for place in places if any(key in place.node.labels for key in keys)]
+        if not places_with_key:  # only a pod that matches its own terms may be the first of a series
             return not peers or kind in peers
         # Different pods may satisfy different topology keys.
-        return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
+        return all(
+            any(_have_same_value(self.chosen[pod], place, key) for place in places_with_key) for key in keys
+        )
 
 
 def _have_same_value(one: FreeNode, other: FreeNode, key: str) -> bool:

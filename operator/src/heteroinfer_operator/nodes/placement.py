@@ -44,7 +44,10 @@ class FreeNode:
         return any(other < priority for other in self.by_priority)
 
     def without_lower_priority(self, priority: int) -> "FreeNode":
-        """Returns the node as if the scheduler had preempted all pods of lower priority."""
+        """Returns the node as if the scheduler had preempted all pods of lower priority.
+
+        `by_priority` of the result is empty, because no further pod can be preempted.
+        """
         freed = sum_requests(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
         return FreeNode(node=self.node, free=free, reserved=self.reserved)
@@ -87,11 +90,11 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Returns the free resources of each node after placing the pods that have no node yet.
+    """Returns the free resources of each node, less those reserved for pods that have no node yet.
 
-    A pod without a node takes its preferred node if it fits there, otherwise the first node on which it fits.
-    If it fits on no node, it takes its preferred node if preemption would free enough capacity there.
-    Otherwise it takes no capacity.
+    A pod without a node takes capacity of its preferred node if it fits there, otherwise of the first node on
+    which it fits. If it fits on no node, it takes capacity of its preferred node if preemption would free
+    enough there. Otherwise it takes no capacity.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
 
@@ -140,7 +143,7 @@ def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
 
 
 def _demand_key(demand: PodDemand) -> Hashable:
-    """Returns a key that is equal for pods with equal demands."""
+    """Returns a key of the fields that `_can_place` reads: pods with equal keys fit on the same nodes."""
     requirements = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
     return requirements, repr((demand.node_terms, demand.tolerations, demand.near, demand.mounts_images))
 
@@ -180,10 +183,13 @@ def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
 
     A specific cause comes first: a selector that does not match may have one of the other causes.
     """
-    taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
+    taint = next(
+        (each for each in node.taints if each.keeps_away and not tolerates(demand.tolerations, each)), None
+    )
     if taint is not None:
         return Obstacle(excludes=True, rest=f"tainted {taint}")
-    key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
+    topology_keys = [term["topologyKey"] for term in demand.near]
+    key = next((key for key in topology_keys if key not in node.labels), None)
     if key is not None:
         return Obstacle(excludes=False, rest=f"no label {key}, which the pod's podAffinity names")
     if other_platform := describe_other_platform(demand.node_selector, node.labels):

@@ -49,7 +49,8 @@ class Capacity:
             scheduler places all pods at the same time, or because the user wants each pod placed on its own.
         shortage_age_s: seconds for which GPUs have been missing; None if no GPUs can be added, so that
             CPUOnly takes effect immediately.
-        resource: name of the resource, by which affinity terms may select its pods; None without a name.
+        resource: the resource's namespace and name, by which affinity terms may select its pods; None if
+            unknown.
         others: groups of the resource that this group prefers to be apart from; None without such groups.
         priority: the scheduler preempts pods below this priority; None if it preempts none.
     """
@@ -77,7 +78,7 @@ class Capacity:
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
-        They need the preemption of other pods only if `placement` needs it, too.
+        They need the preemption of other pods only if `placement` needs such a preemption, too.
         """
         if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
@@ -107,7 +108,7 @@ class Capacity:
         """Reports whether the scheduler may preempt any pod for this group."""
         priority = self.priority
         return priority is not None and any(
-            each.has_lower_priority(priority) for each in self.free_nodes or ()
+            free_node.has_lower_priority(priority) for free_node in self.free_nodes or ()
         )
 
     def nodes_after_preemption(self) -> Sequence[FreeNode]:
@@ -134,13 +135,14 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if request.spec.parallelism.mode is not None:
         return _plan_in_mode_of_spec(request, capacity)
-    # Tries each mode with a copy of the capacity. So the chosen mode is planned again, to take the capacity.
+    # Each mode is tried with a copy of the capacity. Then the chosen mode is planned again, to take the
+    # capacity from the original.
     tried = plan_any_mode(request, lambda with_mode: _plan_in_mode_of_spec(with_mode, capacity.copy()))
     return replace(_plan_in_mode_of_spec(tried.request, capacity), choice=tried.choice)
 
 
 def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
-    """Takes the capacity of the pods, and returns the plan of a spec whose mode is set.
+    """Returns the plan of a spec whose mode is set, and takes the capacity of the pods.
 
     Raises the errors of `plan_group`.
     """
@@ -157,7 +159,7 @@ def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
 
 
 def _planned_device(role: RoleSpec, on_cpus: Container[str]) -> Device:
-    """Returns the device of a role. It is CPU for a GPU role that computes on CPUs."""
+    """Returns the device of a role: CPU for a role in `on_cpus`, otherwise the role's own device."""
     return Device.CPU if role.name in on_cpus else role.device
 
 
@@ -167,7 +169,9 @@ def _plan_on_nodes(
     free_nodes: Sequence[FreeNode],
     reasons_on_cpus: Mapping[str, str],
 ) -> Planned:
-    """Returns the plan with a node for each pod; raises the errors of plan_group.
+    """Returns the plan with a node for each pod, and takes the capacity of the pods.
+
+    Raises the errors of `plan_group`.
 
     Args:
         reasons_on_cpus: the GPU roles that compute on CPUs, with the reason.
@@ -193,23 +197,26 @@ def _plan_on_nodes(
             by_role.setdefault(role.name, []).append(node)
         return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
 
-    # Makes the plan before it takes capacity. So an error that more capacity would not solve is raised before
-    # a shortage.
+    def plan_as_good(farther: Placement, first: Placement, on_first: Planned) -> Planned | None:
+        """Returns the plan for a farther placement; None if it is worse than the plan for the first one."""
+        try:
+            on_farther = plan_on(farther)
+        except PlanError:  # these nodes are too small; the next placement has larger GPUs
+            return None
+        plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+        farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first)
+        is_as_good = _serves_the_same(on_farther, on_first) and fits_gpus(
+            spec, plan, floor, free_nodes, farther_nodes, first_nodes
+        )
+        return on_farther if is_as_good else None
+
+    # The plan is made before capacity is taken. So an error that more capacity would not solve is raised
+    # before a shortage.
     planned = plan_on(placement)
     if placement is not None:
-        first_placement = placement
-        # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
-        # well.
-        for farther in capacity.assign_farther(pod_demands, topology_key, first_placement):
-            try:
-                on_farther = plan_on(farther)
-            except PlanError:  # these nodes are too small; the next placement has larger GPUs
-                continue
-            plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
-            farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first_placement)
-            if _serves_the_same(on_farther, planned) and fits_gpus(
-                spec, plan, floor, free_nodes, farther_nodes, first_nodes
-            ):
+        # Nodes farther from the resource's other groups are better if the plan there is as good.
+        for farther in capacity.assign_farther(pod_demands, topology_key, placement):
+            if (on_farther := plan_as_good(farther, placement, planned)) is not None:
                 placement, planned = farther, on_farther
                 break
     missing = _take_capacity(placement, pod_demands, capacity, free_nodes, topology_key)
@@ -230,14 +237,14 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
 
     All ranks must have the same layers and weights, and compute long prompts in the same way. The KV cache
-    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of them as
-    the KV cache of the reference plan.
+    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of these
+    requests as the KV cache of the reference plan holds.
     """
 
     def fixed_values(plan: Plan) -> list[RankAssignment]:
         """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size.
 
-        A ring of any size becomes 1 byte, because both plans must have a ring, or neither.
+        Each ring counts as 1 byte: either both plans must have a ring, or neither.
         """
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
@@ -287,7 +294,7 @@ def assign_existing_plan(
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
     def demand(pod: PodAssignment) -> PodDemand:
-        """Returns the demand of a pod, with the GPU memory that the plan needs if this is known."""
+        """Returns the demand of a pod, with the GPU memory that the plan needs if this memory is known."""
         demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
         if pod.index not in gpu_sizes:
             return demand
@@ -326,7 +333,7 @@ def _take_capacity(
 ) -> str:
     """Takes the pods' capacity from their nodes.
 
-    Without nodes for the pods, takes nothing.
+    Takes nothing if there is no placement.
 
     Returns:
         The capacity that the pods will wait for once they exist, or "".
@@ -373,7 +380,7 @@ def _build_inventory(
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             calibration_by_role[role.name] = calibration
-        # Features are needed for GPU roles too: their pods may compute on CPUs.
+        # GPU roles also need CPU features, because their pods may compute on CPUs.
         features = _common_cpu_features(nodes, calibrations)
         if features is not None:
             features_by_role[role.name] = features
@@ -414,7 +421,8 @@ def _common_cpu_features(
 ) -> frozenset[str] | None:
     """Returns the CPU features that all nodes have; None if they are unknown.
 
-    The labels of nodes come first. If a node has none, the measured machines decide.
+    The features are from the labels of the nodes. If a node has no such labels, the features of all
+    nodes are from the calibrations.
     """
     known_features = [features for features in map(labelled_features, nodes) if features is not None]
     if nodes and len(known_features) == len(nodes):
@@ -428,18 +436,18 @@ def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, s
     The memory is None if a node with GPUs lacks its memory label. The product is None if nodes have different
     products.
     """
-    with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
-    sizes_mib = [device_memory_mib(node, resource) for node in with_gpus]
+    nodes_with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
+    sizes_mib = [device_memory_mib(node, resource) for node in nodes_with_gpus]
     known_mib = [size for size in sizes_mib if size is not None]
-    is_memory_known = known_mib and len(known_mib) == len(with_gpus)
+    is_memory_known = known_mib and len(known_mib) == len(nodes_with_gpus)
     memory_bytes = min(known_mib) * 2**20 if is_memory_known else None
-    products = {node.labels.get(f"{resource}.product", "") for node in with_gpus}
+    products = {node.labels.get(f"{resource}.product", "") for node in nodes_with_gpus}
     product = products.pop() if len(products) == 1 else None
     return memory_bytes, product
 
 
 def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
-    """Returns the inventory if nodes are unknown: this machine's calibration for all roles, or nothing."""
+    """Returns the inventory if nodes are unknown: this machine's calibration, if any, for all roles."""
     this_machine = calibrations.this_machine
     if this_machine is None:
         return Inventory()
@@ -490,7 +498,8 @@ def _plan_without_gpus(
         PlanError: the group has no plan, even with more free capacity.
     """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # Makes the plan with GPUs first. So an error that more GPUs would not solve is raised before a shortage.
+    # The plan with GPUs comes first, so that an error that more GPUs would not solve is raised before a
+    # shortage.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))
@@ -512,7 +521,7 @@ def _plan_without_gpus(
 def _compare_with_cpus(
     request: GroupRequest, capacity: Capacity, missing_by_role: Mapping[str, str], gpu_plan: Planned
 ) -> str:
-    """Returns the predicted step time with these roles on CPUs and with all GPUs, as text in parentheses."""
+    """Returns the predicted step times with these roles on CPUs and with all GPUs, as text in parentheses."""
     spec = request.spec
     demands = [(role, role_demand(spec, role, _planned_device(role, missing_by_role))) for role in spec.roles]
     try:
