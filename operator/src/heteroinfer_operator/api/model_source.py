@@ -71,7 +71,8 @@ class ModelCache(Model):
             field="claimName",
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
-            message="must be unset if storageClassName or accessMode is set, which are for a new claim",
+            message="must be unset if storageClassName or accessMode is set, because both are for a new "
+            "claim",
             fix="Remove storageClassName and accessMode, or replace claimName by size",
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name is None and cache.access_mode is None)

@@ -78,8 +78,8 @@ def _find_metadata_drift(
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's metadata.
 
-    It sets values that are missing or different, and removes the labels in `forbidden`, which disable the
-    object.
+    The patch sets values that are missing or different, and removes the labels in `forbidden`, which disable
+    the object.
     """
     drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
     forbidden_labels = sorted(forbidden & (stored.get("labels") or {}).keys())
@@ -94,7 +94,8 @@ def _find_spec_drift(
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's spec.
 
-    It sets values that differ, and removes fields that the manifest lacks. Fields in `added_by_server` stay.
+    The patch sets values that differ, and removes fields that the manifest lacks. Fields in `added_by_server`
+    stay.
     """
     changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
     removals = {key: None for key in stored if key not in wanted and key not in added_by_server}

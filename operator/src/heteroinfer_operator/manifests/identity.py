@@ -122,7 +122,7 @@ def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
 
 
 def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that follow from a pod's name; None as a value means that the pod lacks the label.
+    """Returns the labels that follow from a pod's name; None for a label that the pod must not have.
 
     Returns None for a name that the operator does not give, for example of a user's copy of a pod.
     """

@@ -133,10 +133,10 @@ def _check_rules(spec: HeteroInferenceSpec) -> None:
 def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec) -> tuple[_TriedMode, bool]:
     """Returns the mode to use, and whether the choice is certain.
 
-    Modes with known memory come first, then modes whose pods have free capacity now. Among the modes with
-    known memory, the fastest that keeps `engine.maxTimeBetweenTokens` is chosen; if none keeps it, the mode
-    with the least time between tokens. If no mode's memory is known, the roles decide, and the choice is
-    certain only if a single mode fits.
+    Modes with known memory come first, then modes whose pods have free capacity now. Among modes with known
+    memory, this function chooses the fastest mode that keeps `engine.maxTimeBetweenTokens`, or, if no mode
+    keeps this limit, the mode with the least time between tokens. If no mode's memory is known, the choice
+    follows from the roles. Then it is certain only if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
@@ -208,19 +208,19 @@ def _memory_gains(
 ) -> Iterator[str]:
     """Yields a line for each mode that would fit with more memory and be faster than the chosen mode.
 
-    Only modes that failed for lack of memory count: FeedForward, and Pipeline with the GPUs only. The line
+    Considers only FeedForward, and Pipeline with the GPUs only, if they failed for lack of memory. The line
     has the smallest memory size with which the mode fits.
     """
     assert best.planned is not None and best.figures is not None  # noqa: PT018 - for mypy
     inventory, chosen_s = best.planned.inventory, best.figures.total_s
-    modes_without_memory = [
+    modes_that_lack_memory = [
         each.chosen
         for each in tried
         if each.error is not None and each.error.reason == PlanReason.INSUFFICIENT_MEMORY
         if each.chosen.mode is Mode.FEED_FORWARD
         or (each.chosen.gpu_only and each.chosen.mode is Mode.PIPELINE)
     ]
-    for chosen in modes_without_memory:
+    for chosen in modes_that_lack_memory:
         for memory, spec in _with_more_memory(chosen.apply_to(request.spec), inventory):
             try:
                 planned = plan_within_limit(replace(request, spec=spec), inventory)

@@ -106,7 +106,7 @@ class FeedForwardPart:
 
     @property
     def relative_shares(self) -> tuple[int, ...]:
-        """Share of each feed-forward rank of one GPU, relative to the others; equal without planned shares."""
+        """Relative share of each feed-forward rank of one GPU; equal if the plan has no shares."""
         return self.shares or (1,) * self.ranks_per_gpu
 
     @property

@@ -54,10 +54,10 @@ class PlannedMode:
         return self.profile if self.remote is None else self.remote.remaining
 
     def feed_forward_ranks(self) -> tuple[RankAssignment, ...]:
-        """Returns the feed-forward ranks, without predicted times; their numbers follow those of the stage.
+        """Returns the feed-forward ranks without predicted times, numbered after the ranks of the stage.
 
-        The ranks of the GPU's pod come first: their local ranks follow those of the stage's ranks. The other
-        ranks are in pods of their own, which follow the GPU's pod.
+        The feed-forward ranks in the GPU's pod come first, with local ranks after those of the stage. The
+        other feed-forward ranks are in pods without a GPU, which are numbered after the GPU's pod.
         """
         stage_ranks, remote = self.topology.stages[0], self.remote
         if remote is None:
@@ -78,7 +78,7 @@ class PlannedMode:
                         device=Device.CPU,
                         stage=0,
                         tensor_rank=index,
-                        first_layer=remote.layers[0],
+                        first_layer=remote.layers[0],  # this span may contain other layers, too
                         end_layer=remote.layers[-1] + 1,
                         kv_cache_bytes=0,
                         weight_bytes=rank_weight_bytes(remote, self.engine, index),
@@ -117,28 +117,33 @@ class PlannedMode:
         )[0]
         if not stage_budget.is_known:
             feed_forward = placed_role.role.feed_forward
-            if feed_forward is None or feed_forward.layers is None:  # otherwise the user set the number
+            has_user_layers = feed_forward is not None and feed_forward.layers is not None
+            if not has_user_layers:
                 notes.append("the GPU's memory is unknown, so the plan moves only 1 layer. Set deviceMemory")
             return Advice(notes=tuple(notes))
         needs_feed_forward = stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0
         if needs_feed_forward:
             return Advice(notes=tuple(notes))
+        not_needed = self._not_needed_note(remote)
+        return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
+
+    def _not_needed_note(self, remote: FeedForwardPart) -> str:
+        """Returns the note that the GPUs can hold the model without feed-forward ranks."""
         gpus, other_mode = (
-            ("GPUs", Mode.TENSOR.value) if topology.tensor > 1 else ("GPU", Mode.PIPELINE.value)
+            ("GPUs", Mode.TENSOR.value) if self.topology.tensor > 1 else ("GPU", Mode.PIPELINE.value)
         )
         has_other_pods = any(rank_set.pods for rank_set in remote.sets)
-        not_needed = (
+        return (
             f"feed-forward ranks are not needed: the {gpus} can hold the model and the KV cache for one "
-            f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
+            f"request of {self.engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
             f"{other_mode} without {'CPU roles' if has_other_pods else 'feedForward'}"
         )
-        return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 
     def _cpu_limit_notes(self, remote: FeedForwardPart) -> list[str]:
         """Returns a note for each role whose pods have a CPU limit: threads of such pods do not wait busily.
 
-        If ranks are in other pods than the GPU, each pod also has a thread that exchanges rows, which sleeps,
-        too.
+        If feed-forward ranks are in other pods than the GPU, each pod also has a thread that exchanges rows
+        between pods. This thread sleeps, too.
         """
         roles_of_other_pods = [rank_set.role for rank_set in remote.sets if rank_set.pods]
         relay = ", and the thread that exchanges rows with other pods," if roles_of_other_pods else ""
@@ -161,7 +166,7 @@ class PlannedMode:
         """
         profile, engine = self.profile, self.engine
         moved_bytes = sum(remote.profile.layer_bytes)
-        # In mode Pipeline, CPUs would have the first layers: as many as take the same memory.
+        # In mode Pipeline, CPUs would have the first layers: as many as need at least the same memory.
         num_layers_on_cpus, held_bytes = 0, 0
         while held_bytes < moved_bytes and num_layers_on_cpus < profile.num_layers:
             held_bytes += profile.layer_bytes[num_layers_on_cpus]

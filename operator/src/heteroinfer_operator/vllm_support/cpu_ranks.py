@@ -314,11 +314,12 @@ def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple
     """Checks that CPU kernels support the format of the model's linear layers. Returns no warnings.
 
     Raises:
-        PlanError: they do not support the format.
+        PlanError: CPU kernels do not support the format, or its quantization at load.
     """
     scheme = profile.scheme
     online_method = EngineOptions.of(engine.extra_args).quantization
-    # A profile without `kinds` is of version 0.1.0, whose groups must be able to restart.
+    # Skips this check for a profile that version 0.1.0 stored (without `kinds`): groups that run with such a
+    # profile must be able to restart.
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:
         raise build_cpu_error(
             f"--quantization {online_method}",
@@ -361,7 +362,9 @@ def _find_needed_instructions(
 
 
 def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
-    """Raises PlanError if a role's nodes lack the needed instructions; returns a note if this is unknown.
+    """Raises PlanError if a role's nodes lack the needed instructions.
+
+    Returns a note if the features of a role's CPUs are unknown.
 
     Args:
         needed: result of `_find_needed_instructions`.
