@@ -1,8 +1,8 @@
 """Entry point of the `heteroinfer` command. Each sub-command is a module `commands.NAME_command`.
 
-A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. Its module is imported only if
-the user names it, so that `plan` does not wait for kopf's import. Installed as `kubectl-heteroinfer`, the
-same program is a plugin: `kubectl heteroinfer top`.
+A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. The module is imported only if
+the user names the sub-command, so that `plan` does not wait for kopf's import. Installed as
+`kubectl-heteroinfer`, the same program is a plugin: `kubectl heteroinfer top`.
 """
 
 import argparse

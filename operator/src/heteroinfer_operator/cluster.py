@@ -290,7 +290,7 @@ class ApplyObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteObject:
-    """Deletes the object with this uid. It is not an error if the object is already gone.
+    """Deletes the object with this uid. An object that is already gone is no error.
 
     Attributes:
         api_version: set for kinds that share their name; "" for all other kinds.

@@ -27,7 +27,7 @@ RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti
 DURATION_PATTERN: Final = r"^([0-9]{1,5}(h|m|s|ms)|[0-9]{6}s){1,4}$"
 """Pattern of a duration in the resource's schema.
 
-It is the pattern of GEP-2257 (Gateway API), plus seconds of six digits, which version 0.1.0 accepted.
+The pattern is that of GEP-2257 (Gateway API), plus seconds of six digits, which version 0.1.0 accepted.
 """
 _UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
 PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(

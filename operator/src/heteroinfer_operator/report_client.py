@@ -21,10 +21,10 @@ MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 """Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
-"""Share of the timeout for the connection. It ends before the timeout, so that a failed connection differs
-from a missing answer: the kernel accepts connections even if the leader is busy."""
+"""Share of the timeout for the connection. A connection must fail earlier than an answer, so that a failed
+connection differs from a missing answer: the kernel accepts connections even if the leader is busy."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of a connection whose cause is this machine. They prove nothing about the pod."""
+"""Errors of a connection whose cause is this machine. These errors prove nothing about the pod."""
 _QUESTION: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 

@@ -14,7 +14,8 @@ from heteroinfer_operator.quantity import parse_quantity
 
 _MAX_INTEGER: Final = 2**63 - 1
 EARLIEST: Final = datetime(2, 1, 1, tzinfo=UTC)
-"""Earliest time that is read. It is a year within the range of `datetime`, so that code can add waits."""
+"""Earliest time that is read. This time and _LATEST are well within the range of `datetime`, so that code can
+add waits."""
 _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 """Latest time that is read."""
 _YEAR_0: Final = "0000-"

@@ -31,7 +31,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from heteroinfer_operator import quantity
 
 AS_STORED: Final = "as stored"
-"""Validation context of stored resources. It skips all rules, because a resource may be older than a rule."""
+"""Validation context of stored resources: all rules are skipped, because a rule may be newer than a
+resource."""
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 
 

@@ -1,7 +1,8 @@
 """Finds differences between a stored object and its manifest, and the patch that removes them. Pure.
 
-A stored object must have all values of the manifest. Its spec must not have more: one more key in a selector
-or in a rule of a policy can let other pods in. Exceptions are the fields that the API server adds.
+A stored object must have all values of the manifest. The stored spec must not have more values: one more key
+in a selector or in a rule of a policy can let other pods in. Exceptions are the fields that the API server
+adds.
 """
 
 from collections.abc import Mapping

@@ -25,7 +25,7 @@ _API_VERSION: Final = "networking.k8s.io/v1"
 _DNS_PORTS: Final = (53, 5353)
 """Ports of DNS resolvers; OpenShift's resolver pods listen on 5353, the port that policies see there.
 
-They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
+These ports are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MAX_SELECTORS: Final = 32
 """Maximum number of policies for one group or one download. Selectors that certainly match the pods come

@@ -188,8 +188,8 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""Length of a revision. Its 40 bits distinguish the specs of honest users, but do not prove the content of a
-spec: an attacker can compute another spec with the same hash."""
+"""Length of a revision. These 40 bits distinguish the specs of honest users, but do not prove the content of
+a spec: an attacker can compute another spec with the same hash."""
 _KEY_CHARS: Final = 10
 """Length of the hashes in the names of model pods and claims."""
 _LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})

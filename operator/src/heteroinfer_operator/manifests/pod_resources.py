@@ -22,8 +22,8 @@ class PodResources:
     """Default requests and limits of an installation.
 
     Attributes:
-        fetch: for the pod that downloads a hub's model. It holds pieces of 10 MiB of four files at a time;
-            the rest of its memory is page cache, which the kernel can reclaim.
+        fetch: for the pod that downloads a hub's model. This pod holds pieces of 10 MiB of four files at a
+            time; the rest of its memory is page cache, which the kernel can reclaim.
         inspect: for the pod that only reads a model.
         worker: for workers.
     """

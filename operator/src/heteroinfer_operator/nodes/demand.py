@@ -32,7 +32,7 @@ MAX_AFFINITY_BYTES: Final = 2**16
 _NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _WEIGHT_OF_OTHER_NODES: Final = 25
-"""Weight of `avoided_nodes`. It must be less than the weight of `preferred_node`, which is 100."""
+"""Weight of `avoided_nodes`, which must be less than the weight of `preferred_node` (100)."""
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 

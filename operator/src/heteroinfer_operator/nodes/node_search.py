@@ -1,9 +1,9 @@
 """Searches for nodes on which all pods of a group fit. Pure.
 
-The search places the pods that are hard to place first, and backtracks. It finds a placement if one exists,
-unless it reaches its limit of attempts. It knows only the requests of pods outside the group, so it checks
-affinity terms only among the pods of the group (`pod_affinity`). A *series* is a set of pods that must share
-one value of each topology key of their affinity terms.
+The search places the pods that are hard to place first, and backtracks. The search finds a placement if one
+exists, unless the limit of attempts is reached. The operator knows only the requests of pods outside the
+group, so the search checks affinity terms only among the pods of the group (`pod_affinity`). A *series* is a
+set of pods that must share one value of each topology key of their affinity terms.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -198,7 +198,7 @@ class _Search:
 
     Attributes:
         terms: affinity between the pods.
-        kind_of: index into `terms.kinds` of each pod. It differs from the index into `kinds`, which are
+        kind_of: index into `terms.kinds` of each pod. The index into `kinds` differs, because `kinds` are
             sorted.
     """
 

@@ -65,13 +65,14 @@ class OtherGroups:
         return self.outweigh_devices and (bool(demand.devices) or not self.spare_devices)
 
     def nearness(self, node: NodeView) -> int:
-        """Returns a number that is larger for a node with more other groups, then with more in its zone.
+        """Returns a number that grows with the number of other groups on a node.
 
-        It is 0 only if neither the node nor its zone has another group.
+        Of two nodes with equally many other groups, the node with more other groups in its zone has the
+        larger number. The number is 0 only if neither the node nor its zone has another group.
         """
         more_than_any_zone = max(self.zones.values(), default=0) + 1
-        in_zone = self.zones.get(node.labels.get(ZONE, ""), 0)
-        return self.nodes.get(node.name, 0) * more_than_any_zone + in_zone
+        groups_in_zone = self.zones.get(node.labels.get(ZONE, ""), 0)
+        return self.nodes.get(node.name, 0) * more_than_any_zone + groups_in_zone
 
 
 def apart_terms(resource: str, group: int) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ def device_cost(demand: PodDemand, free_node: FreeNode) -> float:
 def device_memory_label(resource: str) -> str:
     """Returns the node label with the memory of one device in MiB, which GPU feature discovery sets.
 
-    It is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
+    The label is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
     (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
     """
     return f"{resource}.memory"

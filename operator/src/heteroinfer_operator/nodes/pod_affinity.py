@@ -82,7 +82,7 @@ class GroupTerms:
 
     @cached_property
     def series(self) -> tuple[PodSeries, ...]:
-        """Kinds that must share one place. They have the same terms, and no other kind matches these."""
+        """Series of the group: kinds with the same terms, which all these kinds and no other kind match."""
         found = []
         for kind, peers in enumerate(self.peers):
             if kind != min(peers, default=None):  # the first kind of a series stands for all its kinds
@@ -179,9 +179,9 @@ def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
 def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     """Checks whether a term matches pods of the group's namespace.
 
-    The operator knows the name of a namespace but not its other labels. It assumes that a selector of other
-    labels matches. So a group may wait for nodes that it does not need, but it never starts with only a part
-    of its pods.
+    The operator knows the name of a namespace but not its other labels. The operator assumes that a selector
+    of other labels matches. So a group may wait for nodes that it does not need, but it never starts with
+    only a part of its pods.
     """
     listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
     if not listed and selector is None:  # such a term is about the pod's own namespace

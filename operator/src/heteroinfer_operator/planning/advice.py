@@ -31,7 +31,8 @@ class Advice:
 def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
     """Returns notes on a plan with GPU and CPU ranks.
 
-    They report unknown GPU memory, GPUs that wait for CPUs in every layer, and CPU ranks that are not needed.
+    The notes report unknown GPU memory, GPUs that wait for CPUs in every layer, and CPU ranks that are not
+    needed.
     """
     if not topology.is_mixed:
         return Advice()

@@ -46,9 +46,12 @@ def describe_alternatives(
     if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("gpu", profile, engine)):
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
-        first = Device.GPU
-        # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
-        if _succeeds(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
+
+        def check_pipeline() -> object:
+            # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
+            return check_support(profile, engine, cpus, stages=2, tensor=1, first=Device.GPU)
+
+        if _succeeds(check_pipeline):
             memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
             alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")
     gpu_memory = format_bytes(int(_whole_model_bytes(profile, engine, Device.GPU) / GPU_USABLE))

@@ -395,51 +395,67 @@ def build_feed_forward_part(
 ) -> FeedForwardPart:
     """Returns the part of the model with the experts or MLPs of the layers with these indices.
 
-    Both profiles of the result have as many layers as the model. In `profile`, layers that stay are empty.
+    Both profiles of the result have as many layers as the model.
     """
     layers = tuple(sorted(indices))
-    kinds = profile.layers
-    moved_indices = set(layers)
-    # If the model has experts, only layers with experts move, so all moved weights have the experts' format.
-    scheme = profile.scheme_of_experts if any(kinds[index].experts for index in layers) else profile.scheme
-    kept_kinds = [
-        _without_feed_forward(kind) if index in moved_indices else kind for index, kind in enumerate(kinds)
-    ]
-    moved_bytes = [
-        kind.feed_forward_bytes if index in moved_indices else 0 for index, kind in enumerate(kinds)
-    ]
-    moved_kinds = [
-        _feed_forward_only(kind) if index in moved_indices else LayerKind()
-        for index, kind in enumerate(kinds)
-    ]
+    moved_profile = _build_moved_profile(profile, layers)
     return FeedForwardPart(
         sets=sets,
         layers=layers,
         by_experts=by_experts,
         shares=shares,
         tensor=tensor,
-        profile=replace(
-            _with_kinds(profile, moved_kinds),
-            scheme=scheme,
-            expert_scheme=None,
-            layer_bytes=tuple(moved_bytes),
-            embedding_bytes=0,
-            head_bytes=0,
-            other_bytes=0,
-            encoder_bytes=0,
-        ),
-        remaining=replace(
-            _with_kinds(profile, kept_kinds),
-            layer_bytes=tuple(
-                size - moved_size for size, moved_size in zip(profile.layer_bytes, moved_bytes, strict=True)
-            ),
-        ),
+        profile=moved_profile,
+        remaining=_build_remaining_profile(profile, layers, moved_profile.layer_bytes),
     )
+
+
+def _build_moved_profile(profile: ModelProfile, layers: Sequence[int]) -> ModelProfile:
+    """Returns the profile of only the experts or MLPs of these layers. All other layers are empty."""
+    moved_indices = set(layers)
+    moved_kinds = [
+        _feed_forward_only(kind) if index in moved_indices else LayerKind()
+        for index, kind in enumerate(profile.layers)
+    ]
+    moved_bytes = [
+        kind.feed_forward_bytes if index in moved_indices else 0 for index, kind in enumerate(profile.layers)
+    ]
+    # If the model has experts, only layers with experts move, so all moved weights have the experts' format.
+    has_experts = any(kind.experts for kind in moved_kinds)
+    return replace(
+        _with_kinds(profile, moved_kinds),
+        scheme=profile.scheme_of_experts if has_experts else profile.scheme,
+        expert_scheme=None,
+        layer_bytes=tuple(moved_bytes),
+        embedding_bytes=0,
+        head_bytes=0,
+        other_bytes=0,
+        encoder_bytes=0,
+    )
+
+
+def _build_remaining_profile(
+    profile: ModelProfile, layers: Sequence[int], moved_bytes: Sequence[int]
+) -> ModelProfile:
+    """Returns the profile of a model without the experts or MLPs of these layers.
+
+    Args:
+        moved_bytes: bytes that each layer of the model loses.
+    """
+    moved_indices = set(layers)
+    kinds = [
+        _without_feed_forward(kind) if index in moved_indices else kind
+        for index, kind in enumerate(profile.layers)
+    ]
+    remaining_bytes = tuple(
+        size - moved_size for size, moved_size in zip(profile.layer_bytes, moved_bytes, strict=True)
+    )
+    return replace(_with_kinds(profile, kinds), layer_bytes=remaining_bytes)
 
 
 def _without_feed_forward(kind: LayerKind) -> LayerKind:
     """Returns the sizes of a layer without its experts or MLP."""
-    # quantized_bytes contains the MLP only if the MLP is quantized. It never contains routed experts.
+    # quantized_bytes contains the MLP only if the MLP is quantized, and never contains routed experts.
     quantized_mlp_bytes = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
     return replace(
         kind,
@@ -719,9 +735,9 @@ def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
     """Returns the most bytes that any rank in `ranks` needs at a time besides its packed weights.
 
-    While a rank packs an MLP, it holds two copies of the layer. It packs experts one by one, without a second
-    copy of the layer. While it serves, its kernels hold the inputs and sums of the longest batch: a row for
-    each token and chosen expert, or for each token of an MLP (kernels/source/experts.cpp).
+    While a rank packs an MLP, it holds two copies of the layer. A rank packs experts one by one, without a
+    second copy of the layer. While a rank serves, its kernels hold the inputs and sums of the longest batch:
+    a row for each token and chosen expert, or for each token of an MLP (kernels/source/experts.cpp).
 
     Args:
         ranks: indices among the feed-forward ranks.
@@ -882,8 +898,8 @@ def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int
     mean_experts = kind.expected_experts(rows)
     # The step chooses `mean_experts` experts without replacement. So the number on one rank is
     # hypergeometric, with the variance mean_experts / ranks * (1 - 1 / ranks) * (1 - mean_experts / experts).
-    # The numbers of the ranks add up to mean_experts. Their maximum is that of independent ranks with ranks /
-    # (ranks - 1) times this variance, which cancels the factor (1 - 1 / ranks).
+    # The numbers of the ranks add up to mean_experts. Their maximum is the same as for independent numbers
+    # whose variance is larger by the factor ranks / (ranks - 1), which cancels (1 - 1 / ranks).
     spread = sqrt(mean_experts / ranks * (1 - mean_experts / kind.experts))
     # Blom's approximation of the maximum of `ranks` normally distributed numbers.
     expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread

@@ -22,8 +22,8 @@ def gpu_memory_mib(
 
     Args:
         labelled: memory of a labelled GPU in bytes, by role.
-        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. It is ignored for a
-            plan of an earlier version that leaves less than this memory on such a GPU.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. Ignored for a plan
+            of an earlier version that leaves less than this memory on such a GPU.
     """
     labelled_roles = {
         role.name for role in spec.roles if role.device_memory is None and role.name in labelled

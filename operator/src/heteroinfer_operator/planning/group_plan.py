@@ -78,7 +78,7 @@ class Capacity:
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
-        They need the preemption of other pods only if `placement` needs such a preemption, too.
+        These placements need the preemption of other pods only if `placement` needs such a preemption, too.
         """
         if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
@@ -183,28 +183,21 @@ def _plan_on_nodes(
         for _ in range(role.pods)
     ]
     topology_key = spec.scheduling.topology_key
-    pod_demands = [demand for _, demand in demands]
+    role_names, pod_demands = [role.name for role, _ in demands], [demand for _, demand in demands]
     placement = capacity.assign(pod_demands, topology_key)
 
     def plan_on(placement: Placement | None) -> Planned:
         """Returns the plan for the nodes of a placement."""
         return make_plan(request, _build_inventory(capacity, demands, placement, reasons_on_cpus))
 
-    def nodes_by_pod(plan: Plan, placement: Placement) -> dict[int, str]:
-        """Returns the node of each pod of the plan, by pod index."""
-        by_role: dict[str, list[str]] = {}
-        for (role, _), node in zip(demands, placement.nodes, strict=True):
-            by_role.setdefault(role.name, []).append(node)
-        return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
-
     def plan_as_good(farther: Placement, first: Placement, on_first: Planned) -> Planned | None:
-        """Returns the plan for a farther placement; None if it is worse than the plan for the first one."""
+        """Returns the plan for a farther placement; None if that plan is worse than the plan for `first`."""
         try:
             on_farther = plan_on(farther)
         except PlanError:  # these nodes are too small; the next placement has larger GPUs
             return None
         plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
-        farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first)
+        farther_nodes, first_nodes = (_nodes_by_pod(plan, role_names, each) for each in (farther, first))
         is_as_good = _serves_the_same(on_farther, on_first) and fits_gpus(
             spec, plan, floor, free_nodes, farther_nodes, first_nodes
         )
@@ -221,16 +214,43 @@ def _plan_on_nodes(
                 break
     missing = _take_capacity(placement, pod_demands, capacity, free_nodes, topology_key)
     labelled = planned.inventory.gpu_memory_bytes
-    node_assignment = NodeAssignment(
-        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor),
-        expected_nodes=frozenset(placement.nodes if placement else ()),
-    )
-    planned = replace(planned, missing=missing)
+    gpu_sizes = gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor)
+    nodes = {} if placement is None else _nodes_by_pod(planned.plan, role_names, placement)
+    node_assignment = _build_node_assignment(placement, nodes, gpu_sizes, capacity, topology_key)
+    return replace(planned, missing=missing, node_assignment=node_assignment)
+
+
+def _nodes_by_pod(plan: Plan, role_names: Sequence[str], placement: Placement) -> dict[int, str]:
+    """Returns the node of each pod of the plan, by pod index.
+
+    Args:
+        role_names: the role for which each node of the placement was chosen.
+    """
+    nodes_by_role: dict[str, list[str]] = {}
+    for role_name, node in zip(role_names, placement.nodes, strict=True):
+        nodes_by_role.setdefault(role_name, []).append(node)
+    return {pod.index: nodes_by_role[pod.role].pop(0) for pod in plan.pods}
+
+
+def _build_node_assignment(
+    placement: Placement | None,
+    nodes: Mapping[int, str],
+    gpu_sizes: Mapping[int, int],
+    capacity: Capacity,
+    topology_key: str,
+) -> NodeAssignment:
+    """Returns the nodes that the pods prefer. Pods that may wait prefer none: the scheduler chooses alone.
+
+    Args:
+        nodes: node of each pod in the placement, by pod index.
+        gpu_sizes: minimum memory of a GPU in MiB, by pod index.
+    """
+    expected_nodes = frozenset(placement.nodes if placement is not None else ())
+    assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
     if placement is None or capacity.pods_may_wait:
-        return replace(planned, node_assignment=node_assignment)
-    nodes = nodes_by_pod(planned.plan, placement)
+        return assignment
     domain = (topology_key, placement.domain) if topology_key else None
-    return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
+    return replace(assignment, nodes=nodes, domain=domain)
 
 
 def _serves_the_same(planned: Planned, reference: Planned) -> bool:
@@ -279,21 +299,14 @@ def assign_existing_plan(
         Shortage: the pods do not fit now; the message names the missing capacity of each node.
         PlanError: the plan has a role that the spec lacks.
     """
-    roles = {role.name: role for role in spec.roles}
-    unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
-    if unknown_role is not None:
-        raise PlanError(
-            f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
-            "such role (another program changed one of the two). The group gets a new plan when it can start "
-            "with the current spec. If the current spec is refused, correct it",
-            reason=PlanReason.PLAN_LOST,
-        )
-    if capacity.free_nodes is None:
+    roles, free_nodes = {role.name: role for role in spec.roles}, capacity.free_nodes
+    _check_roles_of_plan(plan, roles)
+    if free_nodes is None:
         return NodeAssignment(), ""
-    labelled = largest_gpu_bytes_by_role(spec, [free_node.node for free_node in capacity.free_nodes])
+    labelled = largest_gpu_bytes_by_role(spec, [free_node.node for free_node in free_nodes])
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
-    def demand(pod: PodAssignment) -> PodDemand:
+    def demand_of(pod: PodAssignment) -> PodDemand:
         """Returns the demand of a pod, with the GPU memory that the plan needs if this memory is known."""
         demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
         if pod.index not in gpu_sizes:
@@ -303,25 +316,36 @@ def assign_existing_plan(
         return with_required_label(demand, larger_label(label, gpu_sizes[pod.index] - 1))
 
     def nodes_by_pod(placement: Placement) -> dict[int, str]:
+        """Returns the node of each pod, by pod index."""
         return {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
 
-    demands, topology_key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
+    demands, topology_key = [demand_of(pod) for pod in plan.pods], spec.scheduling.topology_key
     placement = capacity.assign(demands, topology_key)
     if placement is not None:
-        known_nodes = nodes_by_pod(placement)
+        first_nodes = nodes_by_pod(placement)
         for farther in capacity.assign_farther(demands, topology_key, placement):
-            if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther), known_nodes):
+            if fits_gpus(spec, plan, gpu_floor, free_nodes, nodes_by_pod(farther), first_nodes):
                 placement = farther
                 break
-    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, topology_key)
-    expected_nodes = frozenset(placement.nodes if placement else ())
-    assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
-    if placement is None or capacity.pods_may_wait:
-        return assignment, missing
-    nodes = nodes_by_pod(placement)
-    return replace(
-        assignment, nodes=nodes, domain=(topology_key, placement.domain) if topology_key else None
-    ), missing
+    missing = _take_capacity(placement, demands, capacity, free_nodes, topology_key)
+    nodes = {} if placement is None else nodes_by_pod(placement)
+    return _build_node_assignment(placement, nodes, gpu_sizes, capacity, topology_key), missing
+
+
+def _check_roles_of_plan(plan: Plan, roles: Container[str]) -> None:
+    """Raises PlanError if the plan has a role that its spec lacks.
+
+    Args:
+        roles: names of the roles of the spec.
+    """
+    unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
+    if unknown_role is not None:
+        raise PlanError(
+            f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
+            "such role (another program changed one of the two). The group gets a new plan when it can start "
+            "with the current spec. If the current spec is refused, correct it",
+            reason=PlanReason.PLAN_LOST,
+        )
 
 
 def _take_capacity(
@@ -461,8 +485,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory
-    or CPUs do not count.
+    Places the pods role by role, in the order of the spec. Counts only the GPUs of the pods, so missing
+    memory or CPUs do not count.
     """
     topology_key = spec.scheduling.topology_key
     placed: list[PodDemand] = []

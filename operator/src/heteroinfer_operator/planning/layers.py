@@ -15,8 +15,8 @@ from heteroinfer_operator.planning.memory import RankBudget, Sizes, StageBudget
 from heteroinfer_operator.planning.topology import Topology
 
 _CPU_LAYER_COST = 2**40
-"""Cost of a layer on a CPU. It exceeds any sum of squares of layers, so that a split with more CPU layers is
-never cheaper."""
+"""Cost of a layer on a CPU. This cost exceeds any sum of squares of layers, so a split with more CPU layers
+is never cheaper."""
 _OR_SHORTER: Final = ", or lower engine.maxModelLen"
 """End of a message if the weights fit, but not together with the KV cache."""
 _PACKED_COPY: Final = "the copy of a layer while it is packed"
@@ -281,8 +281,8 @@ def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> 
     rank_bytes = last_rank.budget or 0
     return PlanError(
         f"stage {len(budgets) - 1} (role {last_rank.role}): {format_bytes(missing_bytes)} of memory is "
-        f"missing. The last {num_shared} layers share keys and values, so one rank must hold them. They need "
-        f"{format_bytes(rank_bytes + missing_bytes)}. A rank has {format_bytes(rank_bytes)}. "
+        f"missing. The last {num_shared} layers share keys and values, so one rank must hold all these layers. "
+        f"They need {format_bytes(rank_bytes + missing_bytes)}. A rank has {format_bytes(rank_bytes)}. "
         f"{_RAISE_MEMORY[last_rank.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )

@@ -187,8 +187,8 @@ def _check_model(
     try:
         notes = run_all_checks(*checks_on_any_device)
     except PlanError:
-        # Raises an error again, with the reasons of the checks on these devices, too. It has no alternatives,
-        # because no device can run the model.
+        # Raises the error again, now with the reasons of the checks on these devices, too. The error names no
+        # alternatives, because no device can run the model.
         return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))

@@ -1,8 +1,8 @@
 """Predicts the time of a step: the bytes that the step reads, divided by the device's rate. Pure.
 
 A decode step reads each weight once that its tokens use: all weights of a dense layer, the chosen experts of
-a mixture, and the head. It also reads the KV cache of each request, up to the size of the window. If a step
-has many tokens, its operations take longer than reading.
+a mixture, and the head. The step also reads the KV cache of each request, up to the size of the window. If a
+step has many tokens, its operations take longer than reading.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -258,8 +258,8 @@ def _weight_reads(num_bytes: float, rows: float, operations_per_byte: float) -> 
 def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
     """Returns the bytes per weight of a layer's experts, or of a dense layer.
 
-    An unquantized weight has 2 bytes. It has more only if the engine's type is wider than the
-    checkpoint's (scale above 1).
+    An unquantized weight has 2 bytes, or more if the engine's type is wider than the checkpoint's type (scale
+    above 1).
     """
     bits = sizes.profile.scheme.bits
     is_quantized = kind.experts_quantized or (kind.quantized_bytes and not kind.experts)

@@ -68,8 +68,9 @@ def _find_largest_step(
 def time_between_tokens(planned: Planned) -> Prediction:
     """Predicts the longest time between two tokens of a request while prompts of others are computed.
 
-    It is the sum of two times: the longest step with a chunk at the end of a prompt of the maximum length,
-    and the time for reading the KV cache of the requests of `planning.load`, which run at the same time.
+    This time is the sum of two times: the longest step with a chunk at the end of a prompt of the maximum
+    length, and the time for reading the KV cache of the requests of `planning.load`, which run at the same
+    time.
     """
     plan = planned.plan
     wait = build_feed_forward_wait(plan, planned.sizes, planned.rates, planned.remote)
