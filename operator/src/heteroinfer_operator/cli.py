@@ -85,8 +85,8 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the error, and exits with EXIT_USAGE.
 
-        The first argument without a hyphen is the sub-command. If it is unknown but similar to a sub-command,
-        the error names that sub-command.
+        The first argument without a hyphen counts as the sub-command. If this argument is unknown but similar
+        to a sub-command, the error names the similar sub-command.
         """
         command = next((word for word in self.words if not word.startswith("-")), "")
         similar = difflib.get_close_matches(command, COMMANDS, n=1) if command not in COMMANDS else []

@@ -51,8 +51,8 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            # If the first answer has no report, it has the leader's challenge. The second request then
-            # contains the answer to the challenge.
+            # A first answer without a report has the leader's challenge. The second request then contains the
+            # answer to this challenge.
             for _ in range(2):
                 text, headers = await self._get(
                     host, port, names.PATH_GROUP, timeout_s, reader.request_headers()

@@ -141,7 +141,7 @@ def version_number(text: str) -> int:
 
     Kubernetes guarantees such numbers since KEP-5504 (1.35), and used them before. With an API server that
     does not use numbers, caches keep the newest event of the watch, and a write counts once the watch shows
-    it.
+    the write.
     """
     is_number = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
     return int(text) if is_number else 0

@@ -1,7 +1,8 @@
 """Building blocks of the resource's models: the base class, validation rules, and bounded types.
 
-A rule that spans fields is declared once, as a ValidationRule. The API server evaluates its CEL expression
-from the CRD, and the operator evaluates its condition in Python. Pure; imports no Kubernetes client.
+A rule that spans fields is declared once, as a ValidationRule. The API server evaluates the rule's CEL
+expression from the CRD, and the operator evaluates the same condition in Python. Pure; imports no Kubernetes
+client.
 """
 
 from collections import Counter

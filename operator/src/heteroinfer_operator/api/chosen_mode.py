@@ -14,7 +14,7 @@ from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 
 class ChosenMode(Model):
-    """A mode, and the roles that it uses. The record of a revision stores it as JSON."""
+    """A mode, and the roles that the mode uses. The record of a revision stores this choice as JSON."""
 
     mode: Mode
     gpu_only: bool = False
@@ -138,7 +138,7 @@ def _build_feed_forward(
 
 
 def _find_amount(role: RoleSpec, name: str) -> str | None:
-    """Returns the request of a role for a resource, otherwise its limit, or None."""
+    """Returns a role's request for a resource; without a request, the limit; without both, None."""
     resources = role.resources or Resources()
     requests, limits = resources.requests or {}, resources.limits or {}
     return requests.get(name, limits.get(name))

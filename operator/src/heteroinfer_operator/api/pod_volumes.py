@@ -234,6 +234,6 @@ class TemplateMount(Model):
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:
-    """Yields, for each mount without a volume of its name, that name."""
+    """Yields the names of the mounts for which there is no volume of the same name."""
     known = {volume.name for volume in volumes}
     yield from (mount.name for mount in mounts if mount.name not in known)

@@ -1,4 +1,4 @@
-"""Finds differences between a stored object and its manifest, and the patch that removes them. Pure.
+"""Finds differences between a stored object and its manifest, and builds the patch against them. Pure.
 
 A stored object must have all values of the manifest. The stored spec must not have more values: one more key
 in a selector or in a rule of a policy can let other pods in. Exceptions are the fields that the API server

@@ -188,7 +188,7 @@ def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Removes selectors whose pods another selector in the list selects, too.
 
     A selector without terms selects all pods. A selector with several terms is narrower than a selector whose
-    only term is one of these terms.
+    only term is among these terms.
     """
     terms_of_selectors = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms_of_selectors:

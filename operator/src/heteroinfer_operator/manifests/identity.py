@@ -33,7 +33,7 @@ class Owner:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The ownerReference of its children, so that garbage collection deletes them with the resource."""
+        """The ownerReference with which garbage collection deletes children together with the resource."""
         return {
             "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
             "kind": names.KIND,

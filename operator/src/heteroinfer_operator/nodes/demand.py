@@ -182,7 +182,7 @@ def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[st
     given_terms = required_node_terms(affinity)
     terms: list[dict[str, Any]] = []
     num_bytes = 0
-    for name in able:  # each node gets its own copy of the given terms, of which one must match
+    for name in able:  # each node gets its own copy of the given terms
         field = {"key": _NODE_NAME, "operator": "In", "values": [name]}
         new_terms = _add_to_terms(given_terms, "matchFields", [field])
         num_bytes += len(json.dumps(new_terms))
@@ -209,7 +209,7 @@ def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manif
 
 
 def required_node_terms(affinity: Manifest) -> Sequence[Manifest]:
-    """Returns the terms of an affinity's required node affinity, of which one must match."""
+    """Returns the terms of an affinity's required node affinity. A node must match one term."""
     required = (affinity.get("nodeAffinity") or {}).get(REQUIRED) or {}
     return required.get("nodeSelectorTerms") or ()
 
@@ -223,7 +223,7 @@ def replace_node_terms(affinity: Manifest, terms: Sequence[Manifest]) -> dict[st
 def _add_to_terms(
     terms: Iterable[Manifest], part: str, requirements: Sequence[Manifest]
 ) -> list[dict[str, Any]]:
-    """Returns the terms of a node affinity, of which one must match, with requirements added to each.
+    """Returns the terms of a node affinity with requirements added to each. A node must match one term.
 
     Without terms, the result is one term with the requirements. An empty term stays empty: it selects no
     node, and with a requirement it would select nodes.
@@ -296,7 +296,7 @@ def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
 
 
 def is_empty_term(term: Manifest) -> bool:
-    """Reports whether a node affinity term has no requirements. Then it selects no node.
+    """Reports whether a node affinity term has no requirements. Such a term selects no node.
 
     Source: k8s.io/component-helpers/scheduling/corev1/nodeaffinity/nodeaffinity.go.
     """
@@ -347,7 +347,7 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     sidecars, and the requests of an init container with the sidecars before it. A request for the whole pod
     replaces this amount. The scheduler then adds the pod's overhead
     (`k8s.io/component-helpers/resource.PodRequests`).
-    A limit without a request counts as a request, because the API server copies it into the request.
+    A limit without a request counts as a request, because the API server copies the limit into the request.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.

@@ -89,9 +89,8 @@ def find_farther_placements(
         found = assign_nodes(limited_demands, free_nodes, topology_key, distance_first)
         if found is None:  # with larger GPUs, even fewer nodes remain
             return
-        if found.nodes not in tried and others.count_shared(found.nodes) < others.count_shared(
-            placement.nodes
-        ):
+        is_farther = others.count_shared(found.nodes) < others.count_shared(placement.nodes)
+        if is_farther and found.nodes not in tried:
             tried.add(found.nodes)
             yield found
 
@@ -191,7 +190,7 @@ def _placement_cost(
     }
     with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
     without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
-    # A plan gives all pods of a role what the role's smallest GPU can hold. So the largest cost is compared
+    # A plan for a role is made for the smallest GPU of the role's pods. So the largest cost is compared
     # before the sum.
     return (
         *_worst_and_sum(decisive_nearness.values()),

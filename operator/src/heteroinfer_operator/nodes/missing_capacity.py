@@ -64,7 +64,8 @@ def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNod
     The first cause in this order is described: a kind of pods that does not fit even alone, an affinity that
     cannot be met, and the sum of all pods.
     """
-    for kind in group_equal_pods(demands):
+    kinds = group_equal_pods(demands)
+    for kind in kinds:
         count, requests = len(kind.pods), kind.demand.requests
         accepting_nodes = [
             free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
@@ -74,15 +75,17 @@ def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNod
             need = f"needs {_describe_pods(count, demands[kind.pods[0]])} with {_format_amounts(requests)}"
             placeable_text = f", and there is capacity for {num_placeable}" if num_placeable else ""
             return f"{need}{placeable_text}; {_describe_obstacles(kind.demand, free_nodes)}"
-    if affinity_conflict := _describe_affinity_conflict(demands, group_equal_pods(demands), free_nodes):
+    if affinity_conflict := _describe_affinity_conflict(demands, kinds, free_nodes):
         return affinity_conflict
     needs = ", ".join(
         f"{_describe_pods(len(kind.pods), demands[kind.pods[0]])} with "
         f"{_format_amounts(kind.demand.requests)}"
-        for kind in group_equal_pods(demands)
+        for kind in kinds
     )
     affinity_text = (
-        " under their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
+        " under their podAffinity and podAntiAffinity"
+        if any(demand.near or demand.away for demand in demands)
+        else ""
     )
     return f"each pod alone fits on a node, but not all pods together{affinity_text}: {needs}"
 

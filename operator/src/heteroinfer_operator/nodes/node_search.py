@@ -90,7 +90,7 @@ def search_nodes(
 
 
 def _is_enough(kind: EqualPods, free_nodes: Sequence[FreeNode]) -> bool:
-    """Reports whether these nodes have capacity for all pods of a kind, if no other pods need it."""
+    """Reports whether these nodes have capacity for all pods of a kind, without any other pods."""
     return sum(free_node.max_pods(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
@@ -155,8 +155,8 @@ def preference(
     """Returns the sort key of a node for a pod; the node with the smallest key is the best.
 
     The best node has the devices that suit the pod best. Of equal nodes, nodes with fewer other groups of the
-    resource are better, then fuller nodes. If the distance to other groups outweighs the devices, it comes
-    first.
+    resource are better, then fuller nodes. If the distance to other groups outweighs the devices, the
+    distance comes first.
     """
     cost = device_cost(demand, free_node)
     nearness = 0 if others is None else others.nearness(free_node.node)
@@ -207,7 +207,7 @@ class _Search:
     terms: GroupTerms
     kind_of: Mapping[int, int]
     tries_left: int
-    """Number of placements that the search may still try; negative after it gave up."""
+    """Number of placements that the search may still try; negative after the search gave up."""
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
     """Free capacity of each used node before the search."""

@@ -1,4 +1,4 @@
-"""Locations of a resource's other groups. A group prefers nodes and zones without them. Pure."""
+"""Locations of a resource's other groups. A group prefers nodes and zones without other groups. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

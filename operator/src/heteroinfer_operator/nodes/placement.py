@@ -20,7 +20,7 @@ class FreeNode:
     """A node and its free resources. Equal to itself only.
 
     Attributes:
-        free: free amount by resource name. `reserve` reduces it.
+        free: free amounts by resource name. `reserve` reduces these amounts.
         by_priority: used and reserved amounts, by the priority of their pods.
     """
 
@@ -92,9 +92,9 @@ class FreeNode:
 def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
     """Returns the free resources of each node, less those reserved for pods that have no node yet.
 
-    A pod without a node takes capacity of its preferred node if it fits there, otherwise of the first node on
-    which it fits. If it fits on no node, it takes capacity of its preferred node if preemption would free
-    enough there. Otherwise it takes no capacity.
+    A pod without a node takes capacity of its preferred node if the pod fits there, otherwise of the first
+    node on which the pod fits. A pod that fits on no node takes capacity of its preferred node if preemption
+    would free enough there. Otherwise the pod takes no capacity.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
 

@@ -42,7 +42,7 @@ class PodSeries:
     keys: tuple[str, ...]
 
     def values(self, labels: NodeLabels) -> Values | None:
-        """Returns a node's values of the keys; None if it lacks a key."""
+        """Returns a node's values of the keys; None if the node lacks a key."""
         values = tuple(labels[key] for key in self.keys if key in labels)
         return values if len(values) == len(self.keys) else None
 
@@ -98,7 +98,7 @@ class GroupTerms:
         return not any(self.peers)
 
     def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
-        """Checks whether the scheduler places all pods on these nodes, with whichever pod it begins.
+        """Checks whether the scheduler places all pods on these nodes, whichever pod it places first.
 
         Args:
             pods: kind of each pod.
@@ -117,12 +117,12 @@ class GroupTerms:
         return all(self._all_fit([first, *classes]) for first in classes)
 
     def _all_fit(self, order: Sequence["_PodClass"]) -> bool:
-        """Reports whether the scheduler places all pods if it tries them in this order.
+        """Reports whether the scheduler places all pods if it tries the pods in this order.
 
         Like the scheduler, this method tries a pod that does not fit yet again later.
 
         Args:
-            order: classes of pods. If it contains a class twice, only the first place counts.
+            order: classes of pods. If a class occurs twice, only the first place counts.
         """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:

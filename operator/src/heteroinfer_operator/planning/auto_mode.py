@@ -136,7 +136,7 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
     Modes with known memory come first, then modes whose pods have free capacity now. Among modes with known
     memory, this function chooses the fastest mode that keeps `engine.maxTimeBetweenTokens`, or, if no mode
     keeps this limit, the mode with the least time between tokens. If no mode's memory is known, the choice
-    follows from the roles. Then it is certain only if a single mode fits.
+    follows from the roles. In that case the choice is certain only if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
@@ -154,7 +154,8 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
 def _excess_and_time(tried: _TriedMode) -> tuple[float, float]:
     """Returns the sort key of a mode; the mode with the smallest key is chosen.
 
-    The key is the time between tokens if it exceeds its limit (otherwise 0), then the time of the load.
+    The key is the time between tokens if this time exceeds its limit (otherwise 0), then the time of the
+    load.
     """
     assert tried.planned is not None and tried.figures is not None  # noqa: PT018 - for mypy
     return exceeding_s(tried.planned), tried.figures.total_s
@@ -175,7 +176,7 @@ def _choose_error(tried: Sequence[_TriedMode]) -> PlanError:
     """Returns the error of a spec for which no mode has a plan.
 
     A Shortage is returned first, because that mode will fit when capacity becomes free. A single error is
-    returned as it is. Otherwise the message has the lines that all modes share, then the other lines of each
+    returned unchanged. Otherwise the message has the lines that all modes share, then the other lines of each
     mode, then the line with alternatives.
     """
     errors = [each.error for each in tried if each.error is not None]

@@ -1,4 +1,4 @@
-"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of its work. Pure.
+"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of the GPU's work. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
 (vllm_heteroinfer/feed_forward/ring_slots.py).

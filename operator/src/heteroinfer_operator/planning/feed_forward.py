@@ -127,7 +127,7 @@ def choose_feed_forward_part(
 
     The part has the number of layers that the user set. Otherwise it has the smallest number that leaves the
     rank with attention enough memory for the KV cache of one full-length request. Layers of which a step
-    reads the smallest part of the weights move first, because CPUs compute them fastest.
+    reads the smallest part of the weights move first, because CPUs compute such layers fastest.
 
     Args:
         roles: all roles of the group.
@@ -269,7 +269,7 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
     """Returns the share of each rank by predicted speed and memory, if ranks are in pods of CPU roles.
 
     Ranks that are all in the GPU's pod divide the work by rates that they measure when they start. This moves
-    weights between the ranks, but not between pods, so the plan needs no shares for them.
+    weights between the ranks, but not between pods, so the plan needs no shares for these ranks.
 
     Returns:
         The shares in rank order; empty if all ranks are in the GPU's pod.
@@ -561,7 +561,11 @@ def _missing_bytes(topology: Topology, sizes: Sizes, inventory: Inventory) -> in
 
 
 def _check_shares(role: str, remote: FeedForwardPart) -> None:
-    """Raises PlanError if ranks can divide a layer neither by columns nor by experts."""
+    """Raises PlanError if the ranks cannot divide a layer into whole columns or whole experts.
+
+    Args:
+        role: role of the rank with attention.
+    """
     fields = (
         f"{'pods and ranksPerPod' if each.pods else 'feedForward.ranks'} of role {each.role.name}"
         for each in remote.sets
@@ -573,7 +577,7 @@ def _check_shares(role: str, remote: FeedForwardPart) -> None:
         except ContractError as error:
             raise PlanError(
                 f"role {role}, layer {index}: {error}: {remedy}",
-                reason=PlanReason.UNSUPPORTED_PARALLELISM.value,
+                reason=PlanReason.UNSUPPORTED_PARALLELISM,
             ) from error
 
 
@@ -673,7 +677,7 @@ def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence
     Args:
         ranks: indices among the feed-forward ranks.
     """
-    whole_part = Sizes.for_settings(remote.profile, engine, tensor=1, batches=1)  # as if one rank had all
+    whole_part = Sizes.for_settings(remote.profile, engine, tensor=1, batches=1)  # if one rank had all of it
     layer_bytes = list(whole_part.layer_bytes)
     for index in remote.layers:
         shares = _shares_by_rank(remote, index)
@@ -759,7 +763,7 @@ def _scratch_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Seque
     """Returns the most bytes of inputs and sums that a rank in `ranks` needs for one layer."""
     kind = remote.profile.layer(index)
     rows = engine.max_num_batched_tokens * max(1, kind.experts_per_token)
-    if remote.by_experts:  # a rank computes all columns of its experts that its GPU's ranks have
+    if remote.by_experts:  # the columns of an expert that belong to one GPU are all on one rank
         share_of_columns = Fraction(1, remote.tensor)
     else:
         shares = _shares_by_rank(remote, index)

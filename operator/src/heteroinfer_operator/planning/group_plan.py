@@ -149,7 +149,7 @@ def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
     if capacity.free_nodes is None:
         return make_plan(request, _inventory_without_nodes(request.spec, capacity.calibrations))
     missing_by_role = _find_missing_gpus(request.spec, capacity)
-    # Pods that may wait for a scheduler can also wait for GPUs, if the spec does not move them to CPUs.
+    # Pods that may wait for a scheduler can also wait for GPUs, unless their ranks may compute on CPUs.
     waits_for_gpus = (
         capacity.pods_may_wait and request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
     )
@@ -524,6 +524,7 @@ def _plan_without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # The plan with GPUs comes first, so that an error that more GPUs would not solve is raised before a
     # shortage.
+    # Without the resource's name, which only terms between pods need: these demands select nodes one by one.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))

@@ -141,8 +141,8 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
     """Returns the number of layers of each stage.
 
     CPU stages get as few layers as possible, because CPU ranks add capacity and not speed. Apart from that,
-    the split is as even as possible. If the memory of all stages is unknown, it is even over CPUs and GPUs.
-    Each stage also holds the KV cache of one full-length request.
+    the split is as even as possible. If the memory of all stages is unknown, the split is even over CPUs and
+    GPUs. Each stage also holds the KV cache of one full-length request.
 
     Raises:
         PlanError: the model has fewer layers than stages, or does not fit.
@@ -186,8 +186,8 @@ def _check_enough_layers(num_layers: int, min_layers: Sequence[int], num_with_ca
 
 
 _CheapestSplits: TypeAlias = dict[int, tuple[int, tuple[int, ...]]]
-"""The cheapest split of the model's first n layers over some stages, by n: its cost, and the number of layers
-of each stage. The cost contains the squares of these numbers, so an even split is cheaper."""
+"""The cheapest split of the model's first n layers over some stages, by n: its cost, and each stage's number
+of layers. The cost contains the squares of the numbers, so an even split is cheaper."""
 
 
 def _append_stage(
@@ -281,9 +281,9 @@ def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> 
     rank_bytes = last_rank.budget or 0
     return PlanError(
         f"stage {len(budgets) - 1} (role {last_rank.role}): {format_bytes(missing_bytes)} of memory is "
-        f"missing. The last {num_shared} layers share keys and values, so one rank must hold all these layers. "
-        f"They need {format_bytes(rank_bytes + missing_bytes)}. A rank has {format_bytes(rank_bytes)}. "
-        f"{_RAISE_MEMORY[last_rank.device]}",
+        f"missing. The last {num_shared} layers share keys and values, so one rank must hold these "
+        f"layers. They need {format_bytes(rank_bytes + missing_bytes)}, and a rank has "
+        f"{format_bytes(rank_bytes)}. {_RAISE_MEMORY[last_rank.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 

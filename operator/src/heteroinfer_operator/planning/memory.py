@@ -238,8 +238,8 @@ class Sizes:
         """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
         The rank packs its layers one by one. If packing makes layers smaller, the peak is at the first layer,
-        while all others are still in stored form. Otherwise it is at the last layer, when all others are
-        packed.
+        while all others are still in stored form. Otherwise the peak is at the last layer, when all others
+        are packed.
         """
         stored_bytes = self.layer_weight_bytes(first, end)
         packed_bytes = self.layer_weight_bytes(first, end, device)
@@ -443,7 +443,7 @@ def stage_budgets(
         memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
         if device is Device.GPU and stage == 0:  # only the first layers use tables of n-grams
             _check_host_tables(seat, sizes.profile.host_table_bytes // sizes.tensor, inventory)
-        # GPU_USABLE leaves a tenth of the memory free. The floor counts only if it is larger.
+        # GPU_USABLE leaves a tenth of the memory free. A floor counts only if it is larger than this tenth.
         floor_bounds_budget = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,

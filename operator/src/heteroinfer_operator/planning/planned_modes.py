@@ -77,7 +77,7 @@ class PlannedMode:
                         role=rank_set.role.name,
                         device=Device.CPU,
                         stage=0,
-                        tensor_rank=index,
+                        tensor_rank=index,  # of a feed-forward rank: its index among these ranks
                         first_layer=remote.layers[0],  # this span may contain other layers, too
                         end_layer=remote.layers[-1] + 1,
                         kv_cache_bytes=0,

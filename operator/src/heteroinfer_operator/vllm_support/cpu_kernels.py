@@ -128,7 +128,7 @@ def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
     if backend != "auto" and profile.experts:
         raise build_cpu_error(
             f"--moe-backend {backend} with experts",
-            "the option selects kernels for GPUs, and vLLM would use them on CPUs too",
+            "the option selects kernels for GPUs, and vLLM would use these kernels on CPUs, too",
             "Remove the option, so that vLLM chooses kernels for each device",
             field="engine.args",
         )
@@ -217,7 +217,7 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     if profile.architecture in ZERO_EXPERTS:
         raise build_cpu_error(
             f"{profile.architecture} with zero experts (experts that compute nothing)",
-            "vLLM's router for them needs a GPU",
+            "vLLM's router for zero experts needs a GPU",
             remedy_sentence,
         )
     if _has_quantized_experts(profile) and has_whole_layers:

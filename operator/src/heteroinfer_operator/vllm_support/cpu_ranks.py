@@ -172,7 +172,7 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
 
 
 def _check_classes(profile: ModelProfile) -> None:
-    """Raises PlanError if vLLM's classes for the model do not run on CPUs, or plans do not support them."""
+    """Raises PlanError if vLLM's classes for the model need GPUs, or if plans cannot count their memory."""
     remedy = "Use GPU roles only, or another model"
     unsupported = GPU_CLASSES & set(class_names(profile))
     if unsupported:
@@ -201,7 +201,7 @@ def _check_head_sizes(profile: ModelProfile) -> None:
                 _GPU_ATTENTION_REMEDY,
             )
     # Skips this check for a profile that version 0.1.0 stored. Such a profile does not describe the layers,
-    # and groups that run with it must be able to restart.
+    # and groups that run with such a profile must be able to restart.
     unsupported_sizes = _head_sizes(profile) - CPU_HEAD_SIZES if profile.kinds else frozenset()
     if unsupported_sizes:
         raise build_cpu_error(

@@ -21,10 +21,10 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
 
 
 def class_names(profile: ModelProfile) -> tuple[str, ...]:
-    """Returns the name of the model's class, and the class of its language model if vLLM looks it up.
+    """Returns the name of the model's class and, for some models, the class of the language model inside.
 
-    vLLM looks it up by the config of the language model. The name is "" if that config names no class and
-    vLLM has no class for the type of the language model.
+    For models in TEXT_BY_CONFIG, vLLM finds the second class by the config of the language model. A name is
+    "" if the config names no class, and vLLM has no class for the type of the language model.
     """
     if profile.architecture not in TEXT_BY_CONFIG or not profile.text_type:
         return (profile.architecture,)
