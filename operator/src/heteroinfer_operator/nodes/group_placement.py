@@ -114,8 +114,8 @@ def _assign_within(
     """Returns nodes on which all pods fit together, or None.
 
     If the resource has other groups, prefers nodes of one zone that are as good as the best nodes of all
-    zones. If a group spanned several zones, the failure of any of these zones would end the group, and the
-    next group might find no zone without other groups. For the same reason, a group that has to share a node
+    zones. If a group spanned several zones, each failure of a zone would end the group, and the next group
+    might find no zone without other groups. For the same reason, a group that has to share a node
     with other groups prefers one node for all its pods.
 
     Args:
@@ -190,8 +190,7 @@ def _placement_cost(
     }
     with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
     without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
-    # A plan for a role is made for the smallest GPU of the role's pods. So the largest cost is compared
-    # before the sum.
+    # The smallest GPU of a role limits all pods of the role. So the largest cost is compared before the sum.
     return (
         *_worst_and_sum(decisive_nearness.values()),
         *_worst_and_sum(with_devices),

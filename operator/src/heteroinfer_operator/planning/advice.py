@@ -66,8 +66,8 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
     )
     waiting = (
         f"every layer waits for its CPU ranks: a decode step reads weights for about "
-        f"{all_ranks_s * 1e3:.1f} ms on CPUs and {gpus_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs "
-        "only the layers that the GPUs cannot hold, and keeps CUDA graphs"
+        f"{all_ranks_s * 1e3:.1f} ms on CPUs and {gpus_s * 1e3:.1f} ms on GPUs. If this is too slow, use "
+        "mode Pipeline, which gives CPUs only the layers that the GPUs cannot hold, and keeps CUDA graphs"
     )
     return (str(eager_reason(plan)), waiting)
 

@@ -524,9 +524,8 @@ def _plan_without_gpus(
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
     # The plan with GPUs comes first, so that an error that more GPUs would not solve is raised before a
     # shortage.
-    # Without the resource's name, which only terms between pods need: these demands select nodes one by one.
-    demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
+    gpu_demands = _role_demands(request.spec, on_cpus=())
+    gpu_plan = make_plan(request, _build_inventory(capacity, gpu_demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))
     comparison = _compare_with_cpus(request, capacity, missing_by_role, gpu_plan)
     if shortage.action is ShortageAction.WAIT:
@@ -543,14 +542,24 @@ def _plan_without_gpus(
     )
 
 
+def _role_demands(spec: HeteroInferenceSpec, on_cpus: Container[str]) -> list[tuple[RoleSpec, PodDemand]]:
+    """Returns each role with the demand of one of its pods.
+
+    The demands lack the name of the resource, which only affinity terms between pods need.
+
+    Args:
+        on_cpus: names of the GPU roles that compute on CPUs.
+    """
+    return [(role, role_demand(spec, role, _planned_device(role, on_cpus))) for role in spec.roles]
+
+
 def _compare_with_cpus(
     request: GroupRequest, capacity: Capacity, missing_by_role: Mapping[str, str], gpu_plan: Planned
 ) -> str:
     """Returns the predicted step times with these roles on CPUs and with all GPUs, as text in parentheses."""
-    spec = request.spec
-    demands = [(role, role_demand(spec, role, _planned_device(role, missing_by_role))) for role in spec.roles]
+    cpu_demands = _role_demands(request.spec, on_cpus=missing_by_role)
     try:
-        cpu_plan = make_plan(request, _build_inventory(capacity, demands, None, missing_by_role))
+        cpu_plan = make_plan(request, _build_inventory(capacity, cpu_demands, None, missing_by_role))
     except PlanError as error:
         return f" (the group has no plan without GPUs: {error.message})"
     steps = [predict(planned.plan, planned.rates) for planned in (cpu_plan, gpu_plan)]

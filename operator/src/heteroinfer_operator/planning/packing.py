@@ -134,6 +134,7 @@ def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
     """
+    # For a format without an entry, vLLM copies no linear layers, and experts once.
     num_linear_copies = _PACKING_COPIES.get(profile.scheme.name, 0)
     num_expert_copies = _PACKING_COPIES.get(profile.scheme_of_experts.name, 1)
     linear_bytes = num_linear_copies * kind.quantized_bytes
