@@ -54,7 +54,7 @@ def _describe_affinity_conflict(
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
         text = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{text}; their podAffinity requires one value for all pods"
+        return f"{text}; podAffinity requires one value for all pods"
     return ""
 
 
@@ -136,7 +136,7 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 
 def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
-    """Lists in parentheses the free amounts that limit the number of pods on each of these nodes.
+    """Lists in parentheses the free amounts that limit the number of pods on each node.
 
     The nodes have the same obstacle. Returns "" if the obstacle already contains the cause: the nodes reject
     the pod, or have capacity for no pod. Also returns "" if the amounts of the nodes differ.

@@ -234,9 +234,9 @@ def _check_lanes(sets: Sequence[RankSet]) -> None:
         largest = max(sets, key=lambda each: each.pods)  # fewer pods of this role free the most lanes
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods} (got "
-            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes: each feed-forward rank in its own "
-            "pod takes a lane, and each other pod takes one. Use fewer pods, and raise ranksPerPod and "
-            "resources",
+            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes (places for its requests). "
+            "Each feed-forward rank in the GPU's pod takes a lane, and each other pod takes a lane. Use "
+            "fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 

@@ -282,7 +282,7 @@ def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> 
     return PlanError(
         f"stage {len(budgets) - 1} (role {last_rank.role}): {format_bytes(missing_bytes)} of memory is "
         f"missing. The last {num_shared} layers share keys and values, so one rank must hold these "
-        f"layers. They need {format_bytes(rank_bytes + missing_bytes)}, and a rank has "
+        f"layers. They need {format_bytes(rank_bytes + missing_bytes)}. A rank has "
         f"{format_bytes(rank_bytes)}. {_RAISE_MEMORY[last_rank.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
