@@ -324,7 +324,8 @@ class Operator:
     async def _list_resources(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
         """Lists all resources, and returns the resources that a resync must reconcile.
 
-        If the list and the cache differ about a resource, the next reconcile reads it from the API server.
+        If the list and the cache differ about a resource, the next reconcile reads the resource from the API
+        server.
         """
         resources = cluster_state.resources
         cached_versions = resources.versions()

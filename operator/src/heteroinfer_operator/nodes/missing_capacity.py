@@ -143,12 +143,12 @@ def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
     """
     if find_obstacle(demand, nodes[0].node) or not nodes[0].max_pods(demand.requests):
         return ""
-    described = set()
+    texts = set()
     for node in nodes:
         one_more = node.max_pods(demand.requests) + 1
         limits = [name for name, each in demand.requests.items() if not node.has({name: one_more * each})]
-        described.add(_format_free_amounts(limits, node))
-    return f" ({described.pop()})" if len(described) == 1 and "" not in described else ""
+        texts.add(_format_free_amounts(limits, node))
+    return f" ({texts.pop()})" if len(texts) == 1 and "" not in texts else ""
 
 
 def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:

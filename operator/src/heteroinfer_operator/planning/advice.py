@@ -38,7 +38,8 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
         return Advice()
     notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
     gpu_seats = [seat for stage in topology.stages for seat in stage if seat.placed.device is Device.GPU]
-    # The largest floor counts: that of a GPU in both the first and the last stage.
+    # The floor of a GPU that is in both the first and the last stage, which is the largest. NCCL's buffers
+    # are left out (gpus=1).
     floor = GpuFloor.for_settings(profile, plan.engine, topology.tensor).total(
         embeds=True, samples=True, gpus=1
     )

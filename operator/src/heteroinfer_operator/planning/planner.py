@@ -114,15 +114,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     stage_spec = spec.changed(roles=spec.stage_roles)  # without roles that have only feed-forward ranks
     topology = build_topology(stage_spec, inventory, has_encoder=has_encoder)
     _check_tensor_size(topology.tensor, profile)
-    engine = choose_engine_settings(
-        spec,
-        profile,
-        has_cpu=topology.has_cpu or wanted_mode is Mode.FEED_FORWARD,
-        has_mixed_stage=topology.has_mixed_stage,
-        tensor=topology.tensor,
-        served_name=request.served_name,
-        model_path=request.model_path,
-    )
+    engine = _choose_engine(request, topology, wanted_mode)
     num_stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
     mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
@@ -154,6 +146,20 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         sizes=sizes,
         rates=rates,
         remote=mode.remote,
+    )
+
+
+def _choose_engine(request: GroupRequest, topology: Topology, mode: Mode) -> EngineSettings:
+    """Returns the engine settings for a topology; raises the errors of `choose_engine_settings`."""
+    return choose_engine_settings(
+        request.spec,
+        request.profile,
+        # The topology lacks the feed-forward ranks of mode FeedForward, which are always on CPUs.
+        has_cpu=topology.has_cpu or mode is Mode.FEED_FORWARD,
+        has_mixed_stage=topology.has_mixed_stage,
+        tensor=topology.tensor,
+        served_name=request.served_name,
+        model_path=request.model_path,
     )
 
 

@@ -233,6 +233,8 @@ def count_reads(
             bytes_without_experts - unquantized_without_experts, tokens, operations_per_byte
         )
         # A step reads each chosen expert once, but each token computes with its own experts.
+        # operations_per_byte already counts all tokens, so the operations follow from the bytes of one
+        # token's experts.
         chosen_bytes = kind.expected_experts(tokens) * kind.expert_bytes * rank_share
         row_bytes = tokens * kind.experts_per_token * kind.expert_bytes * rank_share
         experts += WeightReads(
