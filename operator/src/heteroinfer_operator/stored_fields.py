@@ -43,7 +43,7 @@ def as_object(value: object, field: str) -> Mapping[str, Any]:
     """Returns an object, empty for null; raises UnreadableError."""
     if value is None:
         return {}
-    if isinstance(value, dict):  # JSON has only dicts, and this check is much faster
+    if isinstance(value, dict):  # JSON has only dicts, and a check for dict is much faster
         return value
     if not isinstance(value, Mapping):
         raise _unreadable(field, value, "an object")
@@ -54,7 +54,7 @@ def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty for null; raises UnreadableError."""
     items = _as_list(value, field)
     for item in items:
-        if not isinstance(item, dict | Mapping):  # JSON has only dicts, and their check is much faster
+        if not isinstance(item, dict | Mapping):  # JSON has only dicts, which are checked much faster
             raise _unreadable(field, item, "an object")
     return items
 

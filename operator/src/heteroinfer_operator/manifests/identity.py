@@ -257,7 +257,7 @@ def model_key(spec: HeteroInferenceSpec) -> str:
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all inputs of a download: model, token, authorities, and the pod's resources."""
+    """Returns a hash of all inputs of a download: model, token, CA bundle, and the pod's resources."""
     token, resources = spec.model.token_secret_ref, spec.model.resources
     bundle = spec.model.ca_bundle
     inputs: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}

@@ -309,14 +309,26 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
         if held_layers[index] < min_layers[index]:
             return _build_stage_too_small_error(stage, index, (first, first + min_layers[index]), sizes)
         next_layer = first + held_layers[index]
+    return _build_missing_layers_error(budgets, sizes, held_layers)
+
+
+def _build_missing_layers_error(
+    budgets: Sequence[StageBudget], sizes: Sizes, held_layers: Sequence[int]
+) -> PlanError:
+    """Returns the error of a model with more layers than all stages together can hold.
+
+    Args:
+        held_layers: number of layers that each stage can hold.
+    """
     by_stage = [
         f"{count} in stage {index} (role {stage.neediest(sizes, 0, 1).role})"
         for index, (count, stage) in enumerate(zip(held_layers, budgets, strict=True))
     ]
-    num_missing = sizes.profile.num_layers - next_layer
+    num_held = sum(held_layers)
+    num_missing = sizes.profile.num_layers - num_held
     # The bytes of all ranks of a stage, on the kind of device on which they need the most.
     missing_bytes = sizes.tensor * max(
-        sizes.needed_bytes(next_layer, sizes.profile.num_layers, rank.device)
+        sizes.needed_bytes(num_held, sizes.profile.num_layers, rank.device)
         for stage in budgets
         for rank in stage.ranks
     )
@@ -324,7 +336,7 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
     shorter = _OR_SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
         f"roles: memory for {num_missing} of the model's {sizes.profile.num_layers} layers is missing "
-        f"({format_bytes(missing_bytes)}). With {_describe_cache(sizes)}, {next_layer} layers fit: "
+        f"({format_bytes(missing_bytes)}). With {_describe_cache(sizes)}, {num_held} layers fit: "
         f"{', '.join(by_stage)}. {remedies}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )

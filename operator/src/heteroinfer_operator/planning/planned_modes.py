@@ -204,13 +204,13 @@ def check_cpu_support(
         PlanError: the CPU ranks cannot compute their part, however much memory they have.
     """
     if mode is not Mode.FEED_FORWARD:
-        if topology.has_cpu:
+        if topology.has_cpu:  # `check_support` makes the other checks of CPU ranks in stages
             check_load_format(engine)
         return ()
     return check_feed_forward(topology.stages[0][0].placed.role.name, profile, engine)
 
 
-def choose_mode(
+def build_planned_mode(
     mode: Mode,
     spec: HeteroInferenceSpec,
     topology: Topology,
@@ -218,7 +218,7 @@ def choose_mode(
     engine: EngineSettings,
     inventory: Inventory,
 ) -> PlannedMode:
-    """Returns the mode with its ranks' parts of the model, and the engine's settings for it.
+    """Returns a mode with the parts of the model for its ranks, and with the engine's settings.
 
     Raises:
         PlanError: feed-forward ranks cannot compute this model, or their part does not fit.

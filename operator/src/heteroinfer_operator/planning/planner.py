@@ -26,7 +26,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, describe_host_tables, stage_budgets
 from heteroinfer_operator.planning.mode_choice import ModeChoice
-from heteroinfer_operator.planning.planned_modes import check_cpu_support, choose_mode
+from heteroinfer_operator.planning.planned_modes import build_planned_mode, check_cpu_support
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology, build_topology
@@ -117,7 +117,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     engine = _choose_engine(request, topology, wanted_mode)
     num_stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
-    mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
+    mode = build_planned_mode(wanted_mode, spec, topology, profile, engine, inventory)
     engine = mode.engine  # with a ring, mode FeedForward may change the tokens of a step
     ring = None if mode.remote is None else mode.remote.ring
     batches = batches_at_once(wanted_mode, num_stages, first_device, tensor=topology.tensor)
