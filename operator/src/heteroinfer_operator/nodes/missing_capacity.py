@@ -182,4 +182,5 @@ def _format_amount(resource: str, value: float) -> str:
     """Formats an amount of a resource for messages."""
     if resource in ("memory", "ephemeral-storage"):
         return format_bytes(value)
-    return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"
+    is_count = "/" in resource or resource == "pods"  # a whole number, which .3g could round
+    return f"{value:.10g}" if is_count else f"{value:.3g}"

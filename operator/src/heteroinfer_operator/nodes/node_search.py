@@ -8,6 +8,7 @@ set of pods that must share one value of each topology key of their affinity ter
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product
 from math import prod
 from typing import Final
@@ -77,7 +78,7 @@ def search_nodes(
         ]
         if not _is_enough(kind, kind.free_nodes):
             return None
-        kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
+        kind.free_nodes.sort(key=partial(preference, kind.demand, others=others))
     values_by_series = [find_topology_values(series, kinds) for series in terms.series]
     num_combinations = prod(map(len, values_by_series))  # of topology values; each has a search of its own
     num_searches = max(searches * num_combinations, 1)
