@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # also after --help, which ends by SystemExit
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Python also writes what is left when it exits.
+        # The reader of the output, such as `head`, has ended. When Python exits, it writes the rest of the
+        # output. The rest goes to /dev/null, so that this write does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OUTPUT_CLOSED
 

@@ -95,7 +95,7 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 def _with_defaults(
     given: Amounts | None, defaults: Amounts | None, bounds: Amounts | None, choose: Any
 ) -> Any:
-    """Returns the given amounts with defaults for missing amounts, each default moved into its bound.
+    """Returns the given amounts, with defaults for missing amounts. A default beyond its bound is the bound.
 
     Args:
         bounds: bounds of the defaults: the given requests for limits, the given limits for requests.

@@ -34,20 +34,19 @@ def select_platform(fields: Manifest) -> dict[str, Any]:
     given = fields.get("nodeSelector") or {}
     terms = required_node_terms(fields.get("affinity") or {})
     defaults: dict[str, str] = {}
-    mixed: dict[str, str] = {}
+    defaults_in_terms: dict[str, str] = {}
     for label, value in IMAGE_PLATFORM.items():
         term_selects = [_selects_label(term, label) for term in terms if not is_empty_term(term)]
         if label not in given and not any(term_selects):
             defaults[label] = value
         elif label not in given and not all(term_selects):
-            mixed[label] = value
+            defaults_in_terms[label] = value
     selected = {**fields}
     if defaults or given:
         selected["nodeSelector"] = {**defaults, **given}
-    if mixed:
-        selected["affinity"] = replace_node_terms(
-            fields["affinity"], [_with_defaults(term, mixed) for term in terms]
-        )
+    if defaults_in_terms:
+        new_terms = [_with_defaults(term, defaults_in_terms) for term in terms]
+        selected["affinity"] = replace_node_terms(fields["affinity"], new_terms)
     return selected
 
 

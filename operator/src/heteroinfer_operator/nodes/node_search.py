@@ -42,7 +42,7 @@ class EqualPods:
 
 
 def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
-    """Groups pods with equal demands."""
+    """Groups pods whose demands are equal apart from name and preferred node."""
     kinds: list[EqualPods] = []
     for index, demand in enumerate(demands):
         demand_of_kind = replace(demand, name="", preferred_node="")
@@ -101,7 +101,7 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 
 
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
-    """Returns the topology values whose nodes have capacity for the pods of a series, preferred values first.
+    """Returns the topology values whose nodes have capacity for the pods of a series, in the nodes' order.
 
     Checks the capacity for each kind of these pods alone. The search later checks all kinds together.
     """
@@ -321,7 +321,7 @@ class _Search:
 
     def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
         """Reports whether the placed pods, to which this pod now belongs, meet their affinity terms."""
-        for other, other_node in self.chosen.items():
+        for other, other_node in self.chosen.items():  # anti-affinity: no equal topology value
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
             if other != pod and any(_have_same_value(free_node, other_node, key) for key in keys):
                 return False

@@ -104,23 +104,8 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
     free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda each: each.name)]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     num_full: dict[Hashable, int] = {}
-    """For each kind of pod, the number of nodes at the beginning of `free_nodes` on which it does not fit.
-
-    These nodes need no second check, because this loop only reduces free capacity.
-    """
     for demand in reserved:
-        preferred = by_name.get(demand.preferred_node)
-        target = preferred if preferred is not None and _can_place(demand, preferred) else None
-        if target is None:
-            kind = _demand_key(demand)
-            index = num_full.get(kind, 0)
-            while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
-                index += 1
-            num_full[kind] = index
-            if index < len(free_nodes):
-                target = free_nodes[index]
-            elif preferred is not None and _can_place_by_preemption(demand, preferred):
-                target = preferred
+        target = _choose_node(demand, by_name.get(demand.preferred_node), free_nodes, num_full)
         if target is None:
             continue
         target.reserve(demand.requests)
@@ -129,6 +114,34 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
             taken = target.by_priority.get(demand.priority, {})
             target.by_priority[demand.priority] = sum_requests((taken, demand.requests))
     return free_nodes
+
+
+def _choose_node(
+    demand: PodDemand,
+    preferred: FreeNode | None,
+    free_nodes: Sequence[FreeNode],
+    num_full: dict[Hashable, int],
+) -> FreeNode | None:
+    """Returns the node of which a pod without a node takes capacity, or None.
+
+    Args:
+        preferred: node that the pod prefers.
+        num_full: for each kind of pod, the number of nodes at the beginning of `free_nodes` on which the kind
+            does not fit. These nodes need no second check, because free capacity only falls. This function
+            updates the number.
+    """
+    if preferred is not None and _can_place(demand, preferred):
+        return preferred
+    kind = _demand_key(demand)
+    index = num_full.get(kind, 0)
+    while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
+        index += 1
+    num_full[kind] = index
+    if index < len(free_nodes):
+        return free_nodes[index]
+    if preferred is not None and _can_place_by_preemption(demand, preferred):
+        return preferred
+    return None
 
 
 def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:

@@ -94,7 +94,7 @@ def _gpus_fit_all(
 
 def _one_gpu_bytes(plan: Plan, profile: ModelProfile) -> int:
     """Returns the bytes of the model and of the KV cache for one full-length request on a single GPU."""
-    one_gpu_sizes = Sizes.for_settings(profile, plan.engine, 1, batches=1)
+    one_gpu_sizes = Sizes.for_settings(profile, plan.engine, tensor=1, batches=1)
     weights = one_gpu_sizes.layer_weight_bytes(0, profile.num_layers) + one_gpu_sizes.table_bytes(
         0, 1, Device.GPU
     )

@@ -236,9 +236,10 @@ def _memory_gains(
 def _with_more_memory(
     spec: HeteroInferenceSpec, inventory: Inventory
 ) -> Iterator[tuple[str, HeteroInferenceSpec]]:
-    """Yields descriptions and specs with larger and larger memory.
+    """Yields descriptions and specs with larger and larger memory of the first GPU role.
 
-    In mode FeedForward the memory of feed-forward ranks grows, in other modes the memory of the GPUs.
+    In mode FeedForward the memory of the role's feed-forward ranks grows, in other modes the memory of its
+    GPUs.
     """
     role = next((each for each in spec.roles if each.device is Device.GPU), spec.roles[0])
     feed_forward = role.feed_forward

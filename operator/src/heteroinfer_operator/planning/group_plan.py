@@ -485,8 +485,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Places the pods role by role, in the order of the spec. Counts only the GPUs of the pods, so missing
-    memory or CPUs do not count.
+    Places the pods role by role, in the order of the spec. Ignores all requests except GPUs, so missing
+    memory or CPUs do not matter.
     """
     topology_key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
@@ -501,7 +501,7 @@ def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[st
             missing_by_role[role.name] = describe_missing_capacity(
                 [*placed, *pods], capacity.nodes_after_preemption(), topology_key
             )
-        else:
+        else:  # a role without enough GPUs takes none from later roles
             placed += pods
     return missing_by_role
 

@@ -69,27 +69,37 @@ class PlannedMode:
                 index_in_pod = index_in_set % rank_set.per_pod
                 if rank_set.pods and not index_in_pod:
                     pod += 1  # the first rank of another pod
-                ranks.append(
-                    RankAssignment(
-                        rank=len(stage_ranks) + index,
-                        local_rank=index_in_pod if rank_set.pods else len(stage_ranks) + index_in_set,
-                        pod=pod,
-                        role=rank_set.role.name,
-                        device=Device.CPU,
-                        stage=0,
-                        tensor_rank=index,  # of a feed-forward rank: its index among these ranks
-                        first_layer=remote.layers[0],  # this span may contain other layers, too
-                        end_layer=remote.layers[-1] + 1,
-                        kv_cache_bytes=0,
-                        weight_bytes=rank_weight_bytes(remote, self.engine, index),
-                        feed_forward=FeedForwardShare(
-                            layers=remote.layers,
-                            share=remote.shares[index] if remote.shares else BY_RATE,
-                            by_experts=remote.by_experts,
-                        ),
-                    )
-                )
+                local_rank = index_in_pod if rank_set.pods else len(stage_ranks) + index_in_set
+                role = rank_set.role.name
+                ranks.append(self._build_feed_forward_rank(remote, index, role, pod, local_rank))
         return tuple(ranks)
+
+    def _build_feed_forward_rank(
+        self, remote: FeedForwardPart, index: int, role: str, pod: int, local_rank: int
+    ) -> RankAssignment:
+        """Returns the assignment of one feed-forward rank.
+
+        Args:
+            index: index among the feed-forward ranks.
+        """
+        return RankAssignment(
+            rank=len(self.topology.stages[0]) + index,
+            local_rank=local_rank,
+            pod=pod,
+            role=role,
+            device=Device.CPU,
+            stage=0,
+            tensor_rank=index,
+            first_layer=remote.layers[0],  # this span may contain other layers, too
+            end_layer=remote.layers[-1] + 1,
+            kv_cache_bytes=0,
+            weight_bytes=rank_weight_bytes(remote, self.engine, index),
+            feed_forward=FeedForwardShare(
+                layers=remote.layers,
+                share=remote.shares[index] if remote.shares else BY_RATE,
+                by_experts=remote.by_experts,
+            ),
+        )
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
         """Returns notes on the plan for the user, one line each.
@@ -171,15 +181,7 @@ class PlannedMode:
         while held_bytes < moved_bytes and num_layers_on_cpus < profile.num_layers:
             held_bytes += profile.layer_bytes[num_layers_on_cpus]
             num_layers_on_cpus += 1
-        sizes = Sizes.for_settings(profile, engine, 1, batches=1)
-        gpu_sizes = Sizes.for_settings(profile, engine, remote.tensor, batches=1)
-        cpu_reads = count_reads(sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
-        gpu_reads = count_reads(
-            gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
-        )
-        # The CPU ranks divide these layers by their speed, so that all of them take equally long.
-        cpus_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates)
-        pipeline_s = cpus_s + gpu_reads.seconds(stage_rates)
+        pipeline_s = self._pipeline_s(remote.tensor, num_layers_on_cpus, stage_rates, feed_forward_rates)
         stage_sizes = Sizes.for_settings(remote.remaining, engine, remote.tensor, batches=1)
         this_mode_s = count_reads(
             stage_sizes, 0, profile.num_layers, StepLoad(), has_head=True, engine=engine
@@ -193,6 +195,27 @@ class PlannedMode:
             f"for about {this_mode_s * 1e3:.1f} ms. Mode Pipeline with the same memory would have "
             f"{whole_layers} on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
         )
+
+    def _pipeline_s(
+        self, gpus: int, num_layers_on_cpus: int, gpu_rates: Rates, cpu_rates: Sequence[Rates]
+    ) -> float:
+        """Returns the predicted seconds of a step of one request in mode Pipeline.
+
+        Args:
+            gpus: number of GPUs, which share the other layers.
+            num_layers_on_cpus: number of layers on CPUs, which are the first layers.
+            cpu_rates: rates of each CPU rank.
+        """
+        profile, engine = self.profile, self.engine
+        cpu_sizes = Sizes.for_settings(profile, engine, tensor=1, batches=1)
+        gpu_sizes = Sizes.for_settings(profile, engine, gpus, batches=1)
+        cpu_reads = count_reads(cpu_sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
+        gpu_reads = count_reads(
+            gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
+        )
+        # The CPU ranks divide their layers by their speed, so that all of these ranks take equally long.
+        cpus_s = 1 / sum(1 / cpu_reads.seconds(rates) for rates in cpu_rates)
+        return cpus_s + gpu_reads.seconds(gpu_rates)
 
 
 def check_cpu_support(
