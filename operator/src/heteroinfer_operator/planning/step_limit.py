@@ -22,10 +22,11 @@ _MAX_TIME_RATIO: Final = 1.05
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
-    """Makes the plan of a spec that has a mode, with as many tokens of a step as its limit allows.
+    """Makes the plan of a spec that has a mode, with steps as large as its limit of time allows.
 
-    If even the smallest step exceeds the limit, the plan has a note, and the largest steps that take hardly
-    longer than the smallest step. Smaller steps would delay first tokens without keeping the limit.
+    The limit is `engine.maxTimeBetweenTokens`. If even the smallest step exceeds the limit, the plan has a
+    note, and the largest steps that take hardly longer than the smallest step. Smaller steps would delay
+    first tokens without keeping the limit.
 
     Raises:
         PlanError: as `make_plan`.
