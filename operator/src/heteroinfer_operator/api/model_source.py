@@ -90,9 +90,9 @@ class ModelCache(Model):
     claim_name: ObjectName | None = None
     """Name of an existing PersistentVolumeClaim. Set either claimName or size."""
     size: ByteSize | None = None
-    """Size of the PersistentVolumeClaim that the operator creates and deletes with the resource. Another
-    size creates another claim and downloads the model again; to keep the download, enlarge the claim itself.
-    Set either claimName or size."""
+    """Size of the PersistentVolumeClaim that the operator creates. The claim is deleted with the resource.
+    Another size creates another claim and downloads the model again; to keep the download, enlarge the claim
+    itself. Set either claimName or size."""
     storage_class_name: ClassName | None = None
     """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None
