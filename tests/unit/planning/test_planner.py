@@ -90,7 +90,7 @@ def test_tensor_mode_over_both_devices_puts_the_gpu_first() -> None:
     assert planned.plan.engine.eager_gpu, "a captured forward would hold collectives with the CPU"
     assert not planned.plan.engine.eager_cpu
     assert planned.notes[0] == eager_reason(planned.plan)
-    assert "Mode Pipeline" in planned.notes[1]
+    assert "mode Pipeline" in planned.notes[1]
 
 
 @pytest.mark.parametrize(

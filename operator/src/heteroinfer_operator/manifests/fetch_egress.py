@@ -55,6 +55,7 @@ class FetchEgress:
         """
         try:
             parts = read_json_parts(text, ("ports", "cidrs", "except"))
+            # `except` cannot be the name of a field, because Python reserves the word.
             key_by_field = {"ports": "ports", "cidrs": "cidrs", "excepted": "except"}
             fields = {
                 field: tuple(parts[key]) for field, key in key_by_field.items() if parts.get(key) is not None

@@ -41,9 +41,9 @@ class PriorityClassView:
 
 
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
-    """Returns the priority of a pod of this class if the scheduler may preempt pods for it, otherwise None.
+    """Returns the priority below which the scheduler may preempt other pods for a pod of this class.
 
-    The scheduler may preempt all pods of a priority below the result.
+    Returns None if the scheduler preempts no pods for such a pod, or if the classes are unknown.
 
     Args:
         class_name: name of the class; "" for the cluster's default class.
