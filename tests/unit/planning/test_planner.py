@@ -230,6 +230,18 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     assert planned.layers_by_stage == (3, 29)
 
 
+def test_layers_that_fit_but_not_each_stage_with_a_cache_are_refused_with_the_cause() -> None:
+    kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
+    model = profile(kinds=kinds, kind_of_layer=(1, 1, *(0,) * 30))
+    error = refusal(spec(cpu(pods=2, memory="12Gi")), model=model)
+    assert error.reason == "InsufficientMemory"
+    assert (
+        "no split of the model's 32 layers over 2 stages fits: each stage needs a layer with a KV"
+        in error.message
+    )
+    assert "0 of the model" not in error.message
+
+
 def test_each_planned_stage_has_a_layer_with_a_cache() -> None:
     kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
     model = profile(kinds=kinds, kind_of_layer=(0, 0, 1, *(0,) * 20, *(1,) * 9))

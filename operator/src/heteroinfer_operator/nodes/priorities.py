@@ -30,7 +30,7 @@ class PriorityClassView:
         """Reads a stored PriorityClass.
 
         Raises:
-            UnreadableError: a field is missing or has the wrong type.
+            UnreadableError: the name is missing, or a field has the wrong type.
         """
         return cls(
             name=as_name(as_object(stored.get("metadata"), "metadata").get("name"), "name"),

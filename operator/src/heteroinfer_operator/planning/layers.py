@@ -326,6 +326,14 @@ def _build_missing_layers_error(
     ]
     num_held = sum(held_layers)
     num_missing = sizes.profile.num_layers - num_held
+    if num_missing <= 0:  # enough memory in all, but each stage also needs a layer with a KV cache or a state
+        return PlanError(
+            f"roles: no split of the model's {_format_layers(sizes.profile.num_layers)} over "
+            f"{len(budgets)} stages fits: each stage needs a layer with a KV cache or a state. The stages hold "
+            f"at most {', '.join(by_stage)}. Lower pods or ranksPerPod, or raise "
+            f"{_memory_fields(budgets, sizes)}",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
     # The bytes of all ranks of a stage, on the kind of device on which they need the most.
     missing_bytes = sizes.tensor * max(
         sizes.needed_bytes(num_held, sizes.profile.num_layers, rank.device)
