@@ -329,8 +329,8 @@ def _build_missing_layers_error(
     if num_missing <= 0:  # enough memory in all, but each stage also needs a layer with a KV cache or a state
         return PlanError(
             f"roles: no split of the model's {_format_layers(sizes.profile.num_layers)} over "
-            f"{len(budgets)} stages fits: each stage needs a layer with a KV cache or a state. The stages hold "
-            f"at most {', '.join(by_stage)}. Lower pods or ranksPerPod, or raise "
+            f"{len(budgets)} stages fits: each stage needs a layer with a KV cache or a state. The stages "
+            f"hold at most {', '.join(by_stage)}. Lower pods or ranksPerPod, or raise "
             f"{_memory_fields(budgets, sizes)}",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
