@@ -34,7 +34,7 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
             each weight file but holes instead of the weights.
 
     Raises:
-        FetchError: the hub does not show the model.
+        FetchError: the hub does not list or send the model's files.
         ModelFilesError: the model's files are incomplete or have impossible values.
     """
     commit, files = hub.files()

@@ -87,7 +87,8 @@ class FetchJob:
     def find_stall(self) -> FetchError | None:
         """Returns an error if no new byte was stored for longer than `stall_limit_s`, otherwise None.
 
-        A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
+        A call of the hub's client retries by itself and may never return. So `run` cannot notice the stall.
+        Another thread calls this method.
         """
         silent_s = self._progress_clock.silent_s(self._used_bytes())
         if silent_s <= self._stall_limit_s:
@@ -246,7 +247,7 @@ class FetchJob:
     def _ask(self) -> float | None:
         """Asks the operator whether commits may be removed, and shows this as the progress.
 
-        Returns the time until which they may be removed, or None, like `CleanupQuestion.ask`.
+        Returns the time until which the commits may be removed, or None, like `CleanupQuestion.ask`.
         """
         old_message, self._message = self._message, "asking the operator whether old commits may be removed"
         until_s = self.cleanup_question.ask()

@@ -294,10 +294,12 @@ class Supervisor:
             # The warm-up may take longer than a step. After the warm-up, all ranks are ready and vLLM's API
             # server sends a first request of its own, in which a rank may be stuck. Only then does the limit
             # of a step apply.
-            if not view.computes or self._start_clock.no_progress_s(now_s) <= limit_s:
+            is_warming_up = not view.computes
+            if is_warming_up or self._start_clock.no_progress_s(now_s) <= limit_s:
                 return
         failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
         if failure is not None:
+            # This supervisor accuses a rank that is late in a step. The rank's own report would prove more.
             accused = failure.reason is FailureReason.STEP_TIMEOUT
             self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
 

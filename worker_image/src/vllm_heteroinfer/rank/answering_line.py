@@ -50,9 +50,11 @@ class Line(Protocol):
         """Reports that this rank can answer, with the times of `LaneReady`."""
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
-        """Waits for an ask, and writes its layer and rows to `layer` and `rows`.
+        """Waits for an ask. Returns whether an ask came within the limit.
 
-        Returns False if no ask came within the limit.
+        Args:
+            layer: pointer to a number that gets the ask's layer.
+            rows: pointer to a number that gets the ask's number of rows.
 
         Raises:
             PeerGoneError: the rank that asks has ended.
@@ -180,7 +182,7 @@ class PodLine:
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
-        self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
+        self._link_pointer, self._layout_pointer = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """Receives an ask over TCP into the pod's slab. Returns whether an ask came within the limit.
@@ -189,9 +191,9 @@ class PodLine:
             PeerGoneError: the connection to the asking rank has ended.
         """
         result = slab_library.load().heteroinfer_ff_receive(
-            self._link_at,
+            self._link_pointer,
             self.slab.address,
-            self._layout,
+            self._layout_pointer,
             self._shape.max_rows,
             self._spin_ns,
             limit_ns,
@@ -217,7 +219,12 @@ class PodLine:
         limit_s = stall_limit_s(self._ready, slab.asked_rows) - ACCUSE_EARLIER_S
         limit_ns = int(limit_s * 1e9)
         result = calls.heteroinfer_ff_reply(
-            self._link_at, slab.address, self._layout, self._ask_arrived_ns, self._spin_ns, limit_ns
+            self._link_pointer,
+            slab.address,
+            self._layout_pointer,
+            self._ask_arrived_ns,
+            self._spin_ns,
+            limit_ns,
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_heteroinfer.group.fingerprint import Fingerprint
     from vllm_heteroinfer.group.rendezvous import GroupStore
+    from vllm_heteroinfer.rank.step_metrics import RankMetrics
 
 _logger = logging.getLogger(__name__)
 
@@ -115,31 +116,15 @@ def run(
     A feed-forward rank has no configuration of vLLM: it compares only the model's files, and answers asks
     until its group ends (`answering_rank.serve`).
     """
-    from vllm_heteroinfer.group import fingerprint, reach
+    from vllm_heteroinfer.group import reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
-    from vllm_heteroinfer.rank import step_metrics
 
     startup = Deadline.after(NO_LIMIT_S)
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
-    meter = step_metrics.RankMetrics(rank, launch, reporter, writes_metrics=counts_metrics(os.environ))
-    if meter.writes_metrics:
-        step_metrics.serve(
-            meter.registry,
-            launch,
-            rank,
-            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
-            failed=fail,
-        )
+    metrics = _create_metrics(launch, rank, reporter, fail)
     # Rank 0 starts the store before it builds its configuration, because other ranks may connect earlier.
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
-    config: VllmConfig | None = None
-    if rank.feed_forward is None:
-        from vllm_heteroinfer.engine import arguments
-
-        config = arguments.build_config(plan, launch, rank)
-        own_settings = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
-    else:
-        own_settings = fingerprint.of_files(plan.engine.model)
+    config, own_settings = _build_settings(plan, launch, rank)
     reporter.set_phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
     store.set_awaited_rank = reporter.set_awaited_rank
@@ -160,7 +145,7 @@ def run(
         rank=rank,
         reporter=reporter,
         store=store,
-        metrics=meter,
+        metrics=metrics,
         startup=startup,
         step_timeout_s=step_timeout_s,
         fail=fail,
@@ -173,6 +158,41 @@ def run(
     from vllm_heteroinfer.rank.rank_process import RankProcess
 
     RankProcess(config, context).worker_busy_loop()
+
+
+def _create_metrics(
+    launch: PodLaunch, rank: RankAssignment, reporter: RankReporter, fail: Callable[[BaseException], NoReturn]
+) -> "RankMetrics":
+    """Creates this rank's metrics, and serves them unless the user turned metrics off."""
+    from vllm_heteroinfer.rank import step_metrics
+
+    metrics = step_metrics.RankMetrics(rank, launch, reporter, writes_metrics=counts_metrics(os.environ))
+    if metrics.writes_metrics:
+        step_metrics.serve(
+            metrics.registry,
+            launch,
+            rank,
+            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+            failed=fail,
+        )
+    return metrics
+
+
+def _build_settings(
+    plan: Plan, launch: PodLaunch, rank: RankAssignment
+) -> "tuple[VllmConfig | None, Fingerprint]":
+    """Builds vLLM's configuration of this rank, and the settings that must be equal on all ranks.
+
+    A feed-forward rank has no configuration (None). Its settings are only the model's files.
+    """
+    from vllm_heteroinfer.group import fingerprint
+
+    if rank.feed_forward is not None:
+        return None, fingerprint.of_files(plan.engine.model)
+    from vllm_heteroinfer.engine import arguments
+
+    config = arguments.build_config(plan, launch, rank)
+    return config, fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
 
 
 def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:

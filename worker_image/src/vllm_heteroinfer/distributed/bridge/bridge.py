@@ -245,7 +245,8 @@ class Bridge:
         world, size = len(self._process_group.ranks), x.shape[dim]
         if size % world:
             raise ValueError(
-                f"reduce_scatter: size along dim {dim} must be a multiple of {world} (got {size})"
+                f"reduce_scatter: size along dim {dim} must be a multiple of {world} (got {size}). "
+                "Use reduce_scatterv for unequal shares"
             )
         return self._scatter(
             self._next_header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world
@@ -262,7 +263,10 @@ class Bridge:
             return self.reduce_scatter(x, dim)
         self._check_sizes(sizes, sizes[self._process_group.index], dim)
         if sum(sizes) != x.shape[dim]:
-            raise ValueError(f"reduce_scatterv: sizes must add up to {x.shape[dim]} (got {list(sizes)})")
+            raise ValueError(
+                f"reduce_scatterv: sizes must add up to {x.shape[dim]} (got {list(sizes)}). Pass the size of "
+                "each rank's share"
+            )
         return self._scatter(
             self._next_header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes
         )
@@ -321,11 +325,12 @@ class Bridge:
         if self._process_group.index:
             raise ValueError(
                 f"announce: the sender must be rank {self._process_group.ranks[0]}, the first of its process "
-                f"group (got rank {self._process_group.own_rank})"
+                f"group (got rank {self._process_group.own_rank}). Call `listen` on other ranks"
             )
         if len(message) > MESSAGE_BYTES:
             raise ValueError(
-                f"announce: the message must have at most {MESSAGE_BYTES} bytes (got {len(message)})"
+                f"announce: the message must have at most {MESSAGE_BYTES} bytes (got {len(message)}). "
+                "Shorten the message"
             )
         self._link.announce(message)
 
@@ -432,7 +437,8 @@ class Bridge:
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
                 f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and the entry "
-                f"of rank {self._process_group.index} of the process group must be {own} (got {list(sizes)})"
+                f"of rank {self._process_group.index} of the process group must be {own} (got "
+                f"{list(sizes)}). Pass the size of each rank's tensor or share"
             )
 
 

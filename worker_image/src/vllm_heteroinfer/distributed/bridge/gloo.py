@@ -190,7 +190,7 @@ class GlooLink:
         message.part.first_elements(part.dtype, part.numel()).copy_(part)
         sent = message.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
         work = self._post(dist.isend, sent, peer, _SEND_TAG)
-        self._wait_and_report(work, peer, "the receipt of a tensor", self.timeout_s)
+        self._wait_and_report(work, peer, "an acknowledgement of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Receives a header and a part from a rank; valid until the next call."""
@@ -205,7 +205,7 @@ class GlooLink:
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):  # the caller raises its own error
-                    self._wait_for(work, peer, "the receipt of a part", _MISMATCH_GRACE_S)
+                    self._wait_for(work, peer, "an acknowledgement of a part", _MISMATCH_GRACE_S)
 
     def close(self) -> None:
         """Ends the waiting threads. The process group closes the connections."""
