@@ -27,9 +27,9 @@ def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterato
     """
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
+        if not controllers:  # version 2, alone or beside version 1
             mounts = [root, root / "unified"]
-        elif controller in controllers.split(","):
+        elif controller in controllers.split(","):  # version 1; a mount can have several controllers
             mounts = [root / controllers, root / controller]
         else:
             continue

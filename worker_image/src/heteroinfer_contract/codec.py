@@ -29,7 +29,8 @@ _KIND_NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
     str: "a text",
 }
-_SAME_VERSION: Final = "Use the same version of operator and worker"
+SAME_VERSION: Final = "Use the same version of operator and worker"
+"""Fix for a value that this version cannot read."""
 
 
 def to_json(value: Any) -> str:
@@ -164,7 +165,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         return _decode(inner, raw, where)
     if origin is tuple:
         if not isinstance(raw, list | tuple):
-            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)}). {_SAME_VERSION}")
+            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)}). {SAME_VERSION}")
         item = typing.get_args(kind)[0]
         return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
     if dataclasses.is_dataclass(kind):
@@ -175,7 +176,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         except ValueError as error:
             choices = ", ".join(str(choice.value) for choice in kind)
             raise ContractError(
-                f"{where}: must be one of {choices} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+                f"{where}: must be one of {choices} (got {_shortened_repr(raw)}). {SAME_VERSION}"
             ) from error
     return _decode_scalar(kind, raw, where)
 
@@ -187,13 +188,14 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
         raise ContractError(
-            f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+            f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)}). {SAME_VERSION}"
         )
     if isinstance(raw, float) and not math.isfinite(raw):
-        raise ContractError(f"{where}: must be a finite number (got {raw})")
+        raise ContractError(f"{where}: must be a finite number (got {raw}). {SAME_VERSION}")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
         raise ContractError(
-            f"{where}: must be from -{MAX_INT} to {MAX_INT} (got a number of {raw.bit_length()} bits)"
+            f"{where}: must be from -{MAX_INT} to {MAX_INT} (got a number of {raw.bit_length()} bits). "
+            f"{SAME_VERSION}"
         )
     # JSON can escape a lone surrogate, but UTF-8 cannot encode it.
     return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
@@ -233,15 +235,15 @@ def _shortened_repr(raw: Any) -> str:
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON object to a dataclass; raises ContractError."""
     if not isinstance(raw, Mapping):
-        raise ContractError(f"{where}: must be a JSON object (got {_shortened_repr(raw)}). {_SAME_VERSION}")
+        raise ContractError(f"{where}: must be a JSON object (got {_shortened_repr(raw)}). {SAME_VERSION}")
     fields = _fields_of(kind)
     unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:
-        raise ContractError(f"{where}: has unknown field {_shortened_repr(unknown[0])}. {_SAME_VERSION}")
+        raise ContractError(f"{where}: has unknown field {_shortened_repr(unknown[0])}. {SAME_VERSION}")
     values: dict[str, Any] = {}
     for field in fields:
         if field.name in raw:
             values[field.name] = _decode(field.kind, raw[field.name], f"{where}.{field.name}")
         elif field.is_required:
-            raise ContractError(f"{where}: field {field.name!r} is missing. {_SAME_VERSION}")
+            raise ContractError(f"{where}: field {field.name!r} is missing. {SAME_VERSION}")
     return kind(**values)

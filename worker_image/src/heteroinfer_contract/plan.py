@@ -402,8 +402,7 @@ class Plan(codec.JsonValue):
 
     def _check_share(self, rank: RankAssignment) -> None:
         """Checks the stage, pod, layers and share of a feed-forward rank; raises ContractError."""
-        where, share = f"Plan.ranks[{rank.rank}]", rank.feed_forward
-        assert share is not None
+        where = f"Plan.ranks[{rank.rank}]"
         if not 0 <= rank.stage < self.pipeline_parallel_size:
             raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
         peers = self.feed_forward_ranks(rank.stage)
@@ -412,6 +411,16 @@ class Plan(codec.JsonValue):
                 f"Plan.ranks: the number of feed-forward ranks of stage {rank.stage} must be a multiple of "
                 f"{self.tensor_parallel_size}, the number of ranks with attention (got {len(peers)})"
             )
+        self._check_place(rank, peers)
+        self._check_layers(rank)
+        self._check_common_settings(rank, peers[0])
+
+    def _check_place(self, rank: RankAssignment, peers: Sequence[RankAssignment]) -> None:
+        """Checks the device, pod and tensor rank of a feed-forward rank; raises ContractError.
+
+        Args:
+            peers: all feed-forward ranks of the same stage.
+        """
         served = self.stage(rank.stage)[0]
         ranks_of_pod = [other for other in self.ranks if other.pod == rank.pod]
         has_allowed_pod = rank.pod == served.pod or all(
@@ -419,12 +428,16 @@ class Plan(codec.JsonValue):
         )
         if rank.device is not Device.CPU or not has_allowed_pod or rank.tensor_rank != peers.index(rank):
             raise ContractError(
-                f"{where}: feed-forward rank {peers.index(rank)} of stage {rank.stage} must be a CPU rank in "
-                f"pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks of this stage, "
-                f"with tensor_rank {peers.index(rank)} (got {rank.device}, pod {rank.pod}, tensor_rank "
-                f"{rank.tensor_rank})"
+                f"Plan.ranks[{rank.rank}]: feed-forward rank {peers.index(rank)} of stage {rank.stage} must "
+                f"be a CPU rank in pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks "
+                f"of this stage, with tensor_rank {peers.index(rank)} (got {rank.device}, pod {rank.pod}, "
+                f"tensor_rank {rank.tensor_rank})"
             )
-        layers = share.layers
+
+    def _check_layers(self, rank: RankAssignment) -> None:
+        """Checks that a feed-forward rank's layers are layers of its stage; raises ContractError."""
+        where, served = f"Plan.ranks[{rank.rank}]", self.stage(rank.stage)[0]
+        layers = rank.layers
         ordered = bool(layers) and list(layers) == sorted(set(layers))
         if not ordered or layers[0] < served.first_layer or layers[-1] >= served.end_layer:
             raise ContractError(
@@ -436,20 +449,31 @@ class Plan(codec.JsonValue):
                 f"{where}: first_layer and end_layer must be {layers[0]} and {layers[-1] + 1} (got "
                 f"{rank.first_layer} and {rank.end_layer})"
             )
-        first = peers[0].feed_forward
+
+    def _check_common_settings(self, rank: RankAssignment, first_rank: RankAssignment) -> None:
+        """Checks that the feed-forward ranks of a stage divide the same layers in the same way.
+
+        Args:
+            first_rank: the first feed-forward rank of the same stage.
+
+        Raises:
+            ContractError: `rank` and `first_rank` differ.
+        """
+        where, share, first = f"Plan.ranks[{rank.rank}]", rank.feed_forward, first_rank.feed_forward
+        assert share is not None
         assert first is not None
         both_or_none_by_rate = (share.share == BY_RATE) == (first.share == BY_RATE)
         if share.share < 0 or not both_or_none_by_rate:
             raise ContractError(
                 f"{where}: share must be {BY_RATE} (by measured rate) on all feed-forward ranks of stage "
                 f"{rank.stage}, or at least 1 on each (got {share.share}, and {first.share} on rank "
-                f"{peers[0].rank})"
+                f"{first_rank.rank})"
             )
-        if (layers, share.by_experts) != (first.layers, first.by_experts):
+        if (share.layers, share.by_experts) != (first.layers, first.by_experts):
             raise ContractError(
                 f"{where}: layers and by_experts must be the same on all feed-forward ranks of stage "
-                f"{rank.stage} (got {list(layers)} and {share.by_experts}, but {list(first.layers)} and "
-                f"{first.by_experts} on rank {peers[0].rank})"
+                f"{rank.stage} (got {list(share.layers)} and {share.by_experts}, but "
+                f"{list(first.layers)} and {first.by_experts} on rank {first_rank.rank})"
             )
 
 

@@ -355,12 +355,13 @@ def _state_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
         return 3 * width * (kernel - 1), width * int(linear["head_dim"])
     if text.get("conv_L_cache"):  # LFM2's short convolution
         return hidden * (first_number("conv_L_cache") - 1), 0
-    kernel = first_number("conv_kernel", "mamba_d_conv", default=4)
+    kernel = first_number("conv_kernel", "mamba_d_conv", default=4)  # Mamba
     state = first_number("ssm_state_size", "mamba_d_state", "state_size", default=16)
     heads = first_number("mamba_num_heads", "mamba_n_heads")
-    if not heads:  # Mamba 1
+    if not heads:  # version 1
         inner = first_number("mamba_expand", "expand", default=2) * hidden
         return inner * (kernel - 1), inner * state
+    # Version 2
     inner = heads * first_number("mamba_head_dim", "mamba_d_head", default=64)
     groups = first_number("n_groups", "mamba_n_groups", default=1)
     return (inner + 2 * groups * state) * (kernel - 1), inner * state

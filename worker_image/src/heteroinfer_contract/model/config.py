@@ -241,14 +241,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     longest = config.get("max_position_embeddings") or 128_000  # vLLM's default without a config.json
     config["max_position_embeddings"] = min(longest, config.get("max_seq_len") or longest)
     moe = config.pop("moe", None)
-    architecture = "MistralForCausalLM"
-    if isinstance(moe, Mapping):
-        architecture = "MistralLarge3ForCausalLM" if moe.get("num_shared_experts") else "MixtralForCausalLM"
-        config["num_experts"] = moe.get("num_experts")
-        config["num_experts_per_tok"] = moe.get("num_experts_per_tok")
-        if architecture == "MistralLarge3ForCausalLM":
-            config |= {"model_type": "deepseek_v3", "scoring_func": moe.get("routing_method", "softmax")}
-    config["architectures"] = [architecture]
+    config |= _convert_moe(moe) if isinstance(moe, Mapping) else {"architectures": ["MistralForCausalLM"]}
     quantization = config.pop("quantization", None)
     if isinstance(quantization, Mapping) and quantization:
         config["quantization_config"] = _convert_quantization(quantization)
@@ -263,6 +256,25 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
             "quantization_config": config.get("quantization_config"),
         }
     return config
+
+
+def _convert_moe(moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the experts of a params.json to fields of a config.json.
+
+    A model with shared experts gets the type of DeepSeek-V3, as in vLLM.
+    """
+    fields: dict[str, Any] = {
+        "num_experts": moe.get("num_experts"),
+        "num_experts_per_tok": moe.get("num_experts_per_tok"),
+        "architectures": ["MixtralForCausalLM"],
+    }
+    if moe.get("num_shared_experts"):
+        fields |= {
+            "architectures": ["MistralLarge3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "scoring_func": moe.get("routing_method", "softmax"),
+        }
+    return fields
 
 
 def _convert_quantization(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -258,6 +258,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
         scoring, has_bias = named or "sigmoid", True
     has_bias = has_bias or architecture.startswith(_SOFTMAX_WITH_BIAS)
     groups = 1 if architecture.startswith(_ONE_GROUP) else text.get("n_group") or 0
+    # Without the field, only DeepSeek's models do not normalize the weights.
     normalized = bool(text.get("norm_topk_prob", not architecture.startswith("Deepseek")))
     match scoring, has_bias, normalized:
         case "sigmoid", True, True:
@@ -266,7 +267,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
             return Routing.SIGMOID_NORMALIZED if normalized else Routing.SIGMOID
         case "softmax", False, _:
             return Routing.SOFTMAX_NORMALIZED if normalized else Routing.SOFTMAX
-    return Routing.UNKNOWN
+    return Routing.UNKNOWN  # vLLM has no name for other combinations
 
 
 def limits_all_experts(text: Mapping[str, Any]) -> bool:

@@ -94,6 +94,11 @@ class GroupExecutor(MultiprocExecutor):
             self._store.get(f"loaded/{rank}", deadline, what=what)
         # Create the queues last, because their shared memory has names until all ranks are connected. If the
         # group ended before that, the names (and the memory) would remain.
+        self._connect_queues(plan, deadline)
+        self.futures_queue: deque[FutureWrapper] = deque()
+
+    def _connect_queues(self, plan: Plan, deadline: Deadline) -> None:
+        """Creates the queue of calls, and connects the queue of replies of each rank."""
         self.rpc_broadcast_mq = MessageQueue(
             self.world_size,
             sum(rank.pod == 0 for rank in plan.stage_ranks),
@@ -107,7 +112,6 @@ class GroupExecutor(MultiprocExecutor):
         queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="a rank")
         for rank, queue in enumerate(self.response_mqs):
             queues.wait_until_ready(queue, deadline, what=f"rank {rank}")
-        self.futures_queue: deque[FutureWrapper] = deque()
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
         """Compares this engine's settings with rank 0's.
@@ -197,17 +201,16 @@ class GroupExecutor(MultiprocExecutor):
                 except TimeoutError:
                     countdown.record_nap(nap_s)
                     continue
-                if self._unread_replies[rank]:
+                if self._unread_replies[rank]:  # this is the reply to an earlier call that failed
                     self._unread_replies[rank] -= 1
                     continue
+                missing_ranks.remove(rank)
                 if status is not WorkerProc.ResponseStatus.SUCCESS:
-                    missing_ranks.remove(rank)
                     self._unread_replies.update(missing_ranks)
                     raise RuntimeError(
                         f"rank {rank} failed in {method}: {result}. Read the log of rank {rank}"
                     )
                 replies[rank] = result
-                missing_ranks.remove(rank)
             if missing_ranks and countdown.left_s == 0:
                 self._unread_replies.update(missing_ranks)
                 raise TimeoutError(

@@ -47,7 +47,9 @@ class Conversation:
         """Raises PeerGoneError in place of the connection's error."""
         if isinstance(error, RuntimeError | OSError) and not isinstance(error, PeerGoneError):
             other = "the engine" if self._peer is None else f"rank {self._peer}"
-            message = f"{self._what} failed, since {other} is gone or silent: {error}"
+            message = (
+                f"{self._what} failed, since {other} is gone or silent ({error}). Read the log of {other}"
+            )
             raise PeerGoneError(self._peer, message) from error
 
 

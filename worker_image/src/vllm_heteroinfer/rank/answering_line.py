@@ -126,7 +126,9 @@ class SlabLine:
         result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
         if result == slab_library.STOPPED:
             raise PeerGoneError(
-                self._owner, f"rank {self._owner} has ended, so this rank gets no more layers to compute"
+                self._owner,
+                f"rank {self._owner} has ended, so this rank gets no more layers to compute. Read the log of "
+                f"rank {self._owner}",
             )
         return bool(result == slab_library.ASKED)
 
@@ -178,7 +180,9 @@ class PodLine:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
             raise PeerGoneError(
-                self._asking, f"the connection to rank {self._asking} ended during its measurement: {error}"
+                self._asking,
+                f"the connection to rank {self._asking} ended while its speed was measured ({error}). Read "
+                f"the log of rank {self._asking}",
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)

@@ -83,7 +83,13 @@ def main(import_error: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(PeerGoneError(None, "the engine or vLLM's API server has ended, so this rank gets no more calls"))
+    fail(
+        PeerGoneError(
+            None,
+            "the engine or vLLM's API server has ended, so this rank gets no more calls. Read the log of "
+            "pod 0",
+        )
+    )
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
