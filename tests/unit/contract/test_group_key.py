@@ -54,7 +54,7 @@ def test_refuses_an_invalid_key_without_showing_it(text: str, got: str) -> None:
     assert text not in str(refusal.value)
 
 
-def test_no_text_of_a_keys_values_contains_the_key() -> None:
+def test_the_repr_of_a_key_does_not_contain_its_secret() -> None:
     for value in (KEY, KEY.of_epoch(1)):
         assert value.secret.hex() not in repr(value)
         assert repr(value.secret) not in repr(value)

@@ -199,7 +199,7 @@ def test_refuses_another_number_of_experts_than_the_configs(tmp_path: Path, numb
         read_profile(model)
 
 
-def test_counts_only_the_experts_for_text(tmp_path: Path) -> None:
+def test_counts_only_the_experts_that_compute_text(tmp_path: Path) -> None:
     config = {**CONFIG, "moe_num_experts": [4, 4], "num_experts_per_tok": 2}
     model = write_model(tmp_path, config=config, tensors=_experts(range(8)))
     assert read_profile(model).layer(0).experts == 4
@@ -430,7 +430,7 @@ def test_refuses_an_offset_that_is_not_a_number(tmp_path: Path, end: str) -> Non
         read_profile(tmp_path)
 
 
-def test_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
+def test_refuses_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelFilesError, match="File name too long"):
@@ -443,7 +443,7 @@ def test_more_layers_than_any_model_has_take_no_memory(tmp_path: Path) -> None:
         read_profile(write_model(tmp_path, config=config))
 
 
-def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+def test_refuses_an_index_that_names_files_outside_its_folder(tmp_path: Path) -> None:
     outside = write_model(tmp_path / "outside")
     model = write_model(tmp_path / "model")
     for name in ("../outside/model.safetensors", str(outside / "model.safetensors")):
@@ -452,7 +452,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
             read_profile(model)
 
 
-def test_refuses_endless_files(tmp_path: Path) -> None:
+def test_refuses_files_without_an_end(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     for name in ("model.safetensors", "config.json"):
         (model / name).unlink()
@@ -461,7 +461,7 @@ def test_refuses_endless_files(tmp_path: Path) -> None:
             read_profile(model)
 
 
-def test_a_config_of_no_model_is_not_parsed(tmp_path: Path) -> None:
+def test_refuses_a_config_larger_than_any_models(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     with (model / "config.json").open("ab") as file:
         file.truncate((16 << 20) + 1)

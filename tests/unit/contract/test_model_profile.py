@@ -98,7 +98,7 @@ def test_columns_are_unknown_in_a_profile_of_an_earlier_version() -> None:
         {"kind_of_layer": [7, 7]},
     ],
 )
-def test_a_field_that_is_lost_loses_only_itself(field: dict[str, Any]) -> None:
+def test_an_invalid_field_of_a_profile_does_not_affect_other_fields(field: dict[str, Any]) -> None:
     known = {**OF_0_1_0, "dropped_bytes": 77}
     profile = ModelProfile.from_json(json.dumps({**known, **field}))
     assert profile.dropped_bytes == 77
@@ -444,7 +444,7 @@ def _gemma_4(directory: Path, **fields: Any) -> ModelProfile:
     return read_profile(write_model(directory, config={**GEMMA_4, **fields}, tensors=tensors))
 
 
-def test_layers_that_share_keys_and_values_have_none(tmp_path: Path) -> None:
+def test_layers_that_share_keys_and_values_have_none_of_their_own(tmp_path: Path) -> None:
     profile = _gemma_4(tmp_path)
     full = [index for index, kind in enumerate(profile.layers) if kind.attention is AttentionKind.FULL]
     assert full == [5, 11], "each sixth, as transformers' config class says"

@@ -11,7 +11,9 @@ from heteroinfer_contract.own_account import ensure_own_account
 ASSIGNED = 1000680000
 
 
-def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_id_without_an_account_gets_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "written"
     accounts.symlink_to(written)
     monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)

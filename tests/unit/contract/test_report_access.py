@@ -34,7 +34,7 @@ def test_a_reader_with_the_key_gets_the_report_until_the_challenge_expires() -> 
     assert reader.read(answer(guard, reader.request_headers(), late), "whole") == "whole"
 
 
-def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
+def test_a_reader_without_the_key_gets_the_public_report() -> None:
     guard = ReportGuard(KEY)
     assert ReportReader(None).read(answer(guard, {}, 1.0), "part") == "part"
     assert ReportReader(KEY).read({}, "of 0.1.0") == "of 0.1.0"

@@ -33,7 +33,9 @@ HUB = AskedHub(
         ),
     ],
 )
-def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason: str, words: str) -> None:
+def test_reports_an_error_status_of_the_hub_with_a_fix(
+    status: int, code: str, token: str, reason: str, words: str
+) -> None:
     error = replace(HUB, token=token).refusal_error(status, code, "said")
     assert error.reason is FailureReason[reason]
     assert error.is_temporary == (status == 503)

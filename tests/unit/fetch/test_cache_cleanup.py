@@ -218,7 +218,7 @@ def test_removes_leftovers_of_a_killed_clean_up(cache: Path) -> None:
     assert clean(cache, keep=5) == [2, 3, 4, 5, 9]
 
 
-def test_nothing_else_in_the_cache_is_touched(cache: Path) -> None:
+def test_a_clean_up_changes_nothing_else_in_the_cache(cache: Path) -> None:
     model, other = cache / "acme--tiny", cache / "acme--other" / commit_of(1)
     other.mkdir(parents=True)
     unfinished = model / commit_of(7)
@@ -238,7 +238,9 @@ def test_files_that_a_kept_commit_shares_stay(cache: Path) -> None:
     assert new.read_bytes() == b"weights"
 
 
-def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_keeps_all_commits(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = cache / "acme--tiny"
     (model / f".removing-{commit_of(2)}").write_text("no folder")
     cleanup = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
@@ -248,11 +250,11 @@ def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}', '{"keep": 2}'])
-def test_an_incomplete_list_of_users_removes_nothing(text: str) -> None:
+def test_a_fetch_removes_no_commit_if_it_cannot_read_the_list_of_commits_in_use(text: str) -> None:
     assert read_cleanup({names.ENV_CACHE_CLEANUP: text}) is None
 
 
-def test_the_list_of_an_earlier_operator_removes_nothing() -> None:
+def test_a_fetch_removes_no_commit_by_the_list_of_an_earlier_operator() -> None:
     """It is in another variable. So an earlier worker image does not find the list of this operator."""
     earlier = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
     assert read_cleanup({"HETEROINFER_CACHE_CLEANUP": earlier.to_json()}) is None

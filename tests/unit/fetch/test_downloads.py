@@ -102,7 +102,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @given(
     outcomes=st.lists(st.sampled_from(["good", "busy", "refused"]), max_size=12), at_once=st.integers(1, 5)
 )
-def test_raises_exactly_if_a_file_failed_and_fetches_no_file_twice(outcomes: list[str], at_once: int) -> None:
+def test_raises_an_error_only_if_a_file_failed_and_fetches_no_file_twice(
+    outcomes: list[str], at_once: int
+) -> None:
     fetched: list[str] = []
 
     def fetch(each: FetchedFile) -> None:

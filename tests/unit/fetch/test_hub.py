@@ -47,7 +47,7 @@ def test_accepts_names_that_a_file_can_have(path: str) -> None:
         ".heteroinfer-complete.json.7",
     ],
 )
-def test_names_that_no_file_of_a_model_has(path: object) -> None:
+def test_refuses_names_that_no_file_of_a_model_can_have(path: object) -> None:
     assert not can_be_a_file(path)
 
 

@@ -93,7 +93,9 @@ def test_the_heartbeat_age_is_that_of_the_group_and_grows_without_messages(
     assert reporter.heartbeat_age_s() > first
 
 
-def test_a_request_to_drain_persists_and_is_answered(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_a_rank_keeps_a_request_to_drain_and_reports_when_it_has_drained(
+    ends: tuple[RankChannel, RankReporter],
+) -> None:
     channel, reporter = ends
     assert not reporter.asked_to_drain()
     channel.send(SupervisorMessage(group_age_s=0.0, drain=True))
@@ -201,7 +203,7 @@ def test_a_supervisor_of_another_version_ends_the_process() -> None:
     ),
     pauses=st.sets(st.integers(0, 59)),
 )
-def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
+def test_only_whole_lines_are_read(lines: list[str], pauses: set[int]) -> None:
     """The reader may pause at any time. It then reads whole lines in the order in which they were sent."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

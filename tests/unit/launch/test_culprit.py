@@ -223,7 +223,7 @@ def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: i
         ),
     ],
 )
-def test_names_a_rank_that_sends_nothing(
+def test_names_a_silent_rank_as_the_culprit(
     ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None
 ) -> None:
     failure = find_stuck_rank(ranks, 300.0)

@@ -256,7 +256,7 @@ def test_status_has_every_rank() -> None:
         ("t", 0x400040, 5, ProcessObservation(state=ProcessState.STOPPED)),
     ],
 )
-def test_stat_of_a_process_with_an_ugly_name(
+def test_parses_the_stat_of_a_process_whose_name_has_parentheses(
     state: str, flags: int, status: int, seen: ProcessObservation
 ) -> None:
     # Field 3 is the state, 9 the flags, 52 the exit code (proc_pid_stat(5)).

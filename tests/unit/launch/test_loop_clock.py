@@ -24,14 +24,14 @@ def run(clock: LoopClock, now_s: float, until_s: float, every_s: float = BEAT_S)
     return now_s
 
 
-def test_on_an_idle_machine_time_is_unchanged() -> None:
+def test_the_clock_of_an_idle_supervisor_counts_all_time() -> None:
     clock = LoopClock(BEAT_S, 100.0)
     run(clock, 100.0, 110.0)
     assert clock.late_s() == pytest.approx(0.0, abs=1e-9)
     assert clock.awake_s(110.1) - clock.awake_s(110.0) == pytest.approx(0.1)
 
 
-def test_time_without_turns_does_not_count() -> None:
+def test_time_in_which_the_process_does_not_run_does_not_count() -> None:
     """A process that got no CPU for 5 s has seen at most 0.4 s of silence of its peers."""
     clock = LoopClock(BEAT_S, 100.0)
     begin_s = clock.awake_s(100.0)
@@ -59,7 +59,7 @@ def test_limits_take_no_longer_on_a_busy_node(delays_s: list[float]) -> None:
     assert clock.awake_s(now_s) == pytest.approx(now_s)
 
 
-def test_a_late_turn_is_remembered_for_a_while() -> None:
+def test_a_late_turn_counts_for_the_length_of_the_window() -> None:
     clock = LoopClock(BEAT_S, 100.0)
     clock.turn(101.2)
     now_s = run(clock, 101.2, 101.2 + WINDOW_S - 1)

@@ -18,7 +18,7 @@ def plan() -> Plan:
     return build_plan(Path("/model"), layers=[1, 1, 1], pods=[2, 1])
 
 
-def test_settings_survive_json() -> None:
+def test_settings_are_equal_after_writing_and_reading() -> None:
     other = fingerprint.from_json(fingerprint.to_json(SETTINGS))
     fingerprint.compare(plan(), [SETTINGS, other, other])
 

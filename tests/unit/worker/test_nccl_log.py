@@ -41,7 +41,7 @@ def test_reads_the_log_file_that_the_environment_names() -> None:
     assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
 
 
-def test_a_report_accepts_the_longest_name_of_a_network() -> None:
+def test_a_report_accepts_the_longest_name_of_a_transport() -> None:
     (transport,) = find_transports(f"{LINE}Channel 01/0 : 1[0] -> 0[0] [send] via NET/{'N' * 32}/0")
     RankStatus(rank=0, pod=0, transports=(f"ranks:{transport}",)).check()
     with pytest.raises(ContractError, match="transports"):

@@ -93,7 +93,7 @@ def test_the_transfer_time_of_a_step_is_at_most_its_duration() -> None:
 
 
 @pytest.mark.parametrize("ends", ["before the call is left", "after it", "in the next step"])
-def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
+def test_time_counts_once_if_the_device_is_done_before_the_call_returns(ends: str) -> None:
     """The GPU's last copy may be done before the worker's call returns, or long after."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
