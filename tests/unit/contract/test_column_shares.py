@@ -1,4 +1,4 @@
-"""How many intermediate columns each feed-forward rank has."""
+"""The division of intermediate columns and experts among feed-forward ranks."""
 
 from typing import Any
 

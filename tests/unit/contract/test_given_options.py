@@ -1,4 +1,4 @@
-"""Options are told from values, with their names in full, keys and values."""
+"""Options of vLLM's arguments are found, with full name, keys and values."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_reads_each_spelling_of_an_option(
 
 @pytest.mark.parametrize("hiding", [["--"], ["--hf-overrides.x"], ["--chat-template"]])
 def test_an_option_is_found_after_any_other_argument(hiding: list[str]) -> None:
-    """The parser of vLLM looks for --config in all arguments, also after -- and as the value of a key."""
+    """The parser of vLLM finds --config even after -- and as the value of a dotted option."""
     assert [each.name for each in given_options([*hiding, "--config", "x"])][-1] == "--config"
 
 

@@ -1,4 +1,4 @@
-"""Codes of a group's key: good for what they were made for, and for nothing else."""
+"""A code of a key is valid only for its purpose, its parts and its key."""
 
 import pytest
 from hypothesis import given
@@ -88,7 +88,7 @@ def test_the_code_of_an_object_is_valid_for_exactly_its_parts(
 
 
 def test_no_group_can_make_the_code_of_an_object() -> None:
-    """A group's pods have its key."""
+    """The pods of a group have the group's key, but must not sign objects."""
     key = RecordKey.of_operator(b"o" * 32)
     of_groups = [KEY.secret, *(KEY.of_epoch(epoch).secret for epoch in range(3)), b"o" * 32]
     assert key.secret not in of_groups

@@ -19,7 +19,7 @@ SMALL = ("Gemma-4-31B-it", "Laguna-XS.2", "MiMo-V2.6-Flash", "Qwen3.8-Flash-Next
 
 
 def read(directory: Path, name: str, **changed: Any) -> ModelProfile:
-    """Returns the profile of a shape after changes of its config.json, not of its weights."""
+    """Returns the profile of a published model after changes of its config.json only."""
     found = shape(name)
     write_shape(found, directory)
     (directory / "config.json").write_text(json.dumps({**found.config, **changed}))

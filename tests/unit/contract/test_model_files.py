@@ -1,4 +1,4 @@
-"""A model's sizes from real files: written here byte by byte, as safetensors' format says."""
+"""A model's sizes, read from files that the tests write byte by byte in safetensors' format."""
 
 import json
 import multiprocessing
@@ -364,7 +364,7 @@ def test_refuses_weights_of_an_unknown_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
 def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> None:
-    """Runs the reader as another user, since root reads everything."""
+    """Reads the model as another user, because root can read all files."""
     path = write_model(tmp_path / "model") / name
     path.chmod(0)
     tmp_path.chmod(0o755)
@@ -378,7 +378,7 @@ def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> 
 
 
 def leave_root(directory: Path) -> None:
-    # By a relative path the directories above, which only root may enter, do not matter.
+    # Only root may enter the parent directories. A relative path does not need them.
     os.chdir(directory)
     if os.getuid() == 0:
         os.setuid(65534)
@@ -400,7 +400,7 @@ def error_of(directory: Path) -> str:
         {"sliding_window": "abc"},
         {"sliding_window": -5},
         {"head_dim": "x"},
-        {"num_attention_heads": 16, "num_key_value_heads": 16},  # no width is left for a head
+        {"num_attention_heads": 16, "num_key_value_heads": 16},  # each head would have a width of 0
         {"vocab_size": 10**30},
         {"attn_layer_period": 0},
         {"quantization_config": {"quant_method": "gptq", "group_size": "abc"}},
@@ -504,7 +504,7 @@ def test_reports_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
 def test_reports_a_byte_order_mark(tmp_path: Path) -> None:
     """Python's json accepts a byte order mark, but transformers does not.
 
-    Earlier, a plan was made, and every rank ended.
+    Without this check, all ranks of a planned group would fail.
     """
     path = write_model(tmp_path) / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())

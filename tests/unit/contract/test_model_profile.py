@@ -1,4 +1,4 @@
-"""A profile on the wire, what it knows of published models, and the layouts that it is read from."""
+"""Profiles: their JSON, profiles of published models, and the forms of config.json that are read."""
 
 import json
 from dataclasses import replace
@@ -449,11 +449,11 @@ def test_layers_that_share_keys_and_values_have_none_of_their_own(tmp_path: Path
     full = [index for index, kind in enumerate(profile.layers) if kind.attention is AttentionKind.FULL]
     assert full == [5, 11], "each sixth, as transformers' config class says"
     assert [kind.shares_kv for kind in profile.layers] == [False] * 7 + [True] * 5
-    # Those with a window read layer 6, those with full attention layer 5.
+    # Layers with a window read the cache of layer 6, layers with full attention the cache of layer 5.
     assert profile.last_stage_layers == 7
     assert (profile.layer(5).kv_heads, profile.layer(5).kv_width) == (2, 1024)
     assert (profile.layer(6).kv_heads, profile.layer(6).kv_width) == (2, 512)
-    # What some checkpoints keep for them is not loaded; embeddings of layers are no layer's.
+    # vLLM does not load stored keys and values of these layers. Embeddings of layers count separately.
     assert set(profile.layer_bytes[:7]) == {100}
     assert set(profile.layer_bytes[7:]) == {40}
     assert profile.dropped_bytes == 5 * 60

@@ -1,4 +1,4 @@
-"""A whole report is for who has the key, once for each challenge."""
+"""Only a reader with the key gets the full report, once for each challenge."""
 
 import pytest
 
@@ -18,7 +18,7 @@ KEY, OTHER = EpochKey(b"k" * 32), EpochKey(b"o" * 32)
 
 
 def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[str, str]:
-    """Returns the headers with which a leader answers `whole` or `part`."""
+    """Returns the headers of a leader's answer: to a reader with the key, or to another reader."""
     challenge = guard.accepted_challenge(headers.get(CREDENTIALS_HEADER, ""), now_s)
     said = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now_s)}"}
     return said if challenge is None else {**said, CODE_HEADER: guard.code_of_report(challenge, "whole")}

@@ -1,4 +1,4 @@
-"""What users are told of a hub that refuses: the same by a fetch pod and by `heteroinfer plan`."""
+"""Messages about a hub that refuses a request, as a fetch pod and `heteroinfer plan` show them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a fetch removes from a cache: commits that nobody uses, as a whole, and none that may be in use."""
+"""A fetch removes whole unused commits from a cache, and keeps all commits that may be in use."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def commit_of(number: int) -> str:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Five complete commits, the first one confirmed longest ago, and all of them before the last hour."""
+    """A cache with five complete commits, all confirmed more than an hour ago, commit 1 first."""
     for number in range(1, 6):
         store = ModelStore(tmp_path, REPOSITORY, commit_of(number))
         (store.folder / "model.safetensors").write_bytes(b"weights")
@@ -45,7 +45,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def confirmed() -> float:
-    """The operator confirms."""
+    """Answers like an operator that confirms the question."""
     return clock_s() + 60
 
 
@@ -72,7 +72,7 @@ def test_the_newest_and_the_used_commits_stay(cache: Path) -> None:
 
 
 def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
-    """Another resource began to use it, and the operator did not know."""
+    """Another resource began to use the commit after the operator made the list."""
     store = ModelStore(cache, REPOSITORY, commit_of(1))
     assert store.confirm_complete() is not None
     assert clean(cache, keep=1) == [1, 9]
@@ -94,13 +94,13 @@ def test_nothing_is_removed_without_an_answer_of_the_operator(cache: Path) -> No
 
 
 def test_nothing_is_removed_after_the_time_that_the_operator_waits(cache: Path) -> None:
-    """For example, the node was paused after the answer."""
+    """For example, the node was suspended after the operator's answer."""
     assert clean(cache, keep=1, ask=clock_s) == [1, 2, 3, 4, 5, 9]
 
 
 @pytest.mark.parametrize("clock_error_s", [0.0, -7200.0])
 def test_a_commit_that_a_fetch_confirms_after_the_question_stays(cache: Path, clock_error_s: float) -> None:
-    """The clock of the other node may be wrong by hours."""
+    """The clock of the node that confirms the commit may be wrong by hours."""
 
     def ask() -> float:
         found_s = time.time() + clock_error_s
@@ -255,7 +255,7 @@ def test_a_fetch_removes_no_commit_if_it_cannot_read_the_list_of_commits_in_use(
 
 
 def test_a_fetch_removes_no_commit_by_the_list_of_an_earlier_operator() -> None:
-    """It is in another variable. So an earlier worker image does not find the list of this operator."""
+    """Earlier operators put the list into another variable, and send no tokens."""
     earlier = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
     assert read_cleanup({"HETEROINFER_CACHE_CLEANUP": earlier.to_json()}) is None
     without_tokens = read_cleanup({names.ENV_CACHE_CLEANUP: earlier.to_json()})

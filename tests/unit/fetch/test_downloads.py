@@ -1,4 +1,4 @@
-"""Downloads side by side: a refusal for good is raised immediately, and the lock is kept while others run."""
+"""Parallel downloads: a permanent error is raised immediately, and running downloads keep the lock."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""How long a hub's description of a model is waited for."""
+"""The time limit for the description of a hub's model."""
 
 import signal
 import socket

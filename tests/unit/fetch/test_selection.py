@@ -1,4 +1,4 @@
-"""Which files of a hub's model are fetched: listings as hubs have them."""
+"""The selection of files to fetch, from realistic listings of hubs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model's folder in a cache: what may be taken for complete, and what the file system's refusals mean."""
+"""A model's folder in a cache: complete and incomplete models, and errors of the file system."""
 
 import errno
 import fcntl
@@ -50,7 +50,7 @@ def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> N
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become two users")
 def test_a_part_of_another_user_of_the_group_is_continued(tmp_path: Path) -> None:
-    """Two users take turns in one folder that their group may write, as with a volume's fsGroup."""
+    """Two users fetch into one folder that their group may write, as with a volume's fsGroup."""
     os.chown(tmp_path, 0, 3000)
     tmp_path.chmod(0o2770)
     for folder in tmp_path.parents:
@@ -124,7 +124,7 @@ def test_a_truncated_marker_is_ignored(store: ModelStore) -> None:
 def test_a_marker_that_is_not_a_file_is_ignored(store: ModelStore) -> None:
     marker = store.folder / MARKER_FILE
     os.mkfifo(marker)
-    writer = os.open(marker, os.O_RDWR)  # it is opened, and nothing comes
+    writer = os.open(marker, os.O_RDWR)  # the marker can be opened, but contains nothing
     try:
         assert read_marker(store.folder) is None
     finally:
@@ -201,7 +201,7 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
 
 
 def test_a_vanished_folder_does_not_end_the_measurement_of_the_cache(store: ModelStore) -> None:
-    """As when another fetch of the model removes its parts."""
+    """For example, another fetch of the model removes its parts."""
     stop = threading.Event()
 
     def churn() -> None:

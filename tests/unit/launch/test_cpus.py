@@ -1,4 +1,4 @@
-"""Cores and NUMA nodes: what the kernel shows, and how ranks share them."""
+"""Cores and NUMA nodes: read from the kernel's files, and divided among ranks."""
 
 from pathlib import Path
 

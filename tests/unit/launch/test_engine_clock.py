@@ -1,4 +1,4 @@
-"""An API server or engine that answers nothing is overdue, unless a rank is busy."""
+"""An API server or engine that does not answer is overdue, unless a rank is busy."""
 
 import pytest
 from hypothesis import given

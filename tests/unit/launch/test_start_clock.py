@@ -1,4 +1,4 @@
-"""A start that moves goes on; one that stands still is overdue."""
+"""A start without progress is overdue after the time-out."""
 
 from dataclasses import replace
 

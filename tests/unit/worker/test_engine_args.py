@@ -1,4 +1,4 @@
-"""Which arguments a user may give, and what a plan makes of them."""
+"""vLLM's arguments: the user's, the plan's, and the refused ones."""
 
 import argparse
 import re
@@ -128,9 +128,9 @@ def test_refuses_an_argument_that_the_plan_sets_with_a_fix() -> None:
 
 
 def test_the_worker_has_no_list_of_allowed_arguments() -> None:
-    """A plan was allowed when it was made.
+    """The operator checks the lists of allowed arguments when it makes a plan.
 
-    Its group restarts with this plan even if the lists are stricter now.
+    A group restarts with its old plan even if the lists are stricter now.
     """
     args = ("--middleware", "a.B", "--api-key", "x", "--trust-remote-code", "--runner", "generate")
     assert set(args) <= set(arguments.arguments(plan(*args), LAUNCH, plan().ranks[0]))

@@ -1,4 +1,4 @@
-"""An error says that a peer is lost where it is raised; its words decide nothing."""
+"""The code that raises an error marks the error as a lost peer. The text of the error does not matter."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ KINDS: list[Callable[[str], Exception]] = [
 
 
 def raised(error: Exception) -> Exception:
-    """Returns an error that this module's code has raised."""
+    """Raises an error in this module, so that the error has a traceback. Returns the error."""
     try:
         raise error
     except Exception as same:

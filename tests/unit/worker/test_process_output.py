@@ -1,4 +1,4 @@
-"""Lines out of pieces, in bounded memory."""
+"""The output of a process is cut into lines, in bounded memory."""
 
 from vllm_heteroinfer.calibration.process_output import MAX_LINE_BYTES, LineReader
 
