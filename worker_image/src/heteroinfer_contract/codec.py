@@ -158,7 +158,7 @@ def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
 def _decode(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON value to the type `kind`; raises ContractError that begins with `where`."""
     origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, types.UnionType):  # an optional value: a type, or None
         if raw is None:
             return None
         (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))

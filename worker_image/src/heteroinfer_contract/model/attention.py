@@ -209,9 +209,9 @@ def _full_without_window(kind: AttentionKind, text: Mapping[str, Any]) -> Attent
 
 def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
     """Returns the kind of a layer of Llama 4: chunks with rotary embeddings, else full attention."""
-    rope = text.get("no_rope_layers")
-    if isinstance(rope, list) and len(rope) > index:
-        chunked = bool(rope[index])
+    marks = text.get("no_rope_layers")  # despite the name, 1 marks a layer with rotary embeddings
+    if isinstance(marks, list) and len(marks) > index:
+        chunked = bool(marks[index])
     else:
         chunked = (index + 1) % int(text.get("no_rope_layer_interval") or 4) != 0
     return AttentionKind.CHUNKED if chunked and text.get("attention_chunk_size") else AttentionKind.FULL
@@ -219,6 +219,7 @@ def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
 
 def is_latent(text: Mapping[str, Any]) -> bool:
     """Reports whether vLLM caches latents instead of keys and values."""
+    # DeepSeek-V4 has compress_ratios, and the width of its latents in head_dim.
     width_field = "head_dim" if text.get("compress_ratios") else "kv_lora_rank"
     return text.get("model_type") in _LATENT_TYPES and text.get(width_field) is not None
 

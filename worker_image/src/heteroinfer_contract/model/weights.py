@@ -119,7 +119,7 @@ class LayerBytes:
             return self.mlp_columns
         if self.routed_columns or len(self.routed_down) != _DIMS_OF_ALL_EXPERTS:
             return self.routed_columns
-        # The name does not show the order of inputs and outputs.
+        # The name does not show the order of inputs and outputs. One of the two sizes is `hidden`.
         return next((size for size in self.routed_down[1:] if size != hidden), hidden)
 
 
@@ -219,6 +219,8 @@ def _add_tensor(
     encoder_prefixes: tuple[str, ...],
 ) -> None:
     """Adds a tensor's bytes to the part of the model to which its name belongs.
+
+    A name can match several parts. The first match counts.
 
     Args:
         shared: layers that read an earlier layer's keys and values.

@@ -59,7 +59,7 @@ class HopSchema:
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "HopSchema":
         """Builds the schema of a hop with these tensors, which have one row for each token."""
         columns, offset = [], 0
-        for name in sorted(tensors):
+        for name in sorted(tensors):  # both sides of the hop need the same order
             row = tensors[name][0]
             size = row.numel() * row.element_size()
             columns.append(
@@ -71,7 +71,7 @@ class HopSchema:
                     num_bytes=size,
                 )
             )
-            offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # rounded up
         return cls(columns=tuple(columns), row_bytes=offset)
 
     def view_columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -109,7 +109,7 @@ class GroupExecutor(MultiprocExecutor):
         for rank in range(self.world_size):
             text = self._store.get(f"rank/{rank}", deadline, what=f"message queue of rank {rank}")
             self.response_mqs.append(queues.open_queue(text, 0))
-        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="a rank")
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the ranks")
         for rank, queue in enumerate(self.response_mqs):
             queues.wait_until_ready(queue, deadline, what=f"rank {rank}")
 

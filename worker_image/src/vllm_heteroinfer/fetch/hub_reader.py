@@ -201,7 +201,7 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
 
 def _size_bytes_of(sibling: Any) -> int:
     """Returns the size of a listed file; raises TypeError or LookupError if the listing lacks it."""
-    size = (sibling.get("lfs") or sibling)["size"]
+    size = (sibling.get("lfs") or sibling)["size"]  # a file in Git LFS has its size in the entry `lfs`
     if not isinstance(size, int) or size < 0:
         raise TypeError(size)
     return size

@@ -369,14 +369,22 @@ def fetch_in_parallel(
     ]
     for worker in workers:
         worker.start()
-    first_error: BaseException | None = None
-    for _ in workers:
+    _wait_for_results(results, len(workers))
+
+
+def _wait_for_results(results: "queue.SimpleQueue[BaseException | None]", count: int) -> None:
+    """Waits for the results of `count` threads: an error, or None for success.
+
+    Raises a permanent error immediately, and the first temporary error after all results.
+    """
+    first_temporary_error: BaseException | None = None
+    for _ in range(count):
         error = results.get()
         if error is not None and not (isinstance(error, FetchError) and error.is_temporary):
             raise error
-        first_error = first_error or error
-    if first_error is not None:
-        raise first_error
+        first_temporary_error = first_temporary_error or error
+    if first_temporary_error is not None:
+        raise first_temporary_error
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:

@@ -169,7 +169,7 @@ class ControlClient:
                 if isinstance(error, TimeoutError):
                     hello_timeout_s *= 2
                 await asyncio.sleep(RETURN_POLL_S)
-            except Refused:
+            except Refused:  # the leader's decision does not change
                 return False
             else:
                 log.info("reconnected to the leader after %.1f s", lost_link.silent_for_s())
@@ -208,7 +208,10 @@ class ControlClient:
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
     def group_age_s(self) -> float:
-        """Returns the seconds since all pods of the group were last known to run."""
+        """Returns the seconds since all pods of the group were last known to run.
+
+        This is the time in the leader's last heartbeat, plus the time since that heartbeat.
+        """
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 
     def check_silence(self) -> None:

@@ -509,7 +509,8 @@ class Supervisor:
             self._announce(verdict),
             name="announcement",
             failed=lambda error: log.error(
-                "the verdict may not have reached the other pods (%r), so they may report another cause",
+                "the verdict may not have reached the other pods (%r), so they may report another cause. The "
+                "log of this pod has the right cause",
                 error,
             ),
         )

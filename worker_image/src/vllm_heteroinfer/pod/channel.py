@@ -333,7 +333,7 @@ class RankReporter:
     def close(self) -> None:
         """Ends the thread and closes the channel; the supervisor watches the process, not the channel."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:  # a thread cannot wait for itself
             self._thread.join(BEAT_INTERVAL_S + _JOIN_TIMEOUT_S)
         self._socket.close()
 

@@ -439,6 +439,26 @@ def serve(
         healthy: whether /healthz answers 200 (otherwise 503).
         failed: called with the exception that ended the server's thread.
     """
+    port = launch.address.metrics_port + rank.local_rank
+    try:
+        server = MetricsServer(launch.address.host, port, _define_handler(registry, healthy))
+    except OSError as error:
+        _logger.error(
+            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
+            "process that uses the port, and restart the group",
+            rank.rank,
+            port,
+            error,
+        )
+        return False
+    start_thread(server.serve_forever, name="heteroinfer-metrics", failed=failed)
+    return True
+
+
+def _define_handler(
+    registry: CollectorRegistry, healthy: Callable[[], bool]
+) -> type[http.server.BaseHTTPRequestHandler]:
+    """Defines and returns the class that answers requests to a rank's metrics port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S
@@ -465,17 +485,4 @@ def serve(
         def log_message(self, *_: object) -> None:
             """Logs nothing, because there is a scrape every few seconds."""
 
-    port = launch.address.metrics_port + rank.local_rank
-    try:
-        server = MetricsServer(launch.address.host, port, Handler)
-    except OSError as error:
-        _logger.error(
-            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
-            "process that uses the port, and restart the group",
-            rank.rank,
-            port,
-            error,
-        )
-        return False
-    start_thread(server.serve_forever, name="heteroinfer-metrics", failed=failed)
-    return True
+    return Handler

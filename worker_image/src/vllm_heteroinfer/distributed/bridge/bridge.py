@@ -119,9 +119,7 @@ class Bridge:
             self._link = SharedMemoryLink(slab, self._process_group, timeout_s=timeout_s, meter=meter)
             if device.type == "cuda":
                 signal, publisher = self._create_signal(slab)
-        staging = Staging()
-        if device.type == "cuda":
-            staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
+        staging = self._create_staging(signal)
         self._exchange = Exchange(self._process_group, self._link, staging, meter)
         # Twice a part, because numbers of 16 bits are summed in float32.
         self._sum_buffer = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
@@ -142,6 +140,16 @@ class Bridge:
         # The constructor of a signal tests it with a word of this rank that nothing else uses.
         proof_word = self._process_group.index * WORDS + PROOF
         return create_signal(slab.words, slab.bytes.data_ptr(), self._device, proof_word)
+
+    def _create_staging(self, signal: StreamSignal | None) -> Staging:
+        """Creates the copies between this rank's device and the link's buffers in host memory.
+
+        Args:
+            signal: with which a GPU publishes small parts itself, or None.
+        """
+        if self._device.type != "cuda":
+            return Staging()
+        return CudaStaging(self._device, self._process_group.peers, self._link.buffers(), signal)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Sets the longest wait for another rank, in seconds."""
