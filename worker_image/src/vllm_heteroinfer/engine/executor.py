@@ -90,8 +90,8 @@ class GroupExecutor(MultiprocExecutor):
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
         for rank in range(self.world_size):
-            what = f'"weights loaded" message from rank {rank}'
-            self._store.get(f"loaded/{rank}", deadline, what=what)
+            awaited = f'"weights loaded" message from rank {rank}'
+            self._store.get(f"loaded/{rank}", deadline, awaited=awaited)
         # Create the queues last, because their shared memory has names until all ranks are connected. If the
         # group ended before that, the names (and the memory) would remain.
         self._connect_queues(plan, deadline)
@@ -107,18 +107,18 @@ class GroupExecutor(MultiprocExecutor):
         self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))
         self.response_mqs = []
         for rank in range(self.world_size):
-            text = self._store.get(f"rank/{rank}", deadline, what=f"message queue of rank {rank}")
+            text = self._store.get(f"rank/{rank}", deadline, awaited=f"message queue of rank {rank}")
             self.response_mqs.append(queues.open_queue(text, 0))
-        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="the ranks")
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, other_end="the ranks")
         for rank, queue in enumerate(self.response_mqs):
-            queues.wait_until_ready(queue, deadline, what=f"rank {rank}")
+            queues.wait_until_ready(queue, deadline, other_end=f"rank {rank}")
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
         """Compares this engine's settings with rank 0's.
 
         Each other rank compares its own settings with rank 0's, too.
         """
-        text = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
+        text = self._store.get("fingerprint/0", deadline, awaited="settings of rank 0")
         engine_settings = fingerprint.of_config(
             self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")
         )

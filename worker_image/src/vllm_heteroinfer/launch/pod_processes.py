@@ -44,7 +44,7 @@ from vllm_heteroinfer.pod.threads import LastingThread
 EXIT_CODE_WAIT_S = 0.15
 """Time to wait for the exit code of a rank that reported a failure or is exiting."""
 API_STOP_TIMEOUT_S = 3.0
-"""Time for vLLM's API server to close its connections. Then it is killed."""
+"""Time for vLLM's API server to close its connections. After this time, the server is killed."""
 STOP_INTERVAL_S = 0.02
 ENGINE_LIST_INTERVAL_S = 1.0
 """Interval for listing the processes of vLLM's API server while it starts."""

@@ -551,7 +551,7 @@ class Supervisor:
     # Answers
 
     def _group_view(self) -> GroupView:
-        """Returns the current knowledge of all ranks. Only the leader has it."""
+        """Returns the current knowledge of all ranks. Call it on the leader only, which knows all ranks."""
         assert self._server is not None
         return GroupView(
             plan=self._plan,

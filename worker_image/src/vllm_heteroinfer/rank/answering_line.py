@@ -98,7 +98,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
 def _wait_for_offer(context: RankContext, rank: int) -> Offer:
     """Waits for the offer of a slab by its owner, and returns the offer."""
     awaited = f"shared memory (slab) of rank {rank}"
-    return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=awaited, rank=rank))
+    return Offer.from_json(context.store.get(offer_key(rank), context.startup, awaited=awaited, rank=rank))
 
 
 class SlabLine:
@@ -247,7 +247,11 @@ class PodLine:
                 "the rank sent a message that is not a request for a layer. Start all pods from one image"
             )
         else:
-            reason = "the rank closed it" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+            reason = (
+                f"rank {self._asking} closed it"
+                if error == pod_link.END_OF_FILE
+                else os.strerror(max(error, 0))
+            )
             reason += f". Read the log of rank {self._asking}"
         return PeerGoneError(
             self._asking,

@@ -51,7 +51,7 @@ def serve(context: RankContext) -> NoReturn:
     asking = plan.asking_rank(rank)
     wait_began = time.perf_counter()
     text = context.store.get(
-        recipe_key(asking.rank), context.startup, what=f"recipe of rank {asking.rank}", rank=asking.rank
+        recipe_key(asking.rank), context.startup, awaited=f"recipe of rank {asking.rank}", rank=asking.rank
     )
     load_began = time.perf_counter()
     recipe = Recipe.from_text(text)

@@ -234,7 +234,7 @@ def agree_on_settings(
     fingerprints = [
         fingerprint.from_json(
             store.get(
-                f"fingerprint/{each.rank}", startup, what=f"settings of rank {each.rank}", rank=each.rank
+                f"fingerprint/{each.rank}", startup, awaited=f"settings of rank {each.rank}", rank=each.rank
             )
         )
         for each in plan.ranks
@@ -257,7 +257,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
             store.get(
                 f"compared/{other.rank}",
                 grace,
-                what=f'"settings compared" message from rank {other.rank}',
+                awaited=f'"settings compared" message from rank {other.rank}',
                 rank=other.rank,
             )
         except TimeoutError as error:

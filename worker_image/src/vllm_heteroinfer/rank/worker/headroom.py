@@ -124,6 +124,6 @@ class PeakOfRun:
         status = (self._process / "status").read_text()
         try:
             peak_bytes = kernel_bytes(status, "VmHWM")
-        except KeyError:  # gVisor has no VmHWM. Its other peak cannot be reset, so it includes the loading
+        except KeyError:  # gVisor has no VmHWM. The peak of getrusage includes the loading
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(0, peak_bytes - kernel_bytes(status, "VmRSS"))

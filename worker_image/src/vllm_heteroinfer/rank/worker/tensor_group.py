@@ -110,7 +110,7 @@ class TensorGroup(RankMode):
             context.store.put(key, str(own_order))
             return
         leader_order = context.store.get(
-            key, context.startup, what="reorder_batch_threshold of the stage's first rank"
+            key, context.startup, awaited="reorder_batch_threshold of the stage's first rank"
         )
         if own_order is None and leader_order != "None":  # this backend accepts any order
             runner.reorder_batch_threshold = int(leader_order)
