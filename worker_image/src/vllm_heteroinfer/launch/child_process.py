@@ -186,7 +186,10 @@ class ChildProcess:
         return cls(label, process.stdout, process)
 
     def adopt(self, pid: int) -> None:
-        """Sets the id of the process that another process has forked. It must be this process's child by now."""
+        """Sets the id of the process that another process has forked.
+
+        The new process must be a child of this process by now.
+        """
         self._process = ForkedProcess(pid)
 
     @property
