@@ -373,7 +373,7 @@ def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> 
             message = pool.apply(error_of, (Path("model"),))
     finally:
         path.chmod(0o755)
-    assert "cannot read it" in message
+    assert "cannot be read by user" in message
     assert "chmod -R a+rX" in message
 
 

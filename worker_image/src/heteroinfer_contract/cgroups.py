@@ -70,8 +70,8 @@ def _unused_bytes_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
     """Yields the bytes that each memory limit of this process' cgroups still allows."""
     for cgroup in cgroup_directories(cgroups, own_cgroups, "memory"):
         for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("memory.max", "memory.current"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
         ):
             limit, usage = cgroup / limit_name, cgroup / usage_name
             if not (limit.exists() and usage.exists()):

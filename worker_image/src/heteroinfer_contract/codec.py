@@ -39,7 +39,7 @@ def to_json(value: Any) -> str:
 
 
 def as_json_types(value: Any) -> Any:
-    """Converts a contract value to JSON types; immutable values are not copied."""
+    """Converts a contract value to the types that `json` writes: dataclasses to dicts, tuples to lists."""
     if isinstance(value, tuple | list):
         return [as_json_types(item) for item in value]
     kind: Any = type(value)

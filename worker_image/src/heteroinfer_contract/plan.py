@@ -360,6 +360,7 @@ class Plan(codec.JsonValue):
                 f"{where}: stage and tensor_rank must be {stage} and {tensor_rank} "
                 f"(got {rank.stage} and {rank.tensor_rank})"
             )
+        # A stage begins where the previous stage ends. All its ranks end at the same layer.
         first_layer = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         end_layer = self.ranks[stage * self.tensor_parallel_size].end_layer
         if rank.first_layer != first_layer or rank.end_layer != end_layer:

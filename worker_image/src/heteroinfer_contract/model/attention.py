@@ -135,6 +135,7 @@ def _kinds_by_list(text: Mapping[str, Any], num_layers: int) -> Sequence[Attenti
     types = _layer_types(text)
     if types is None:
         return None
+    # Unknown words count as full attention. `unknown_layer_types` reports them.
     kinds = [
         _full_without_window(_KIND_BY_NAME.get(str(name), AttentionKind.FULL), text)
         for name in types[:num_layers]

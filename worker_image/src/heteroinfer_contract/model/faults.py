@@ -33,7 +33,7 @@ def stored_expert_scheme(tensors: Sequence[Tensor], hidden: int) -> Scheme | Non
         return None
     expert = packed.name.rpartition(".")[0]
     scales = {tensor.dtype for tensor in tensors if tensor.name.startswith(expert) and "scale" in tensor.name}
-    if "F8_E4M3" in scales:
+    if "F8_E4M3" in scales:  # scales of MXFP4 are powers of two (F8_E8M0)
         return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
     return Scheme(name=SchemeName.MXFP4, bits=4, group=32)
 

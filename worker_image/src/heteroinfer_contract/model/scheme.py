@@ -132,7 +132,7 @@ def _grouped_reader(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
     def read(quantization: Mapping[str, Any]) -> Scheme:
         group = int(quantization.get("group_size", quantization.get("q_group_size", 128)))
         bits = int(quantization.get("bits", quantization.get("w_bit", 4)))
-        return Scheme(name=name, bits=bits, group=max(group, 0))
+        return Scheme(name=name, bits=bits, group=max(group, 0))  # -1: a whole channel shares a scale
 
     return read
 
@@ -153,9 +153,9 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
             return _MXFP8
         case "float", 8, strategy:
             name = SchemeName.FP8_TENSOR if strategy == "tensor" else SchemeName.FP8_CHANNEL
-        case "float", 4, _:
+        case "float", 4, _:  # groups have 16 weights in NVFP4, and 32 in MXFP4
             return Scheme(name=SchemeName.NVFP4 if group == 16 else SchemeName.MXFP4, bits=4, group=group)
-        case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):
+        case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):  # int8 activations, too
             name = SchemeName.INT8
         case "int", _, _:
             zeros = not weights.get("symmetric", True)

@@ -276,6 +276,7 @@ def _columns(tensor: Tensor) -> int:
         return 0
     if _GATES_TOGETHER.search(tensor.name):  # `LayerBytes.columns` reads the down projection instead
         return 0
+    # A tensor of gate and up has twice the columns.
     if leaf == "gate_up_proj_blocks" or _GATE_AND_UP & set(path):
         return tensor.shape[dim] // 2
     return tensor.shape[dim] if _GATE_OR_UP & set(path) else 0

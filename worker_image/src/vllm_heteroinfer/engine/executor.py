@@ -100,8 +100,8 @@ class GroupExecutor(MultiprocExecutor):
     def _connect_queues(self, plan: Plan, deadline: Deadline) -> None:
         """Creates the queue of calls, and connects the queue of replies of each rank."""
         self.rpc_broadcast_mq = MessageQueue(
-            self.world_size,
-            sum(rank.pod == 0 for rank in plan.stage_ranks),
+            self.world_size,  # all readers
+            sum(rank.pod == 0 for rank in plan.stage_ranks),  # readers in this pod, through shared memory
             connect_ip=addresses.own_address(os.environ),
         )
         self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))

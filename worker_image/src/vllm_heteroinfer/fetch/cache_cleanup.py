@@ -178,7 +178,10 @@ def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[
 
 
 def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> bool:
-    """Renames the folder of a commit for removal, unless the commit is locked or a fetch found it complete.
+    """Renames the folder of a commit for removal.
+
+    The folder stays if the commit is locked, if a fetch has found it complete since `confirmed_s`, or if the
+    time is over.
 
     Args:
         confirmed_s: time at which a fetch found the commit complete, before the operator was asked.

@@ -100,7 +100,7 @@ class FetchJob:
         )
 
     def progress(self) -> FetchProgress:
-        """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
+        """Returns the progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
         store, files = self._store, self._model_files
         return FetchProgress(
             commit=self._commit,
@@ -139,8 +139,8 @@ class FetchJob:
     def _attempt(self) -> FetchedModel:
         """Fetches the model once, without retries.
 
-        Asks the hub only for a branch or tag, or for a commit that is not complete in the cache. Removes
-        unused commits in either case.
+        Sends no request to the hub if the revision is a commit that is complete in the cache. Removes unused
+        commits in either case.
         """
         complete = self._find_complete()
         if complete is None:
@@ -229,7 +229,7 @@ class FetchJob:
         self._fetch_missing(store, small_files)
         weights = weight_files(files, _read_index(store.folder, small_files))
         all_files = tuple({file.path: file for file in [*small_files, *weights]}.values())
-        self._model_files = all_files
+        self._model_files = all_files  # the total that `progress` reports
         # A file linked from another commit takes no space. So link before the check of the free space, and
         # before the clean-up removes other commits.
         for file in store.list_missing(weights):

@@ -33,7 +33,7 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_b
     blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank. Rank {limiting.rank} "
-        f"(role {limiting.role}, {limiting.device}) limits this number: its "
-        f"{format_bytes(headrooms_bytes[limiting.rank])} have space for {limiting_blocks} blocks"
+        f"(role {limiting.role}, {limiting.device}) limits this number: the rank's "
+        f"{format_bytes(headrooms_bytes[limiting.rank])} of headroom have space for {limiting_blocks} blocks"
         f"{larger_than_plan}. Headroom in blocks: {blocks_by_rank}"
     )

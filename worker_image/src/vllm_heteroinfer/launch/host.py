@@ -154,7 +154,7 @@ def _addresses_of(interface: str) -> Iterator[IpAddress]:
             yield ipaddress.IPv4Address(reply[20:24])  # struct ifreq: the name, then a sockaddr_in
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
-        fields = line.split()
+        fields = line.split()  # the address in hex, four numbers, the interface
         if fields[-1] == interface:
             yield ipaddress.IPv6Address(int(fields[0], 16))
 

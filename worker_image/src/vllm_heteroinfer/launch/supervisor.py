@@ -361,8 +361,8 @@ class Supervisor:
         if self._client is not None:
             # Also send evidence that the leader is lost: a leader that still runs learns why this pod leaves.
             self._client.send(Message(evidence=evidence))
-        decides_alone = self._server is not None or leader_lost
-        wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
+        is_decider = self._server is not None or leader_lost
+        wait_s = GATHER_S if is_decider else VERDICT_TIMEOUT_S
         self._call_later(wait_s, self._decide)
 
     def _call_later(self, wait_s: float, act: Callable[[], None]) -> None:

@@ -149,6 +149,7 @@ class PodLine:
         """Creates the pod's slab, and listens for the asking rank, which connects after `report_ready`."""
         self._context = context
         self._asking = context.plan.asking_rank(context.rank).rank
+        # The pod's slab has the shape of the asking rank's slab, but a lane for each rank of this pod.
         offered = _wait_for_offer(context, self._asking).shape
         check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
         self._lanes = pod_lanes(context.plan, context.rank)
@@ -232,10 +233,10 @@ class PodLine:
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()
-        # A result of n means that rank n - 1 of the pod is late, and -n means that this rank failed.
+        # A result of n means that rank n - 1 of the pod is late. -n means that rank n - 1 of the pod failed.
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
-        if result < -1:  # -1 is this rank itself, which raises its own error
+        if result < -1:  # -1 means that this rank failed, which raises its own error elsewhere
             time.sleep(OWN_REPORT_S)  # the failed rank reports its own error first
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 

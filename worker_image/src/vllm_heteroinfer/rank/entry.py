@@ -66,7 +66,10 @@ def main(import_error: BaseException | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of_signal(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
-        """Reports an error and ends this process. If another rank caused it, waits for its report first."""
+        """Reports an error and ends this process.
+
+        If the end of another rank caused the error, first waits for the report about that rank.
+        """
         traceback.print_exception(error)
         own_failure = build_failure(error, rank, starting=reporter.is_starting())
         lost = find_lost_process(error)
@@ -286,7 +289,7 @@ def build_failure(error: BaseException, rank: RankAssignment, *, starting: bool)
     else:
         reason, culprit = FailureReason.RANK_RAISED, rank.rank
     text = " ".join(str(error).split()) or type(error).__name__
-    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:
+    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:  # an unexpected error
         text = f"{type(error).__name__}: {text}"
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
 

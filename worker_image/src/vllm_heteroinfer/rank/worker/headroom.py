@@ -101,8 +101,8 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
     """Returns a CPU rank's share of this machine's memory, in proportion to its planned KV cache.
 
     CPU ranks of a pod share the pod's memory limit. Pods with the same address (`heteroinfer up`) share the
-    machine. The shares are equal if no rank has a KV cache, for example because its layers read the caches of
-    other layers.
+    machine. The shares are equal if none of these ranks has a KV cache, for example because their layers read
+    the caches of other layers.
     """
     sharing = ranks_on_machine(plan, launch, Device.CPU)
     caches = sum(each.kv_cache_bytes for each in sharing)
@@ -120,7 +120,7 @@ class PeakOfRun:
             file.write(_RESET_PEAK)
 
     def temporary_bytes(self) -> int:
-        """Returns the peak of the resident set since construction minus its present size, in bytes."""
+        """Returns the peak since construction minus the present size of the resident set, in bytes."""
         status = (self._process / "status").read_text()
         try:
             peak_bytes = kernel_bytes(status, "VmHWM")
