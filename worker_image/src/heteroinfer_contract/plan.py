@@ -198,10 +198,11 @@ class Plan(codec.JsonValue):
         Raises:
             ContractError: a property is missing. `__post_init__` adds the fix to its message.
         """
-        if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
-            raise ContractError("Plan.ranks: must be ranks 0..world_size-1 in order")
-        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
-        codec.at_least(1, "Plan", **{f"{name}_parallel_size": size for name, size in sizes.items()})
+        ranks = [rank.rank for rank in self.ranks]
+        if ranks != list(range(len(ranks))) or not ranks:
+            raise ContractError(f"Plan.ranks: must be ranks 0..world_size-1 in order (got {ranks[:8]}, ...)")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            codec.at_least(1, "Plan", **{name: getattr(self, name)})
         if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
                 f"Plan.ranks: number of ranks in stages must be tensor_parallel_size "
@@ -343,7 +344,10 @@ class Plan(codec.JsonValue):
         pods_in_rank_order = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
         are_adjacent = pods_in_rank_order == sorted(set(pods_in_rank_order))
         if not are_numbered or not are_adjacent:
-            raise ContractError("Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent")
+            raise ContractError(
+                "Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent (got pods "
+                f"{[rank.pod for rank in self.ranks]})"
+            )
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
                 if rank.local_rank != local_rank:

@@ -22,7 +22,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from heteroinfer_contract import names
+from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
@@ -315,7 +315,7 @@ def _step_timeout_s(env: Mapping[str, str]) -> float:
     try:
         return _seconds(text)
     except argparse.ArgumentTypeError as error:
-        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: {error}") from error
+        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: {error}. {codec.SAME_VERSION}") from error
 
 
 def _set_up_logging(handler: logging.Handler, env: Mapping[str, str]) -> None:

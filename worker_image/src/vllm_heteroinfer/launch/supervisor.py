@@ -475,7 +475,10 @@ class Supervisor:
         self._conclude(
             Failure(
                 reason=FailureReason.POD_LOST,
-                message=f"pod {pod} was asked to stop (SIGTERM), and a group needs all its pods",
+                message=(
+                    f"pod {pod} was asked to stop (SIGTERM), and a group needs all its pods. Read the events "
+                    "of this pod and its node for the cause"
+                ),
                 pod=pod,
                 time=time.time(),
             )

@@ -112,7 +112,9 @@ class GlooLink:
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Posts this rank's receives from all peers, then its sends to them. Does not support a signal."""
         if signal is not None:
-            raise ValueError("publish: signal must be None, since gloo sends immediately")
+            raise ValueError(
+                "publish: signal must be None, because gloo sends immediately (got a signal). Pass no signal"
+            )
         self._published += 1
         slot = self._published % _PARTS
         message = self._out[slot]
