@@ -118,7 +118,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _read_profile(directory: Path) -> ModelProfile:
-    """Reads the sizes of the model in `directory`; the caller converts unexpected errors."""
+    """Reads the sizes of the model in `directory`. `read_profile` converts unexpected errors."""
     config, consolidated = _read_config(directory)
     text = text_config(config)
     stored = _read_distinct_tensors(_weight_files(directory, consolidated))

@@ -346,7 +346,7 @@ class Plan(codec.JsonValue):
         if not are_numbered or not are_adjacent:
             raise ContractError(
                 "Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent (got pods "
-                f"{[rank.pod for rank in self.ranks]})"
+                f"{[rank.pod for rank in self.ranks[:32]]})"
             )
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
@@ -397,9 +397,9 @@ class Plan(codec.JsonValue):
         """Checks that a rank with a ring can copy from its feed-forward ranks; raises ContractError."""
         if not rank.ring_bytes:
             return
-        servers = self.feed_forward_ranks(rank.stage)
+        serving_ranks = self.feed_forward_ranks(rank.stage)
         is_asking_gpu = rank.device is Device.GPU and rank.feed_forward is None
-        if not is_asking_gpu or not servers or any(each.pod != rank.pod for each in servers):
+        if not is_asking_gpu or not serving_ranks or any(each.pod != rank.pod for each in serving_ranks):
             raise ContractError(
                 f"Plan.ranks[{rank.rank}].ring_bytes: must be 0 unless the rank has a GPU and all "
                 f"feed-forward ranks of its stage are in its pod (got {rank.ring_bytes})"

@@ -247,7 +247,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
         config["quantization_config"] = _convert_quantization(quantization)
     multimodal = config.pop("multimodal", None) or {}
     vision = multimodal.get("vision_encoder_args") or config.pop("vision_encoder", None)
-    if vision:
+    if vision:  # the text config becomes a part of Pixtral's config
         return {
             "model_type": "pixtral",
             "architectures": ["PixtralForConditionalGeneration"],

@@ -157,7 +157,7 @@ class CudaStaging(Staging):
         return signal
 
     def wait_for_copies(self) -> float:
-        """Waits until the device has finished the copies of the current part. Returns seconds.
+        """Waits until the device has finished the copies of the current part. Returns a time in seconds.
 
         For the first part of a tensor, returns the device's own time for the copies, because the wait
         includes the computation of the tensor. For later parts, returns the time of the wait.
