@@ -292,7 +292,9 @@ def test_speech_that_is_not_served_is_dropped(tmp_path: Path) -> None:
 def test_null_is_a_value_and_not_a_missing_field(tmp_path: Path) -> None:
     config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 128}
     windows = read_profile(write_model(tmp_path / "left out", config=config))
-    assert windows.layer(0).attention is AttentionKind.WINDOW, "4096 in transformers' MistralConfig"
+    assert windows.layer(0).attention is AttentionKind.WINDOW, (
+        "MistralConfig of transformers has a window by default"
+    )
     full = read_profile(write_model(tmp_path / "null", config={**config, "sliding_window": None}))
     assert full.layer(0).attention is AttentionKind.FULL
 
@@ -447,7 +449,7 @@ def _gemma_4(directory: Path, **fields: Any) -> ModelProfile:
 def test_layers_that_share_keys_and_values_have_none_of_their_own(tmp_path: Path) -> None:
     profile = _gemma_4(tmp_path)
     full = [index for index, kind in enumerate(profile.layers) if kind.attention is AttentionKind.FULL]
-    assert full == [5, 11], "each sixth, as transformers' config class says"
+    assert full == [5, 11], "every sixth layer, as in transformers' config class"
     assert [kind.shares_kv for kind in profile.layers] == [False] * 7 + [True] * 5
     # Layers with a window read the cache of layer 6, layers with full attention the cache of layer 5.
     assert profile.last_stage_layers == 7

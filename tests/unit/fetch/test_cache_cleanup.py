@@ -62,7 +62,9 @@ def clean(
     model = cache / "acme--tiny"
     removed = remove_unused(model, commit_of(9), cleanup, ask)
     assert {path.name for path in model.iterdir()}.isdisjoint(removed)
-    assert all(read_marker(path) is not None for path in model.iterdir()), "none is half removed"
+    assert all(read_marker(path) is not None for path in model.iterdir()), (
+        "every remaining commit is complete"
+    )
     return sorted(int(path.name, 16) for path in model.iterdir())
 
 
@@ -125,7 +127,7 @@ def test_only_the_answer_to_the_open_question_counts() -> None:
 
     threads: list[threading.Thread] = []
     asked_s = clock_s()
-    assert not question.confirm("first"), "it has not asked yet"
+    assert not question.confirm("first"), "the fetch has not asked yet"
     assert ask() == 0
     for wrong in ("", "0", "guessed", hash_token("first"), "second", "\udcff"):
         assert not question.confirm(wrong)
@@ -135,9 +137,9 @@ def test_only_the_answer_to_the_open_question_counts() -> None:
     (until_s,) = answers
     assert until_s is not None
     assert asked_s + REMOVE_WITHIN_S <= until_s <= clock_s() + REMOVE_WITHIN_S
-    assert question.number is None, "it asks no more"
+    assert question.number is None, "the fetch has ended its question"
     assert ask() == 1
-    assert not question.confirm("first"), "an answer to an earlier question"
+    assert not question.confirm("first"), "this answers an earlier question"
     assert len(answers) == 1
     assert question.confirm("second")
     threads[1].join(10)
@@ -184,7 +186,7 @@ def test_a_fetch_starts_over_if_its_folder_disappears(
         remove()
     with store.try_lock() as alone, ModelStore(cache, REPOSITORY, commit_of(1)).try_lock() as other:
         assert commit_of(1) in removed
-        assert (alone, other) == (True, False), "both look at the lock of the folder that is there"
+        assert (alone, other) == (True, False), "both fetches use the lock of the new folder"
         assert store.confirm_complete() is None
         assert store.mark_complete([]) == store.complete()
 

@@ -41,7 +41,7 @@ def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> N
     part.write_bytes(CONTENT[:-1] + b"!")
     assert not store.finish_part(FILE)
     assert store.list_missing([FILE]) == [FILE]
-    assert not part.exists(), "what is wrong is not continued"
+    assert not part.exists(), "a part with a wrong hash is not continued"
     store.open_part(FILE).write_bytes(CONTENT)
     assert store.finish_part(FILE)
     assert store.list_missing([FILE]) == []
@@ -146,7 +146,7 @@ def test_only_one_fetch_holds_the_lock(store: ModelStore, tmp_path: Path) -> Non
 def test_a_part_that_is_too_long_starts_over(store: ModelStore) -> None:
     part = store.open_part(FILE)
     part.write_bytes(CONTENT * 2)
-    assert store.done_bytes([FILE]) == len(CONTENT), "never more than all"
+    assert store.done_bytes([FILE]) == len(CONTENT), "no more than the size of the files"
     assert store.open_part(FILE).stat().st_size == 0
     assert part.parent.name == ".parts"
 
@@ -194,7 +194,7 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
         assert first.finish_part(FILE)
         first.mark_complete([FILE])
         slow.write_bytes(CONTENT)
-        assert second.finish_part(FILE), "it is not the volume's fault that another was faster"
+        assert second.finish_part(FILE), "the other fetch was faster, which is no fault of the volume"
         second.mark_complete([FILE])
     assert second.complete() is not None
     assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}

@@ -68,7 +68,7 @@ def test_a_long_step_does_not_count_as_silence() -> None:
         assert clock.engine_answers
         assert clock.find_overdue() is None
     update(clock, 3600.2, waits_s=3600.2)
-    assert clock.engine_answers, "the answer may be on its way"
+    assert clock.engine_answers, "the engine may have sent an answer that has not arrived"
     update(clock, 3600.4)
     assert clock.engine_answers
 

@@ -59,7 +59,7 @@ def test_a_drain_waits_for_running_requests(clock: Clock) -> None:
 def test_a_drain_accepts_requests_for_a_moment_and_then_refuses_them_with_a_message(clock: Clock) -> None:
     draining.DRAIN.begin()
     assert asyncio.run(get())[0]["status"] == 200
-    assert not draining.DRAIN.is_done(), "more may be on their way"
+    assert not draining.DRAIN.is_done(), "more requests may arrive"
     clock.now_s += STILL_ACCEPTED_S
     draining.DRAIN.begin()
     start, body = asyncio.run(get())

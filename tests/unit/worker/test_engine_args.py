@@ -103,7 +103,9 @@ def test_every_spelling_of_a_refused_option_is_refused(option: str, data: st.Dat
 
 def test_the_arguments_contain_every_setting_of_the_plan() -> None:
     args = arguments.arguments(plan("--enable-prefix-caching"), LAUNCH, plan().ranks[1])
-    assert args.index("--enable-prefix-caching") < args.index("--model"), "the plan's come last and win"
+    assert args.index("--enable-prefix-caching") < args.index("--model"), (
+        "of two values, vLLM takes the last one, which must be the plan's"
+    )
     pairs = dict(pairwise(args))
     assert pairs["--dtype"] == "float32"
     assert pairs["--block-size"] == "32"

@@ -67,7 +67,7 @@ def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
 
 
 def _unused_bytes_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
-    """Yields the bytes that each memory limit of this process' cgroups still allows."""
+    """Yields the bytes that each memory limit of this process's cgroups still allows."""
     for cgroup in cgroup_directories(cgroups, own_cgroups, "memory"):
         for limit_name, usage_name in (
             ("memory.max", "memory.current"),  # version 2

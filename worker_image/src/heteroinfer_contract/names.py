@@ -180,7 +180,7 @@ PATH_FETCH: Final = "/fetch"
 
 # Exit codes of a worker pod's first process; the Failure in the termination message has the details
 EXIT_OK: Final = 0
-"""The process did its work: a supervisor stopped its pod in order, or a command has its result."""
+"""The process did its work: a supervisor stopped its pod as requested, or a command has its result."""
 EXIT_USAGE: Final = 64
 """The supervisor's own settings are wrong; it started no process."""
 EXIT_RANK_FAILED: Final = 70

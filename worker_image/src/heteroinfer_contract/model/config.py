@@ -16,7 +16,7 @@ _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
 _WRAPPER_KEYS: Final = ("thinker_config",)
 """Keys of the part that vLLM serves, in models with several parts."""
 _PART_KEYS: Final = ("attn_config", "ffn_config")
-"""Keys of the sizes of a language model's parts (DBRX)."""
+"""Keys of the sizes of attention and feed-forward part, in models that separate them (DBRX)."""
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_heads": (
         "num_kv_heads",
@@ -181,7 +181,7 @@ def _special_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, GPTBigCode
         fields["num_key_value_heads"] = 1
     heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
-    if any(heads):
+    if any(heads):  # Nemotron-NAS: like vLLM, takes the first layer that has attention
         fields["num_key_value_heads"] = next(head for head in heads if head)
     return fields
 

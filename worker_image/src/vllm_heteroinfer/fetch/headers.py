@@ -21,7 +21,7 @@ from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weig
 LIMIT_S: Final = 300.0
 """Time limit for all reads of one model, a few MB, even if a hub sends one byte at a time."""
 _LENGTH_BYTES = 8
-"""Size of the header's length at the start of a safetensors file."""
+"""Bytes at the start of a safetensors file that contain the length of its header."""
 _REPEAT_INTERVAL_S: Final = 1.0
 """Time between further alarms after the limit, for code that catches the first error and tries again."""
 

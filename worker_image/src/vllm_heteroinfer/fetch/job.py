@@ -242,9 +242,9 @@ class FetchJob:
     def _clean_up(self, store: ModelStore) -> None:
         """Removes commits that no resource uses. First link the files that this commit shares with them."""
         if self._options.cleanup is not None:
-            remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask)
+            remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask_about_cleanup)
 
-    def _ask(self) -> float | None:
+    def _ask_about_cleanup(self) -> float | None:
         """Asks the operator whether commits may be removed, and shows this as the progress.
 
         Returns the time until which the commits may be removed, or None, like `CleanupQuestion.ask`.

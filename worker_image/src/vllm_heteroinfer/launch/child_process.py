@@ -28,7 +28,7 @@ REAP_TIMEOUT_S = 30.0
 process that takes longer hangs in the kernel, and no other process can end it."""
 REAP_INTERVAL_S = 0.01
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors for too many open files. Clients cause them, and end them soon: excess connections are closed."""
+"""Errors for too many open files. They end soon: connections cause them, and excess ones are closed."""
 
 
 class ProcessState(Enum):

@@ -144,7 +144,7 @@ def _interface_names() -> list[str]:
 
 def _addresses_of(interface: str) -> Iterator[IpAddress]:
     """Yields the IPv4 address and then the IPv6 addresses of an interface."""
-    request = struct.pack("256s", interface.encode()[:15])
+    request = struct.pack("256s", interface.encode()[:15])  # the kernel's limit of a name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)

@@ -109,7 +109,7 @@ class SupervisorMessage:
     """One line to a rank.
 
     Attributes:
-        group_age_s: time since the last heartbeat of the most silent peer's supervisor, in seconds.
+        group_age_s: seconds since the last heartbeat of the supervisor that has been silent longest.
         drain: whether to refuse new requests and let the running requests end.
     """
 
@@ -323,7 +323,7 @@ class RankReporter:
         self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:
-        """Seconds since all supervisors of the group were last heard.
+        """Returns the seconds since all supervisors of the group were last heard.
 
         The age grows if a peer's supervisor or this rank's own supervisor becomes silent.
         """

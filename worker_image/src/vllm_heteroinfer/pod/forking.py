@@ -85,7 +85,7 @@ def environment_changes(first: Mapping[str, str], target: Mapping[str, str]) -> 
 
 
 class ForkClient(SupervisorEnd):
-    """The supervisor's end of the channel to the pod's first process."""
+    """The supervisor's end of the channel by which it asks the pod's first process for forks."""
 
     @classmethod
     def open_pair(cls) -> tuple["ForkClient", socket.socket]:
@@ -116,7 +116,7 @@ class ForkClient(SupervisorEnd):
 
 
 class ForkServer:
-    """The first process's end."""
+    """The end of this channel in the pod's first process, which forks the other processes."""
 
     def __init__(self, channel: socket.socket, supervisor: int) -> None:
         self._socket = channel

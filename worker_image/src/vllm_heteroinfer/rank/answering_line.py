@@ -242,18 +242,15 @@ class PodLine:
 
     def _build_lost_error(self) -> PeerGoneError:
         """Returns the error for the ended connection to the asking rank, with the reason."""
-        error = self._link.error
+        error, read_log = self._link.error, f"Read the log of rank {self._asking}"
         if error == pod_link.MALFORMED:
             reason = (
                 "the rank sent a message that is not a request for a layer. Start all pods from one image"
             )
-        else:
-            reason = (
-                f"rank {self._asking} closed it"
-                if error == pod_link.END_OF_FILE
-                else os.strerror(max(error, 0))
-            )
-            reason += f". Read the log of rank {self._asking}"
+        elif error == pod_link.END_OF_FILE:
+            reason = f"rank {self._asking} closed it. {read_log}"
+        else:  # an errno
+            reason = f"{os.strerror(max(error, 0))}. {read_log}"
         return PeerGoneError(
             self._asking,
             f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",

@@ -109,7 +109,7 @@ class AnsweringRank:
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max(part.count for part in self._loaded_parts.parts.values())
         own = self._loaded_parts.own_experts
-        # The places of the largest of random numbers are distinct experts for each row.
+        # As a router does, chooses distinct experts for each row: the positions of its largest numbers.
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = AskViews(
             torch.randn((rows, shape.hidden)).to(dtype),

@@ -99,7 +99,7 @@ def follow(
     Raises:
         FollowError: this rank ran other passes than the announced one, or announcements were lost.
     """
-    run_tokens: list[int] = []
+    run_tokens: list[int] = []  # tokens of each pass since the last announcement
     count = 0
     with _reporting_passes(model, run_tokens.append):
         while True:

@@ -89,7 +89,11 @@ class GroupWorkerMixin:
         self.mode.model_loaded(self.model_runner)
 
     def _report_load(self, done_bytes: int, total_bytes: int) -> None:
-        """Reports the load's progress, in bytes of the rank's own share if the plan contains its size."""
+        """Reports the load's progress.
+
+        The given bytes are those of the whole checkpoint. If the plan contains the size of this rank's part,
+        the same fraction of that size is reported.
+        """
         planned_bytes = self.context.rank.weight_bytes
         if planned_bytes:
             done_bytes, total_bytes = planned_bytes * done_bytes // total_bytes, planned_bytes

@@ -89,10 +89,10 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
         share: this rank's share of that memory (`share_of_memory`).
         activations_bytes: temporary memory of the largest batch.
     """
-    others = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
+    for_whom = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
     return KvHeadroom(
         size_bytes=int(available_bytes * share) - activations_bytes,
-        explanation=f"{format_bytes(available_bytes)} available{others}, minus "
+        explanation=f"{format_bytes(available_bytes)} available{for_whom}, minus "
         f"{format_bytes(activations_bytes)} for the largest batch",
     )
 

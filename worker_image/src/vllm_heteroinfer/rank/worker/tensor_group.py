@@ -156,12 +156,11 @@ class TensorGroup(RankMode):
     def _follow(self, runner: Any, model: Any, phase: str) -> None:
         """Runs the forward passes and computations of logits that the leader announces in a phase."""
         config = runner.vllm_config
-        size = (config.model_config.get_hidden_size(),)
-        dtype = config.model_config.dtype
+        hidden_size, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
 
         def logits(rows: int) -> None:
             """Computes logits of zeros, so that this rank takes part in the collectives inside."""
-            model.compute_logits(torch.zeros((rows, *size), dtype=dtype, device=self._device))
+            model.compute_logits(torch.zeros((rows, hidden_size), dtype=dtype, device=self._device))
 
         def forward(tokens: int) -> None:
             """Runs a forward pass with dummy tokens."""
