@@ -27,7 +27,7 @@ def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
         pwd.getpwuid(user)
         return
     if not accounts.is_symlink():
-        return  # this image is not ours
+        return  # the worker image has a link here; another image is left as it is
     home = os.environ.get("HOME") or _HOME
     if not home.isprintable() or ":" in home:  # such a value would add a field or an account
         home = _HOME

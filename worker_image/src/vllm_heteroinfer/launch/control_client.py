@@ -22,7 +22,7 @@ RETRY_INTERVAL_S = 0.2
 RECONNECT_TIMEOUT_S = 0.4
 """Time-out of one attempt to reconnect. It is short because TCP repeats a lost first packet after 1 s."""
 RECONNECT_HELLO_TIMEOUT_S = 0.4
-"""First time-out for the leader's welcome after a reconnect. It doubles each time, for a busy leader."""
+"""First time-out for the leader's welcome after a reconnect. It doubles each time: the leader may be busy."""
 
 log = logging.getLogger(__name__)
 

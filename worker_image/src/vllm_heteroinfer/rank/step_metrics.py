@@ -280,7 +280,7 @@ class RankMetrics(Meter):
         step.on_device = False
         self._steps_on_device -= 1
         if not self._in_call:
-            self._idle_since = now  # at the earliest: the device may still work on another step
+            self._idle_since = now  # if the device still works on another step, its end sets this again
             if not self._steps_on_device:
                 self._reporter.set_work(None)
         if step.tokens is not None:
