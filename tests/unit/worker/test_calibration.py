@@ -1,4 +1,4 @@
-"""What `heteroinfer-worker calibrate` makes of what its measuring processes report."""
+"""`heteroinfer-worker calibrate` combines the results of its measuring processes."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Lines out of pieces, in bounded memory."""
+"""The output of a process is cut into lines, in bounded memory."""
 
 from vllm_heteroinfer.calibration.process_output import MAX_LINE_BYTES, LineReader
 
@@ -11,7 +11,7 @@ def lines_of(*pieces: bytes) -> list[str]:
     return found
 
 
-def test_lines_are_joined_from_any_pieces() -> None:
+def test_lines_are_read_from_pieces_of_any_size() -> None:
     assert lines_of(b"on", b"e\ntwo\n\nth", b"ree") == ["one", "two", ""]
     assert lines_of(b"on", b"e\ntwo\n\nth", b"ree", b"") == ["one", "two", "", "three"]
     assert lines_of(b"") == []

@@ -1,4 +1,4 @@
-"""The ring's memory, and the order of its slots."""
+"""The memory of the ring, and the order in which its slots are used."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -99,7 +99,7 @@ def open_slab(
         if rank == asking:
             continue
         awaited = f"message from feed-forward rank {rank.rank} that it is ready"
-        text = store.get(lane_key(rank.rank), deadline, what=awaited, rank=rank.rank)
+        text = store.get(lane_key(rank.rank), deadline, awaited=awaited, rank=rank.rank)
         report = codec.from_json(LaneReady, text)
         ready.append(report)
         if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != report.nonce:

@@ -52,7 +52,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
         store.get(
             _store_key("reads", other),
             deadline,
-            what=f'"ready to measure" message from rank {other.rank}',
+            awaited=f'"ready to measure" message from rank {other.rank}',
             rank=other.rank,
         )
     with torch.inference_mode():
@@ -77,7 +77,7 @@ def agreed_shares(
     rates = [
         int(
             store.get(
-                _store_key("rate", each), deadline, what=f"read rate of rank {each.rank}", rank=each.rank
+                _store_key("rate", each), deadline, awaited=f"read rate of rank {each.rank}", rank=each.rank
             )
         )
         for each in ranks
