@@ -211,7 +211,7 @@ class Listener:
     def accept(self, launch: PodLaunch, asking: int, deadline: Deadline) -> Connection:
         """Waits until the asking rank has connected and proven itself. Then closes the listener.
 
-        Each client proves itself in its own thread, so that a slow stranger does not keep the asking rank out.
+        Each client proves itself in its own thread, so a slow stranger does not keep the asking rank out.
 
         Raises:
             TimeoutError: the asking rank did not connect by the deadline.

@@ -1,8 +1,8 @@
 """Records which parts of the checkpoint fill the experts and MLPs of remote layers. Imports vLLM.
 
-Feed-forward ranks compute the experts or the MLP of a remote layer. vLLM's own method of the layer creates the
-parameters on the meta device (without memory). Then the model's own `load_weights` runs once, with tensors that
-share the memory of the files. Its copies to the parameters are recorded, but not done.
+Feed-forward ranks compute the experts or the MLP of a remote layer. vLLM's own method of the layer creates
+the parameters on the meta device (without memory). Then the model's own `load_weights` runs once, with
+tensors that share the memory of the files. Its copies to the parameters are recorded, but not done.
 """
 
 import bisect
