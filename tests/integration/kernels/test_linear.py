@@ -77,7 +77,7 @@ def test_a_cpu_without_supported_instructions_is_refused() -> None:
         assert ask("paths") == {
             "paths": [],
             "refusal": NO_AVX512,
-            "coded": "this CPU does not have all of AVX2, FMA and F16C",
+            "coded": "this CPU lacks AVX2, FMA or F16C, which the kernels need",
         }
 
 

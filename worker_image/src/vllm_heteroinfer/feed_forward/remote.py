@@ -100,7 +100,7 @@ class RemoteMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
-        del shared_experts, shared_experts_input  # vLLM's runner computes them on a separate stream
+        del shared_experts, shared_experts_input  # vLLM's runner computes shared experts on another stream
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
             x = (x * weights).to(x.dtype)  # each row of such a layer has one expert, and so one weight

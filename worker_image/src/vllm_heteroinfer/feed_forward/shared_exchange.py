@@ -1,9 +1,9 @@
 """Computes some experts of long batches on the GPU, with weights copied from feed-forward ranks of its pod.
 
 The GPU copies the packed weights of these experts into the slots of a ring (a part of its memory), unpacks
-them, and computes. At the same time, the ranks compute the layer's other experts. The number of experts on the GPU
-depends only on the number of rows. So no host thread waits for the router's choice of experts, and copies
-start before this choice.
+them, and computes. At the same time, the ranks compute the layer's other experts. The number of experts on
+the GPU depends only on the number of rows. So no host thread waits for the router's choice of experts, and
+copies start before this choice.
 
 | module | content |
 |---|---|

@@ -27,7 +27,7 @@ from vllm_heteroinfer.kernels.coded import (
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 MAX_CHOICES: Final = 256
-"""Limit of experts for each row."""
+"""Maximum number of experts for each row."""
 
 
 class ActivationKind(IntEnum):
@@ -40,18 +40,20 @@ class ActivationKind(IntEnum):
     RELU2 = 3
     """ReLU squared."""
     SWISH_LIMITED = 4
-    """min(g * sigmoid(alpha * g), limit): the limit follows the function."""
+    """min(g * sigmoid(alpha * g), limit). Other kinds limit g instead of their result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
     """How the columns of w13 become the inputs of w2.
 
-    An input of w2 is kind(gate) * (up + offset). If the activation is not gated, it is kind(column).
+    An input of w2 is kind(gate) * (up + offset). If the activation is not gated, an input of w2 is
+    kind(column).
 
     Attributes:
-        limit: gates are at most `limit` (their function's values for SWISH_LIMITED), ups between -limit and
-            limit.
+        alpha: factor in the sigmoid of SWISH and SWISH_LIMITED.
+        limit: gates are at most `limit`, and ups between -limit and limit. SWISH_LIMITED limits the values of
+            its function instead of the gates.
     """
 
     kind: ActivationKind = ActivationKind.SWISH
@@ -134,7 +136,7 @@ def interleave_gates_and_ups(weight: Coded) -> Coded:
         ValueError: the columns are not a multiple of 64.
     """
     if weight.columns % (2 * SHARED_COLUMNS):
-        raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns})")
+        raise ValueError(f"coded weight: w13 must have a multiple of 64 columns (got {weight.columns})")
 
     def interleave(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
         """Interleaves the gates and the ups of a tensor in blocks; None for None."""
@@ -172,7 +174,7 @@ class CodedExperts:
         """Checks that the parts belong together.
 
         Args:
-            dtype: of inputs and outputs.
+            dtype: type of inputs and outputs.
             biases: [experts, columns] of w13 (gates, then ups) and of w2.
 
         Raises:
@@ -202,7 +204,7 @@ class CodedExperts:
             ]
             w13_biases = torch.stack(interleaved).float().contiguous()
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
-        self._referenced = (w13, w2, w13_biases, w2_biases)  # the kernel has only their addresses
+        self._referenced = (w13, w2, w13_biases, w2_biases)  # the kernel has only the addresses of their data
         self._layer = _NativeCodedExperts(
             w13.packed.data_ptr(),
             w2.packed.data_ptr(),
