@@ -128,45 +128,48 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
         cpus: one CPU of each core.
         folder: empty folder for the file through which the two ranks of a hop connect.
     """
-    by_node: dict[int, list[int]] = {}
-    for cpu in cpus:
-        by_node.setdefault(cpu.node, []).append(cpu.id)
     all_cpus = tuple(cpu.id for cpu in cpus)
-    measurements = [
-        Measurement(
-            what="memory, all NUMA nodes",
-            commands=(_reading_arguments(len(all_cpus), ALL_NODES),),
-            cpus=all_cpus,
-            env=_cpu_environment(),
-        )
-    ]
-    if len(by_node) > 1:
-        measurements += [
-            Measurement(
-                what=f"memory, NUMA node {node}",
-                commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
-                cpus=tuple(ids),
-                env=_cpu_environment(),
-            )
-            for node, ids in sorted(by_node.items())[:_MAX_NODES]
-        ]
     hop_file = str(folder / "hops")
-    measurements.append(
+    return [
+        *_memory_measurements(cpus),
         Measurement(
             what="hops",
             commands=tuple(("hops", str(rank), hop_file) for rank in range(2)),
             # Without this variable, gloo would look up the machine's own name, which may have no address.
             env={**_cpu_environment(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
-        )
-    )
-    measurements.append(Measurement(what="GPU", commands=(("gpu",),)))
-    kernels = ("kernel_reading", str(len(all_cpus)))
-    measurements.append(
+        ),
+        Measurement(what="GPU", commands=(("gpu",),)),
         Measurement(
-            what="kernels", commands=(kernels,), cpus=all_cpus, env=_cpu_environment(), runs_several=True
-        )
+            what="kernels",
+            commands=(("kernel_reading", str(len(all_cpus))),),
+            cpus=all_cpus,
+            env=_cpu_environment(),
+            runs_several=True,
+        ),
+    ]
+
+
+def _memory_measurements(cpus: tuple[Cpu, ...]) -> Iterator[Measurement]:
+    """Yields the measurements of memory: all NUMA nodes together, then each node if there are several."""
+    all_cpus = tuple(cpu.id for cpu in cpus)
+    yield Measurement(
+        what="memory, all NUMA nodes",
+        commands=(_reading_arguments(len(all_cpus), ALL_NODES),),
+        cpus=all_cpus,
+        env=_cpu_environment(),
     )
-    return measurements
+    by_node: dict[int, list[int]] = {}
+    for cpu in cpus:
+        by_node.setdefault(cpu.node, []).append(cpu.id)
+    if len(by_node) == 1:
+        return
+    for node, ids in sorted(by_node.items())[:_MAX_NODES]:
+        yield Measurement(
+            what=f"memory, NUMA node {node}",
+            commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
+            cpus=tuple(ids),
+            env=_cpu_environment(),
+        )
 
 
 def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:

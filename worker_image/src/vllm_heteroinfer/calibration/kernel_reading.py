@@ -67,7 +67,7 @@ Call = Callable[[], Any]
 
 
 class Input:
-    """Holds the input `x` of all calls of a linear kernel, so that `x` can be replaced for all calls."""
+    """Holds the input `x` of a linear kernel's calls, so that all calls can get another `x`."""
 
     x: torch.Tensor
 
@@ -216,7 +216,9 @@ def _measure_rates(
     prepare: Callable[[int], None],
     many_bytes: int | None = None,
 ) -> list[float]:
-    """Returns the bytes per second for one row, and for each number of MORE_ROWS until a call takes too long.
+    """Returns the bytes per second for one row, and for each number of MORE_ROWS.
+
+    Ends before the first number of rows for which a call would take too long.
 
     Args:
         calls: calls of one kernel, each with its own weights.

@@ -30,7 +30,7 @@ def report(kind: str, **values: Any) -> None:
 
 
 def report_begun(what: str) -> None:
-    """Reports the start of a measurement, so that the parent can name it if it crashes this process."""
+    """Reports the start of a measurement. If it crashes this process, the parent can name it."""
     report(BEGUN, what=what)
 
 

@@ -62,9 +62,9 @@ class OwnExpertAsks:
         self.ids = torch.empty_like(asks.first_rows(rows)[1])
 
     def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """Returns x, ids, weights and y of the first `rows` rows; ids count from this rank's first expert.
+        """Returns x, ids, weights and y of the first `rows` rows.
 
-        Ids of other ranks' experts are below 0.
+        The ids count from this rank's first expert. Ids of other ranks' experts are below 0.
         """
         x, ids, weights, y = self._asks.first_rows(rows)
         # The subtraction makes the ids of earlier ranks' experts negative. The mask sets the ids of later

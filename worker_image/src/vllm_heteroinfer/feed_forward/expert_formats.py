@@ -309,7 +309,7 @@ class ExpertWeights:
         )
 
     def _read_mxfp8(self, expert: int, w13: bool) -> Coded:
-        """Reads MXFP8: FP8, and an E8M0 scale (a power of two) for each 32 inputs of a column."""
+        """Reads MXFP8: FP8 with an E8M0 scale (a power of two) for each 32 inputs of a column."""
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
         scales = self._read_columns_and_inputs(
             "weight_scale", expert, w13, per_column=1, per_input=32
@@ -351,9 +351,9 @@ class ExpertWeights:
         return _with_contiguous_rows(codes[:columns, : inputs // 2])
 
     def _read_mxfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads MXFP4: 4-bit floats, and an E8M0 scale (a power of two) for each 32 inputs of a column.
+        """Reads MXFP4: 4-bit floats with an E8M0 scale (a power of two) for each 32 inputs.
 
-        Cuts the padding off both (extra columns and inputs).
+        Cuts off the padding of codes and scales (extra columns and inputs).
         """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
         columns, inputs = self._columns_and_inputs(w13)
@@ -363,8 +363,9 @@ class ExpertWeights:
         return self._build_coded(form, w13, self._read_fp4_codes(expert, w13), scales=scales)
 
     def _read_nvfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads NVFP4: 4-bit floats, an E4M3 scale (FP8) for each 16 inputs of a column, and float32 factors.
+        """Reads NVFP4: 4-bit floats with E4M3 scales (FP8) and float32 factors.
 
+        Each 16 inputs of a column have a scale, which is multiplied by a factor.
         w2 has one factor. w13 has one factor, or one each for gates and ups. The kernels need a factor for
         each column, so each factor is repeated. ModelOpt stores the factors (`_scale_2`), but
         compressed-tensors stores their inverses (`_global_scale`).
@@ -431,9 +432,9 @@ class ExpertWeights:
         return (unpacked.to(torch.int8) - 8).contiguous()
 
     def _inputs_per_scale(self, scales: int, w13: bool, *, has_zeros: bool = False) -> int:
-        """Returns the number of inputs that share a scale; 0 if all inputs do and there are no zero points.
+        """Returns the number of inputs that share a scale; 0 if all inputs share one scale.
 
-        The kernels subtract zero points from groups only, so with zero points all inputs are one group.
+        With zero points, never returns 0, because the kernels subtract zero points from groups only.
 
         Args:
             scales: number of scales of a column, for the inputs of all ranks.

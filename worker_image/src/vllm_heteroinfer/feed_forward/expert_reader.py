@@ -153,7 +153,9 @@ class LayerReader:
 
 
 def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region | None:
-    """Returns the region of an expert that is inside both the piece and the ranges; None if there is none.
+    """Returns the region of an expert that is inside both the piece and the ranges.
+
+    Returns None if there is no such region.
 
     Args:
         ranges: range of indices for each dimension except dimension 0, which counts experts.

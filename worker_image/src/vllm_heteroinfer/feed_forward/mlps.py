@@ -159,8 +159,9 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
 
 
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
-    """Returns an MLP's activation, its gate and up layers (or one layer with both), and its down layer.
+    """Returns an MLP's activation, its layers before the activation, and its down layer.
 
+    Before the activation, an MLP has a gate and an up layer, one layer with both, or only an up layer.
     Runs the MLP with random numbers as the outputs of its linear layers. The input of its last linear layer
     must then be a known activation of the other layers' outputs.
 

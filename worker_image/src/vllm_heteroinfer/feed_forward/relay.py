@@ -1,8 +1,9 @@
-"""Relays asks to feed-forward ranks in other pods, in a thread of the asking rank that runs C++ code.
+"""Relays the asks of an asking rank to feed-forward ranks in other pods.
 
-The slab has a lane for each other pod. The relay sends each ask to the pod, and writes the pod's answer into
-the lane. So the code that asks (a kernel of the GPU, or a call of the host) does not depend on the network.
-The thread calls neither CUDA nor Python while it runs. Imports torch.
+A thread of the asking rank runs C++ code that relays asks. The slab has a lane for each other pod. The relay
+sends each ask to the pod, and writes the pod's answer into the lane. So the code that asks (a kernel of the
+GPU, or a call of the host) does not depend on the network. The thread calls neither CUDA nor Python while it
+runs. Imports torch.
 """
 
 import ctypes
@@ -68,22 +69,10 @@ def connect_all(
         LaneError: a rank cannot be reached, another process answers at its port, or the connection ended.
     """
     connected_lanes, reports = [], list(ready)
+    ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk  # of one row
     for lane, rank in lanes:
         report = reports[lane]
-        ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk
-        try:
-            connection = pod_link.connect(report.host, report.port, launch, asking.rank, rank)
-            cost = connection.measure(
-                _HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows
-            )
-        except ContractError as error:
-            raise LaneError(rank.rank, f"feed-forward rank {rank.rank}: {error}") from error
-        except OSError as error:
-            raise LaneError(
-                rank.rank,
-                f"feed-forward rank {rank.rank}: {report.host} port {report.port} is not reachable from rank "
-                f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
-            ) from error
+        connection, cost = _connect(rank, report, shape, ask_bytes, launch, asking)
         _logger.info(
             "feed-forward rank %d in pod %d: the network needs %.0f us for one token and its answer, and "
             "transfers %s per second of long batches",
@@ -99,6 +88,37 @@ def connect_all(
             row_s=report.row_s + (ask_bytes + shape.row_bytes) / cost.bytes_per_s,
         )
     return tuple(connected_lanes), tuple(reports)
+
+
+def _connect(
+    rank: RankAssignment,
+    report: LaneReady,
+    shape: Shape,
+    ask_bytes: int,
+    launch: PodLaunch,
+    asking: RankAssignment,
+) -> tuple[pod_link.Connection, pod_link.LinkCost]:
+    """Connects the asking rank to the rank of another pod, and measures the connection.
+
+    Args:
+        report: report of `rank`, with its address.
+        ask_bytes: size of an ask of one row, without its header.
+
+    Raises:
+        LaneError: as in `connect_all`.
+    """
+    try:
+        connection = pod_link.connect(report.host, report.port, launch, asking.rank, rank)
+        cost = connection.measure(_HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows)
+    except ContractError as error:
+        raise LaneError(rank.rank, f"feed-forward rank {rank.rank}: {error}") from error
+    except OSError as error:
+        raise LaneError(
+            rank.rank,
+            f"feed-forward rank {rank.rank}: {report.host} port {report.port} is not reachable from rank "
+            f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
+        ) from error
+    return connection, cost
 
 
 def relay_cpus(env: Mapping[str, str]) -> frozenset[int]:

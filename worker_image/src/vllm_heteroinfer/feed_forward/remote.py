@@ -139,14 +139,7 @@ def replace_remote_parts(
     """
     _register_op()
     remote_parts: dict[int, RemotePart] = {}
-    user_offloader = get_offloader()
-    if type(user_offloader) is not NoopOffloader:
-        raise ContractError(
-            f"engine.args: vLLM's {type(user_offloader).__name__} cannot be used in mode FeedForward. Remove "
-            "--cpu-offload-gb and --offload-group-size"
-        )
-
-    original = RoutedExperts._get_quant_method
+    default_offloader, original = _get_default_offloader(), RoutedExperts._get_quant_method
 
     def choose_method(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
         """Returns a `RemoteMethod` for the experts of a remote layer, and vLLM's method for other experts."""
@@ -182,7 +175,18 @@ def replace_remote_parts(
         yield remote_parts
     finally:
         RoutedExperts._get_quant_method = original
-        set_offloader(user_offloader)
+        set_offloader(default_offloader)
+
+
+def _get_default_offloader() -> NoopOffloader:
+    """Returns vLLM's offloader; raises ContractError if the user enabled one that does something."""
+    offloader = get_offloader()
+    if type(offloader) is not NoopOffloader:
+        raise ContractError(
+            f"engine.args: vLLM's {type(offloader).__name__} cannot be used in mode FeedForward. Remove "
+            "--cpu-offload-gb and --offload-group-size"
+        )
+    return offloader
 
 
 class VisitingOffloader(NoopOffloader):

@@ -1,6 +1,7 @@
-"""Divides the memory of the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
+"""Divides the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
 
-A slot has packed experts of one layer. Slots are used in turn.
+The ring is the part of the GPU's memory for copied experts. A slot has packed experts of one layer. Slots are
+used in turn.
 """
 
 from dataclasses import dataclass

@@ -134,21 +134,10 @@ class SharedExchange:
         started = time.perf_counter()
         _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
-        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
-
-        def register(rank: int) -> torch.Tensor:
-            """Lets the GPU copy a rank's weights. Returns the memory of the weights."""
-            register_memory(memories[rank])
-            return memories[rank]
-
         with torch.cuda.device(device):
-            self._layers = find_gpu_layers(recipe, offers, register)
+            self._layers = self._find_layers(offers)
             if not self._layers:
-                _logger.warning(
-                    "the plan lets the GPU compute experts of long batches, but the GPU cannot compute the "
-                    "experts of any layer, so CPU ranks compute all. The warnings above contain the reasons"
-                )
-                return  # no ring is needed, because `self._layers` is empty
+                return  # no ring is needed
             layers = list(self._layers.values())
             self._first_layer, self._last_layer = layers[0], layers[-1]
             self._ring = WeightRing(layers, ring_bytes, self._dtype, Unpacker(device), self.times)
@@ -166,6 +155,23 @@ class SharedExchange:
             format_bytes(self._ring.num_bytes),
             time.perf_counter() - started,
         )
+
+    def _find_layers(self, offers: Mapping[int, OfferedWeights]) -> dict[int, GpuLayer]:
+        """Returns the layers whose experts the GPU can compute. Maps the ranks' weights for the GPU."""
+        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
+
+        def register(rank: int) -> torch.Tensor:
+            """Lets the GPU copy a rank's weights. Returns the memory of the weights."""
+            register_memory(memories[rank])
+            return memories[rank]
+
+        layers = find_gpu_layers(self._recipe, offers, register)
+        if not layers:
+            _logger.warning(
+                "the plan lets the GPU compute experts of long batches, but the GPU cannot compute the "
+                "experts of any layer, so CPU ranks compute all. The warnings above contain the reasons"
+            )
+        return layers
 
     def ask(
         self,
@@ -268,31 +274,8 @@ class SharedExchange:
         weights = torch.full((most, topk), 1 / topk, device=self._device)
 
         def run(rows: int, gpu_experts: int) -> LayerTimes:
-            """Computes the layer REPEATS times with `gpu_experts` experts on the GPU. Returns its times."""
-            row_ids, row_weights = ids[:rows], weights[:rows]
-            torch.cuda.synchronize()
-            busy_before_ns = self._read_busy_ns()
-            answer_events = []
-            with self.times.recording() as spans:
-                for _ in range(REPEATS):
-                    if gpu_experts:
-                        self._compute_with_ranks(layer, gpu_experts, x[:rows], row_ids, row_weights, None)
-                    else:
-                        self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
-                    answer_events.append(torch.cuda.Event(enable_timing=True))
-                    answer_events[-1].record()
-                torch.cuda.synchronize()
-            slowest_busy_ns = max(
-                after_ns - before_ns
-                for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
-            )
-            first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
-            return LayerTimes(
-                period_s=first_to_last_s / (REPEATS - 1),
-                cpu_s=slowest_busy_ns / 1e9 / REPEATS,
-                copy_s=total_s(spans.get(COPY, [])) / REPEATS,
-                compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
-            )
+            """Returns the times of the layer with this number of rows and of experts on the GPU."""
+            return self._time_layer(layer, gpu_experts, x[:rows], ids[:rows], weights[:rows])
 
         started = time.perf_counter()
         self._compile_kernels(layer, x, ids, weights)
@@ -306,6 +289,34 @@ class SharedExchange:
             balance.describe(),
         )
         return balance
+
+    def _time_layer(
+        self, layer: GpuLayer, gpu_experts: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> LayerTimes:
+        """Computes a layer REPEATS times with `gpu_experts` experts on the GPU. Returns its average times."""
+        torch.cuda.synchronize()
+        busy_before_ns = self._read_busy_ns()
+        answer_events = []
+        with self.times.recording() as spans:
+            for _ in range(REPEATS):
+                if gpu_experts:
+                    self._compute_with_ranks(layer, gpu_experts, x, ids, weights, None)
+                else:
+                    self._exchange.ask(layer.number, x, ids, weights, None)
+                answer_events.append(torch.cuda.Event(enable_timing=True))
+                answer_events[-1].record()
+            torch.cuda.synchronize()
+        slowest_busy_ns = max(
+            after_ns - before_ns
+            for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
+        )
+        first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
+        return LayerTimes(
+            period_s=first_to_last_s / (REPEATS - 1),  # REPEATS answers have one interval less
+            cpu_s=slowest_busy_ns / 1e9 / REPEATS,
+            copy_s=total_s(spans.get(COPY, [])) / REPEATS,
+            compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
+        )
 
     def _compile_kernels(
         self, layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -1,8 +1,9 @@
-"""The memory for asks and answers of feed-forward ranks, and the proof that both sides map the same memory.
+"""The slab: shared memory for asks and answers of feed-forward ranks.
 
-The slab is a memfd of the asking rank. Its feed-forward ranks open it through /proc, like the bridge's slab
-(distributed/bridge/bridge_slab.py). So nothing remains after the processes end, and /dev/shm is not used.
-The ranks share a PID namespace, because they run in one pod.
+A nonce proves that the asking rank and a feed-forward rank map the same memory. The slab is a memfd of the
+asking rank. Its feed-forward ranks open it through /proc, like the bridge's slab
+(distributed/bridge/bridge_slab.py). So nothing remains after the processes end, and /dev/shm is not used. The
+ranks share a PID namespace, because they run in one pod.
 """
 
 import ctypes

@@ -22,9 +22,9 @@ def asking_lanes(plan: Plan, asking: RankAssignment) -> tuple[RankAssignment, ..
 
 
 def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
-    """Returns the ranks behind the lanes of the slab of a feed-forward rank's pod, in the order of the lanes.
+    """Returns the ranks behind the lanes of the slab in the pod of `rank`, in the order of the lanes.
 
-    They are the feed-forward ranks in the pod of `rank` that have the same asking rank as `rank`.
+    They are the feed-forward ranks of the pod that have the same asking rank as the feed-forward rank `rank`.
     """
     ranks = plan.feed_forward_ranks_of(plan.asking_rank(rank))
     return tuple(each for each in ranks if each.pod == rank.pod)

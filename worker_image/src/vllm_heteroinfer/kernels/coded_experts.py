@@ -158,6 +158,25 @@ def interleave_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
 
+def _check_parts(w13: PackedPart, w2: PackedPart, dtype: torch.dtype, *, gated: bool) -> None:
+    """Raises ValueError if w13 and w2 do not belong together, or no kernel supports sizes or `dtype`."""
+    inner, hidden = w2.inputs, w2.columns
+    w13_sizes = (len(w13.packed), w13.columns, w13.inputs)
+    expected_sizes = (len(w2.packed), inner * (2 if gated else 1), hidden)
+    if w13_sizes != expected_sizes:
+        raise ValueError(
+            "coded experts: experts, columns and inputs of w13 must fit w2: "
+            f"{expected_sizes} (got {w13_sizes})"
+        )
+    if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
+        raise ValueError(
+            f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
+            f"and {inner})"
+        )
+    if dtype not in ELEMENTS:
+        raise ValueError(f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})")
+
+
 class CodedExperts:
     """A layer's routed experts, packed and computed in their checkpoint's format."""
 
@@ -171,7 +190,7 @@ class CodedExperts:
         dtype: torch.dtype,
         biases: Sequence[torch.Tensor | None] = (None, None),
     ) -> None:
-        """Checks that the parts belong together.
+        """Checks the parts, and builds the struct that the kernel reads by raw pointers.
 
         Args:
             dtype: type of inputs and outputs.
@@ -181,21 +200,7 @@ class CodedExperts:
             ValueError: the parts do not belong together, or a size is not a multiple of 32.
         """
         experts, inner, hidden = len(w13.packed), w2.inputs, w2.columns
-        expected_w13 = (len(w2.packed), inner * (2 if activation.gated else 1), hidden)
-        if (experts, w13.columns, w13.inputs) != expected_w13:
-            raise ValueError(
-                "coded experts: experts, columns and inputs of w13 must fit w2: "
-                f"{expected_w13} (got {(experts, w13.columns, w13.inputs)})"
-            )
-        if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
-            raise ValueError(
-                f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
-                f"and {inner})"
-            )
-        if dtype not in ELEMENTS:
-            raise ValueError(
-                f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})"
-            )
+        _check_parts(w13, w2, dtype, gated=activation.gated)
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
         if w13_biases is not None:  # in the order of the packed columns

@@ -21,7 +21,7 @@ _FLIPPED: Final = {4: 0x88, 8: 0x80}
 
 
 class CodedWNA16Kernel(MPLinearKernel):
-    """Weights of 4 or 8 bits with a scale for each group of inputs, and zero points if the file has them."""
+    """Weights of 4 or 8 bits with a scale, and perhaps a zero point, for each group of inputs."""
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -74,18 +74,11 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
         )
         if not has_usual_arguments or not self.use_direct_call or torch.compiler.is_compiling():
             return original(self, query, key, value, output_shape, output_dtype)
-        context, impl, name = get_forward_context(), self.impl, self.layer_name
-        metadata = context.attn_metadata
-        if (
-            type(metadata) is not dict
-            or has_kv_transfer_group()
-            or not _needs_only_two_operations(self, impl)
-        ):
+        slots_and_batch = _find_slots_and_batch(self)
+        if slots_and_batch is None:
             return original(self, query, key, value)
-        mapping, batch = context.slot_mapping.get(name), metadata.get(name)
-        if mapping is None or batch is None:
-            return original(self, query, key, value)
-        halves = _halves_of(self.kv_cache)
+        slots, batch = slots_and_batch
+        halves, impl = _halves_of(self.kv_cache), self.impl
         keys, values = halves.keys, halves.values
         rows, size = query.shape[0], self.head_size
         scales_and_type = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
@@ -95,7 +88,7 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
             value.view(-1, self.num_kv_heads, size),
             keys,
             values,
-            mapping,
+            slots,
             self.isa,
             *scales_and_type,
         )
@@ -123,6 +116,23 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
         return output.view(rows, self.num_heads * size)
 
     return forward
+
+
+def _find_slots_and_batch(layer: Any) -> tuple[Any, Any] | None:
+    """Returns a layer's slots in the KV cache and its batch, for the present step.
+
+    Returns None in unusual cases, which only vLLM's own function handles.
+    """
+    context, name = get_forward_context(), layer.layer_name
+    batches = context.attn_metadata
+    if (
+        type(batches) is not dict
+        or has_kv_transfer_group()
+        or not _needs_only_two_operations(layer, layer.impl)
+    ):
+        return None
+    slots, batch = context.slot_mapping.get(name), batches.get(name)
+    return None if slots is None or batch is None else (slots, batch)
 
 
 def _needs_only_two_operations(layer: Any, impl: Any) -> bool:
