@@ -87,9 +87,9 @@ class MeasuredResults:
             if len(self.lists[kind]) < MAX_ENTRIES:
                 self.lists[kind].append(result)
         elif kind == BEGUN:
-            what = str(result.get("what"))
-            if what not in self.begun and len(self.begun) < MAX_ENTRIES:
-                self.begun.append(what)
+            name = str(result.get("what"))
+            if name not in self.begun and len(self.begun) < MAX_ENTRIES:
+                self.begun.append(name)
         elif kind == "gpu":
             self.values["gpu"] = result
         else:  # the name of the GPU, or the operations per second
@@ -105,13 +105,13 @@ class Measurement:
     """One measuring process, or two that measure together.
 
     Attributes:
+        what: name of the measurement.
         commands: modules below this package, each with its arguments.
         cpus: ids of the CPUs that the processes may use; all if empty.
-        what: name of the measurement.
+        env: environment variables for the processes.
         runs_several: whether the command runs several measurements, and reports the start of each. Such a
             command gets further arguments: its time in seconds, and the measurements to leave out. So if a
             measurement crashes the process, the command can run again without this measurement.
-        env: environment variables for the processes.
     """
 
     what: str
@@ -202,27 +202,38 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
 
     Stores a measurement that failed or did not begin in time as skipped.
     """
-    results, start = MeasuredResults(), time.monotonic()
+    results, deadline = MeasuredResults(), time.monotonic() + limit_s
     for measurement in measurements:
-        left_s = limit_s - (time.monotonic() - start)
-        if left_s < _SHORTEST_S:
-            results.skip(
-                measurement.what,
-                f"not begun within {limit_s:.0f} s. {_RAISE_LIMIT}",
-            )
-        must_run = True
-        while must_run and left_s >= _SHORTEST_S:
-            begun_before = len(results.begun)
-            failed = _run_measurement(measurement, left_s, results)
-            if failed is not None:
-                results.skip(failed.name, failed.reason)
-            # If one of several measurements ended the process, the command runs again and leaves out the
-            # measurements that have begun. If this run has begun none, a further run would fail in the same
-            # way.
-            has_begun_one = len(results.begun) > begun_before
-            must_run = failed is not None and measurement.runs_several and has_begun_one
-            left_s = limit_s - (time.monotonic() - start)
+        left_s = deadline - time.monotonic()
+        if left_s >= _SHORTEST_S:
+            _run_until_done(measurement, deadline, left_s, results)
+        else:
+            results.skip(measurement.what, f"not begun within {limit_s:.0f} s. {_RAISE_LIMIT}")
     return results
+
+
+def _run_until_done(
+    measurement: Measurement, deadline: float, left_s: float, results: MeasuredResults
+) -> None:
+    """Runs a measurement, and runs it again after a crash if its command runs several measurements.
+
+    A further run leaves out the measurements that have begun. There is no further run if the last run has
+    begun no measurement, because a further run would crash in the same way.
+
+    Args:
+        deadline: time (time.monotonic()) at which the measurement must end.
+        left_s: seconds until the deadline.
+    """
+    while left_s >= _SHORTEST_S:
+        begun_before = len(results.begun)
+        failed = _run_measurement(measurement, left_s, results)
+        if failed is None:
+            return
+        results.skip(failed.name, failed.reason)
+        has_begun_one = len(results.begun) > begun_before
+        if not measurement.runs_several or not has_begun_one:
+            return
+        left_s = deadline - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +258,8 @@ def _run_measurement(
         (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun_before) if measurement.runs_several else ()
     )
     processes: list[subprocess.Popen[bytes]] = []
-    tails: list[list[str]] = [[] for _ in measurement.commands]  # the last line of each process's errors
+    # For each process, a list with the last line of its errors; empty if it has written no errors.
+    tails: list[list[str]] = [[] for _ in measurement.commands]
     children_to_keep = set(child_pids())  # all later children belong to this measurement
     with contextlib.ExitStack() as at_end:
         at_end.callback(_end_processes, processes, children_to_keep)  # also runs if SIGTERM ends this process
@@ -258,18 +270,27 @@ def _run_measurement(
         is_late = not _wait_until_ended(processes, output, limit_s)
         _end_processes(processes, children_to_keep)
         output.read_rest(_LAST_READ_S)
-    exit_codes = [process.returncode for process in processes]
-    # `results.begun` grows while the output is read. The command's last measurement is the failed one.
+    # `results.begun` has grown while the output was read. If a measurement failed, it is the last one.
     has_begun_one = len(results.begun) > len(begun_before)
     name = results.begun[-1] if has_begun_one else measurement.what
     if is_late:
         return _FailedMeasurement(name, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}")
+    reason = _find_reason([process.returncode for process in processes], tails)
+    return None if reason is None else _FailedMeasurement(name, reason)
+
+
+def _find_reason(exit_codes: Sequence[int], tails: Sequence[Sequence[str]]) -> str | None:
+    """Returns why the first failed process ended; None if no process failed.
+
+    Args:
+        exit_codes: exit code of each process.
+        tails: last line of each process's errors, in a list; an empty list if there are no errors.
+    """
     failed_codes = [code for code in exit_codes if code]
-    if failed_codes:
-        last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
-        reason = f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
-        return _FailedMeasurement(name, reason)
-    return None
+    if not failed_codes:
+        return None
+    last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
+    return f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
 
 
 def _pipes_and_readers(

@@ -91,7 +91,9 @@ class MappedFile:
         length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
         self._data_start = _HEADER_LENGTH + length
         if not 0 < length <= min(MAX_HEADER_BYTES, self.num_bytes - _HEADER_LENGTH):
-            raise self._invalid(f"its header of {length} bytes does not fit into {self.num_bytes} bytes")
+            raise self._invalid(
+                f"the header's length must fit the file's {self.num_bytes} bytes (got {length} bytes)"
+            )
         return self._memory[_HEADER_LENGTH : self._data_start]
 
     def _parse_header(self, header: bytes) -> list[_HeaderEntry]:
@@ -106,7 +108,7 @@ class MappedFile:
         except ContractError:  # ContractError is a ValueError, so the next branch would hide its message
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
+            raise self._invalid(f"the header is damaged ({type(error).__name__}: {error})") from error
         return sorted(entries, key=lambda entry: entry.start)
 
     def _parse_entry(self, name: str, entry: Any) -> _HeaderEntry:

@@ -131,7 +131,7 @@ def activation_of(recipe: LayerRecipe) -> Activation:
             f"{', '.join(sorted(_KINDS))}, {_STEP}, {ALTERNATING} (got {name!r}). Use "
             "spec.parallelism.mode: Pipeline with GPU roles only"
         )
-    gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 has no gate in either case
+    gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 never has a gate
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)
 
 
@@ -193,7 +193,7 @@ def _build_refusal(
 ) -> ContractError:
     """Returns the error for quantized experts that no kernel of this CPU computes."""
     if library is None:
-        reason = "there are no kernels for this CPU"
+        reason = "the kernels were not compiled, or do not support this CPU"
     elif dtype not in ELEMENTS:
         types = ", ".join(str(each).removeprefix("torch.") for each in ELEMENTS)
         reason = f"engine.dtype must be one of {types} (got {str(dtype).removeprefix('torch.')})"

@@ -203,13 +203,15 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
     try:
         fd = open_memfd(offer.pid, offer.fd, offer.name, f"the weights of feed-forward rank {rank}")
     except OSError as error:
-        raise ContractError(f"feed-forward rank {rank}: {error}. Report this with the pod's log") from error
+        raise ContractError(
+            f"feed-forward rank {rank}: {error}. Report this error with the pod's log"
+        ) from error
     try:
         return torch.frombuffer(mmap.mmap(fd, offer.num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ContractError(
             f"feed-forward rank {rank}: {offer.num_bytes} bytes of its weights cannot be mapped ({error}). "
-            "Report this with the pod's log"
+            "Report this error with the pod's log"
         ) from error
     finally:
         os.close(fd)

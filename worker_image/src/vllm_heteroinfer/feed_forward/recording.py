@@ -165,7 +165,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     unused = sorted(set(names.values()) - remote_names - own_names)
     if unused:
         _logger.warning(
-            "%s: no layer uses %d tensors of the checkpoint, so they are not loaded, such as %s",
+            "%s: %d tensors of the checkpoint are not loaded, because no layer uses them (such as %s)",
             config.model_config.model,
             len(unused),
             ", ".join(unused[:_SHOWN]),

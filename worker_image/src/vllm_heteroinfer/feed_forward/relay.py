@@ -178,7 +178,9 @@ class Relay:
         if error == pod_link.MALFORMED:
             problem = "sent a message that answers no request. Start all pods from one image"
         elif error in _SILENT_MACHINE_ERRORS:
-            problem = f"its machine does not respond ({os.strerror(error)}). Check its node and the network"
+            problem = (
+                f"its machine does not respond ({os.strerror(error)}). Check the rank's node and the network"
+            )
         else:
             time.sleep(OWN_REPORT_S)
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)

@@ -28,7 +28,7 @@ def prepare(path: Path | None = None) -> KernelLibrary:
     """
     library = _prepared[0] if _prepared else load(path)
     if not library.paths:
-        raise KernelsUnavailableError("this CPU does not support AVX512F")
+        raise KernelsUnavailableError("this CPU lacks AVX512F, which the kernels need")
     if not _prepared:
         _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
         _schema.impl("linear", _call_kernel, "CPU")

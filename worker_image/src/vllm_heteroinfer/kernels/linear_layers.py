@@ -89,7 +89,7 @@ class LinearLayers:
             self._library = linear.prepare()
         except KernelsUnavailableError as error:
             self._log_once(
-                logging.WARNING, f"CPU linear layers: using vLLM's slower kernels (oneDNN): {error}"
+                logging.WARNING, f"CPU linear layers: vLLM's slower kernels (oneDNN) compute them: {error}"
             )
             return False
         paths, threads = ", ".join(self._library.paths), self._library.calls.heteroinfer_threads()

@@ -83,7 +83,9 @@ def install() -> None:
     replace(CPU_CODED_MODELOPT_SCALES, _with_kept_scales)
     replace(CPU_CODED_FACTORS, with_kept_divisors)
     replace(CPU_CODED_MODELOPT_FACTORS, with_kept_factors)
-    _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
+    _logger.info(
+        "CPU quantized linear layers: HeteroInfer's kernels compute them (%s)", ", ".join(library.coded_paths)
+    )
 
 
 def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:

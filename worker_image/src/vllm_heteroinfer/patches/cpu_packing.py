@@ -95,12 +95,13 @@ def _with_packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callabl
                 *(_select_expert(tensor, index) for tensor in tensors),
                 **{name: _select_expert(tensor, index) for name, tensor in named.items()},
             )
-            joined_tensors = joined_tensors or [
-                None
-                if tensor is None
-                else _JoinedTensor(parts=num_experts, dim=0, allocate=weight_memory.empty)
-                for tensor in packed
-            ]
+            if not joined_tensors:  # only the first result shows which tensors there are
+                joined_tensors = [
+                    None
+                    if tensor is None
+                    else _JoinedTensor(parts=num_experts, dim=0, allocate=weight_memory.empty)
+                    for tensor in packed
+                ]
             for joined, tensor in zip(joined_tensors, packed, strict=True):
                 if joined is not None:
                     joined.copy_in(tensor, index, index + 1)
@@ -119,7 +120,8 @@ def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
 
     An unpacked slice has at most _UNPACKED_BYTES, unless _OUTPUTS outputs, the fewest of a slice, take more.
     """
-    width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
+    fitting_outputs = _UNPACKED_BYTES // (4 * inputs)
+    width = max(fitting_outputs // _OUTPUTS, 1) * _OUTPUTS  # whole multiples of _OUTPUTS
     for first in range(0, outputs, width):
         yield first, min(first + width, outputs)
 
