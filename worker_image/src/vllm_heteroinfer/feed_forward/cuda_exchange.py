@@ -157,14 +157,14 @@ class CudaExchange:
         with torch.cuda.device(device):
             register_memory(slab.bytes)
             self._kernels = Kernels(device)
-            # vLLM's sleep mode must not empty this memory, because the number of asks must never decrease. So
-            # this code runs outside the mode's memory pool.
+            # This memory is outside of the pool that vLLM's sleep mode empties, because it has the number of
+            # asks, which must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._ask_kernel, self._sum_kernel = (
             self._kernels.function("ff_ask"),
             self._kernels.function("ff_get"),
         )
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._device_index = torch.cuda.current_device() if device.index is None else device.index
         layout = slab.layout
         self._fixed_params = {
             "slab": self._kernels.device_address(slab.address),
@@ -230,7 +230,7 @@ class CudaExchange:
         wanted_blocks = -(-num_parts // THREADS)
         max_blocks = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
         blocks = max(1, min(max_blocks, wanted_blocks))
-        stream = int(torch._C._cuda_getCurrentRawStream(self._index))
+        stream = int(torch._C._cuda_getCurrentRawStream(self._device_index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
 
         def receive() -> torch.Tensor:

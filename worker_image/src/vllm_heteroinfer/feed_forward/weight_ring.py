@@ -72,7 +72,7 @@ class WeightRing:
         """Puts the copies of a load's arrays into the copy stream."""
         content, memory = load.content, self._slots[slot]
         offsets = iter(load.slot_offsets(self.slot_experts))
-        self._stream.wait_event(self._unpacked[slot])  # then the slot's former content is free
+        self._stream.wait_event(self._unpacked[slot])  # until the former content is unpacked
         with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
             for rank in load.ranks:
                 # Number of the rank's experts before the first expert of the load.
@@ -96,11 +96,8 @@ class WeightRing:
         stream, experts = torch.cuda.current_stream(), load.content.experts
         stream.wait_event(self._copied[slot])
         hidden, inner = recipe.hidden, recipe.inner
-        w2_elements = self.slot_experts * hidden * inner
-        w13_elements = 2 * w2_elements
-        w13 = self._buffer[:w13_elements].view(self.slot_experts, 2 * inner, hidden)
-        w2 = self._buffer[w13_elements : w13_elements + w2_elements].view(self.slot_experts, hidden, inner)
-        # `unpack` takes [experts, parts, columns, inputs]: w13 has gates and ups as parts, w2 has one part.
+        w13, w2 = self._divide_buffer(hidden, inner)
+        # The unpacker takes [experts, parts, columns, inputs]: w13 has gates and ups as parts, w2 has one part.
         w13_parts = w13[:experts].view(experts, 2, inner, hidden)
         w2_parts = w2[:experts].unsqueeze(1)
         offsets = iter(load.slot_offsets(self.slot_experts))
@@ -116,6 +113,14 @@ class WeightRing:
                 self._unpacker.unpack(matrix13, codes13, scales13, gates_and_ups, gated=True)
                 self._unpacker.unpack(matrix2, codes2, scales2, inputs, gated=False)
         self._unpacked[slot].record(stream)
+        return w13, w2
+
+    def _divide_buffer(self, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns w13 and w2 of unpacked experts, as views of the buffer."""
+        w2_elements = self.slot_experts * hidden * inner
+        w13_elements = 2 * w2_elements
+        w13 = self._buffer[:w13_elements].view(self.slot_experts, 2 * inner, hidden)
+        w2 = self._buffer[w13_elements : w13_elements + w2_elements].view(self.slot_experts, hidden, inner)
         return w13, w2
 
     def _slot_arrays(
