@@ -11,6 +11,7 @@ vllm/model_executor/models/utils.py::make_layers@v0.32.0.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -140,6 +141,26 @@ def replace_remote_parts(
     _register_op()
     remote_parts: dict[int, RemotePart] = {}
     default_offloader, original = _get_default_offloader(), RoutedExperts._get_quant_method
+    replace_mlp = partial(
+        _replace_mlp, remote_parts=remote_parts, layers=layers, records=records, first_layer=first_layer
+    )
+    set_offloader(VisitingOffloader(replace_mlp))
+    RoutedExperts._get_quant_method = _with_remote_methods(original, remote_parts, layers, records=records)
+    try:
+        yield remote_parts
+    finally:
+        RoutedExperts._get_quant_method = original
+        set_offloader(default_offloader)
+
+
+def _with_remote_methods(
+    original: Callable[..., FusedMoEMethodBase],
+    remote_parts: dict[int, RemotePart],
+    layers: frozenset[int],
+    *,
+    records: bool,
+) -> Callable[..., FusedMoEMethodBase]:
+    """Returns a replacement of vLLM's choice of methods, `original`. It adds experts to `remote_parts`."""
 
     def choose_method(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
         """Returns a `RemoteMethod` for the experts of a remote layer, and vLLM's method for other experts."""
@@ -156,26 +177,29 @@ def replace_remote_parts(
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)
 
-    def replace_mlp(index_in_stage: int, layer: torch.nn.Module) -> None:
-        """Replaces the MLP of a remote layer that has no experts."""
-        index = first_layer + index_in_stage
-        # If a layer has experts, too (Gemma-4), its MLP stays in this rank.
-        if index not in layers or index in remote_parts:
-            return
-        mlp = RecordedMlp.find(index, layer)
-        if mlp is None:  # for example a layer of an encoder, which has the number of a decoder's layer
-            return
-        remote_parts[index] = mlp
-        if not records:
-            mlp.end()
+    return choose_method
 
-    set_offloader(VisitingOffloader(replace_mlp))
-    RoutedExperts._get_quant_method = choose_method
-    try:
-        yield remote_parts
-    finally:
-        RoutedExperts._get_quant_method = original
-        set_offloader(default_offloader)
+
+def _replace_mlp(
+    index_in_stage: int,
+    layer: torch.nn.Module,
+    *,
+    remote_parts: dict[int, RemotePart],
+    layers: frozenset[int],
+    records: bool,
+    first_layer: int,
+) -> None:
+    """Replaces the MLP of a remote layer that has no experts, and adds the MLP to `remote_parts`."""
+    index = first_layer + index_in_stage
+    # If a layer has experts, too (Gemma-4), its MLP stays in this rank.
+    if index not in layers or index in remote_parts:
+        return
+    mlp = RecordedMlp.find(index, layer)
+    if mlp is None:  # for example a layer of an encoder, which has the number of a decoder's layer
+        return
+    remote_parts[index] = mlp
+    if not records:
+        mlp.end()
 
 
 def _get_default_offloader() -> NoopOffloader:

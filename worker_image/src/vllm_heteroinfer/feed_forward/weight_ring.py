@@ -97,7 +97,7 @@ class WeightRing:
         stream.wait_event(self._copied[slot])
         hidden, inner = recipe.hidden, recipe.inner
         w13, w2 = self._divide_buffer(hidden, inner)
-        # The unpacker takes [experts, parts, columns, inputs]: w13 has gates and ups as parts, w2 has one part.
+        # The shape for the unpacker is [experts, parts, columns, inputs]. w13 has two parts, gates and ups.
         w13_parts = w13[:experts].view(experts, 2, inner, hidden)
         w2_parts = w2[:experts].unsqueeze(1)
         offsets = iter(load.slot_offsets(self.slot_experts))
