@@ -218,7 +218,7 @@ def _measure_rates(
 ) -> list[float]:
     """Returns the bytes per second for one row, and for each number of MORE_ROWS.
 
-    Ends before the first number of rows for which a call would take too long.
+    Stops before the first number of rows for which a call would take longer than _LONGEST_CALL_S.
 
     Args:
         calls: calls of one kernel, each with its own weights.
@@ -229,7 +229,8 @@ def _measure_rates(
     rates: list[float] = []
     call_s, rows_before = 0.0, 1
     for rows in (1, *MORE_ROWS):
-        if rows > _MAX_ROWS[part] or call_s * rows / rows_before > _LONGEST_CALL_S:
+        predicted_call_s = call_s * rows / rows_before
+        if rows > _MAX_ROWS[part] or predicted_call_s > _LONGEST_CALL_S:
             break
         prepare(rows)
         # With few rows, all calls must run, because only all weights together exceed the caches.

@@ -118,15 +118,11 @@ class ExpertWeights:
         if not shape.gated:
             return read(own.first, own.end)
         if shape.alternate:
-            if per_element > 1:
-                raise ContractError(
-                    f"{name}: gate and up columns alternate, so each column must have an element of its own "
-                    f"(got {per_element} columns per element). Use another checkpoint of the model, or GPU "
-                    "roles only"
-                )
+            _check_alternating(name, per_element)
             alternating = read(2 * own.first, 2 * own.end)
             index = torch.arange(alternating.shape[dim])
-            return alternating.index_select(dim, torch.cat((index[0::2], index[1::2])))
+            gates_then_ups = torch.cat((index[0::2], index[1::2]))
+            return alternating.index_select(dim, gates_then_ups)
         # The ups begin with an element of their own, even if the last element of the gates is not full.
         first_up = -(-shape.padded // per_element) * per_element
         gates, ups = read(own.first, own.end), read(first_up + own.first, first_up + own.end)
@@ -525,6 +521,16 @@ class ExpertWeights:
         # vLLM supports only symmetric GPTQ, and ignores the zero points in its files.
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)
         return self._build_coded(form, w13, codes, scales=scales)
+
+
+def _check_alternating(name: str, columns_per_element: int) -> None:
+    """Raises ContractError if gate and up columns alternate, but share elements of a parameter."""
+    if columns_per_element > 1:
+        raise ContractError(
+            f"{name}: gate and up columns alternate, so each column must have an element of its own (got "
+            f"{columns_per_element} columns per element). Use another checkpoint of the model, or GPU roles "
+            "only"
+        )
 
 
 def _with_contiguous_rows(weight: torch.Tensor) -> torch.Tensor:

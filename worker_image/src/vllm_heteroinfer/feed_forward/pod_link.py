@@ -201,7 +201,7 @@ class Listener:
         self._socket = socket.socket(addresses.family_of(address), socket.SOCK_STREAM)
         self._socket.bind((address, 0))
         self._socket.listen()
-        self._socket.settimeout(_NAP_S)  # `accept` also looks for proven connections this often
+        self._socket.settimeout(_NAP_S)  # between two clients, `accept` checks for proven connections
 
     @property
     def port(self) -> int:
@@ -232,7 +232,7 @@ class Listener:
             while deadline.left_s:
                 with contextlib.suppress(queue.Empty):  # no client has proven itself yet
                     result = results.get_nowait()
-                    if isinstance(result, BaseException):  # the unexpected error of a thread
+                    if isinstance(result, BaseException):  # a thread ended with an unexpected error
                         raise result
                     return result
                 with contextlib.suppress(TimeoutError):  # no client connected within _NAP_S

@@ -382,8 +382,7 @@ class Copies(TorchDispatchMode):
             file, file_offset = place_in_file
             pieces.append(Piece(start, size, file, file_offset, dtype, strides))
         elif source.device.type == "cpu" and source.numel() <= _MAX_RECORDED_VALUES:
-            values = expanded.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
-            pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
+            pieces.append(Piece(start, size, VALUES, 0, dtype, strides, _hex_digits(expanded)))
         else:
             self.problems.append(
                 f"layer {layer}: the model's loader computes parameter {name}, so feed-forward ranks cannot "
@@ -394,6 +393,11 @@ class Copies(TorchDispatchMode):
         return target
 
 
+def _hex_digits(values: torch.Tensor) -> str:
+    """Returns the bytes of all values, in hexadecimal digits."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+
+
 def _first_number(*values: Any) -> float | None:
-    """Returns the first value that is not None as a float; None if there is none."""
+    """Returns the first value that is not None, as a float; None if all values are None."""
     return next((float(value) for value in values if value is not None), None)

@@ -51,9 +51,9 @@ class LinearLayers:
             remove_weight: whether only `cpu_linear` reads the weight. vLLM sets this argument.
         """
         problem = self._find_problem(layer)
+        if problem:
+            self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
         if problem is not None:
-            if problem:
-                self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
             return False
         weight = layer.weight.data
         columns = weight.shape[0]
