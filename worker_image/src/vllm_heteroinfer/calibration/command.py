@@ -280,7 +280,9 @@ def _run_measurement(
 
 
 def _find_reason(exit_codes: Sequence[int], tails: Sequence[Sequence[str]]) -> str | None:
-    """Returns why the first failed process ended; None if no process failed.
+    """Returns why processes failed; None if no process failed.
+
+    The reason has the exit code of the first failed process, and the first error of all failed processes.
 
     Args:
         exit_codes: exit code of each process.

@@ -187,13 +187,13 @@ class Mixture:
                 f"mixture: x must be [rows, {self._hidden}] bf16 with contiguous rows "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})"
             )
-        # With a gate, the kernel computes the logits itself and ignores their type.
-        logits_address, logits_type = None, _LOGITS[torch.bfloat16]
-        if not self._gated:
-            if logits is None or _check_logits(logits, self._experts) != rows:
-                shape = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape})")
+        if self._gated:  # the kernel computes the logits itself, and ignores their type
+            logits_address, logits_type = None, _LOGITS[torch.bfloat16]
+        elif logits is not None and _check_logits(logits, self._experts) == rows:
             logits_address, logits_type = logits.data_ptr(), _LOGITS[logits.dtype]
+        else:
+            shape = None if logits is None else tuple(logits.shape)
+            raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape})")
         y = x.new_empty((rows, self._hidden))
         self._call(
             self._layer_address,
