@@ -148,14 +148,18 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     # MLPs must not be mistaken for those of the decoder.
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
         return False
-    required_parameters = [
-        parameter
-        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]  # no `self`
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    ]
     has_experts = any(isinstance(each, RoutedExperts) for each in module.modules())
-    return len(required_parameters) == 1 and not has_experts
+    return _count_required_inputs(module) == 1 and not has_experts
+
+
+def _count_required_inputs(module: torch.nn.Module) -> int:
+    """Returns the number of parameters without a default in a module's `forward`."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without `self`
+    variadic_kinds = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return sum(
+        parameter.default is inspect.Parameter.empty and parameter.kind not in variadic_kinds
+        for parameter in parameters
+    )
 
 
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
@@ -174,17 +178,8 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
         if not name.startswith(tuple(linear_prefixes)):
             raise _NoMlpError(f"must have parameters only in linear layers (has {name})")
     mlp_input, mlp_output, calls = _run_with_random_outputs(mlp, linears)
-    if len(linears) not in {2, 3} or len(calls) != len(linears):
-        raise _NoMlpError(
-            f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
-        )
-    *ups, (down, down_input, down_output) = calls  # in the order of the calls, so down is last
-    begins_with_ups = all(up_input is mlp_input for _, up_input, _ in ups)
-    ends_with_down = mlp_output is down_output
-    if not begins_with_ups or not ends_with_down:
-        raise _NoMlpError("must change its input and output only by linear layers")
-    if any(linear.skip_bias_add and linear.has_bias for linear in linears):
-        raise _NoMlpError("must not add a bias after a linear layer")
+    _check_calls(linears, calls, mlp_input, mlp_output)
+    *ups, (down, down_input, _) = calls  # in the order of the calls, so down is last
     # With a gate, gate and up together have two columns for each input of down.
     gated = sum(up_output.shape[1] for _, _, up_output in ups) == 2 * down_input.shape[1]
     activation, gate_and_up = _find_activation(down_input, ups, gated=gated)
@@ -192,7 +187,28 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
     names = {name for linear in gate_and_up for name, _ in linear.named_parameters()}
     if len(gate_and_up) > 1 and not names <= {"weight", "bias"}:
         raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
-    return activation if gated else f"{activation}_no_mul", gate_and_up, down
+    vllm_name = activation if gated else f"{activation}_no_mul"  # as in vLLM's MoEActivation
+    return vllm_name, gate_and_up, down
+
+
+def _check_calls(
+    linears: Sequence[Any], calls: Sequence[_LinearCall], mlp_input: torch.Tensor, mlp_output: Any
+) -> None:
+    """Raises _NoMlpError if the calls of a module's linear layers are not the calls of an MLP.
+
+    In an MLP, the first layers get the MLP's input, and the last layer returns the MLP's output.
+    """
+    if len(linears) not in {2, 3} or len(calls) != len(linears):
+        raise _NoMlpError(
+            f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
+        )
+    *ups, (_, _, down_output) = calls
+    begins_with_ups = all(up_input is mlp_input for _, up_input, _ in ups)
+    ends_with_down = mlp_output is down_output
+    if not begins_with_ups or not ends_with_down:
+        raise _NoMlpError("must change its input and output only by linear layers")
+    if any(linear.skip_bias_add and linear.has_bias for linear in linears):
+        raise _NoMlpError("must not add a bias after a linear layer")
 
 
 def _find_activation(
