@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 READING_S: Final = 1.0
-"""Time for which all ranks read at the same time: longer than most short disturbances on a host."""
+"""Time for which all ranks read at the same time. Most short disturbances on a host are shorter."""
 
 
 def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:

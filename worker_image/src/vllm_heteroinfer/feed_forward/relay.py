@@ -66,7 +66,8 @@ def connect_all(
         The connected lanes, and `ready` with the time of the network added to the reports of other pods.
 
     Raises:
-        LaneError: a rank cannot be reached, another process answers at its port, or the connection ended.
+        LaneError: a rank cannot be reached, another process answers at the rank's port, or the connection
+            ended.
     """
     connected_lanes, reports = [], list(ready)
     ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk  # of one row
@@ -115,8 +116,9 @@ def _connect(
     except OSError as error:
         raise LaneError(
             rank.rank,
-            f"feed-forward rank {rank.rank}: {report.host} port {report.port} is not reachable from rank "
-            f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
+            f"feed-forward rank {rank.rank}: rank {asking.rank} has no working connection to {report.host} "
+            f"port {report.port} ({error}). Let the pods of a group reach each other at all ports, and read "
+            f"the log of rank {rank.rank}",
         ) from error
     return connection, cost
 
