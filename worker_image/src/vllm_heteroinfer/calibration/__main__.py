@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _handle_sigterm() -> None:
     """Makes this process end at SIGTERM, with its children and its temporary files.
 
-    Without a handler, a process with PID 1 ignores SIGTERM. launch/cli.py has blocked the signal, so an
-    earlier SIGTERM is not lost: it takes effect when this function unblocks the signal.
+    Without a handler, a process with PID 1 ignores SIGTERM. launch/cli.py has blocked SIGTERM, so a signal
+    that arrived earlier takes effect when this function unblocks SIGTERM.
     """
     signal.signal(signal.SIGTERM, _exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
