@@ -42,7 +42,12 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
     """
     if not _shares_follow_rates(plan.feed_forward_ranks_of(plan.asking_rank(rank))):
         return
-    ranks = plan.feed_forward_ranks(rank.stage)
+    # Only these ranks of the stage call store.put below, so waiting for another rank would never end.
+    ranks = [
+        each
+        for each in plan.feed_forward_ranks(rank.stage)
+        if _shares_follow_rates(plan.feed_forward_ranks_of(plan.asking_rank(each)))
+    ]
     # The memory for this rank's weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)

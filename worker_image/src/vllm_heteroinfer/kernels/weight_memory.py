@@ -49,7 +49,8 @@ class WeightMemory:
         self.name = f"{NAME}-{secrets.token_hex(16)}"
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        # For each tensor: its first address, the address after its end, and its offset in the memfd.
+        # For each tensor until it is freed: its first address, the address after its end, and its offset in
+        # the memfd.
         self._spans: list[tuple[int, int, int]] = []
         self._close_fd = weakref.finalize(self, os.close, self.fd)
 
@@ -67,11 +68,12 @@ class WeightMemory:
         length = _round_up_to_huge_pages(count * dtype.itemsize)
         os.ftruncate(self.fd, self.num_bytes + length)
         address = _map_aligned(self.fd, self.num_bytes, length)
-        self._spans.append((address, address + length, self.num_bytes))
+        span = (address, address + length, self.num_bytes)
+        self._spans.append(span)
         self.num_bytes += length
         # The tensor references `memory`, so the mapping ends only after the tensor is freed.
         memory = (ctypes.c_char * length).from_address(address)
-        weakref.finalize(memory, _libc.munmap, address, length)
+        weakref.finalize(memory, _unmap, self._spans, span)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +104,13 @@ class WeightMemory:
         """Asks the Linux kernel to move all tensors of this memory into huge pages, if possible."""
         for address, end, _ in self._spans:
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
+
+
+def _unmap(spans: list[tuple[int, int, int]], span: tuple[int, int, int]) -> None:
+    """Ends the mapping of a freed tensor. Another mapping may get its addresses, so `spans` forgets them."""
+    spans.remove(span)
+    begin, end, _ = span
+    _libc.munmap(begin, end - begin)
 
 
 _memory_in_use: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
