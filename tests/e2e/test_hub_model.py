@@ -1,7 +1,6 @@
-"""A model of a hub on a real node: fetched into a volume with a token, then served without the hub.
+"""Tests a model from a hub on a real node: fetched into a volume with a token, then served without the hub.
 
-In a namespace in which nothing may be reached and nothing may be sent, but for what NetworkPolicies allow,
-and whose pods get a sidecar unless they opt out.
+The namespace denies all traffic that no NetworkPolicy allows. Its pods get a sidecar unless they opt out.
 """
 
 import json
@@ -45,7 +44,7 @@ PAUSE_BYTES = 8_000_000
 ROLE = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 FETCH_S = 120.0
 PROGRESS_S = 30.0
-"""The operator asks a fetch pod every 5 s; a busy node may leave some of its requests without an answer."""
+"""The operator queries a fetch pod every 5 s. A busy node may not answer some of the queries."""
 START_S = 420.0
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[HubServer]:
-    """The hub, on this machine's address that pods reach; its one model asks for a token."""
+    """Runs the hub at an address of this machine that pods reach. Its only model requires a token."""
     address = Addresses(number=node_cluster.state.number).machine
     with HubServer(host=address, content_host=address) as server:
         server.repositories[MODEL] = Repository.of_folder(model[0] / "small", token=TOKEN)
@@ -64,7 +63,7 @@ def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterat
 def cache() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="heteroinfer-cache-"))
     folder.chmod(0o755)
-    # A volume of a path of the node takes no group from fsGroup: its folder must be the workers'.
+    # fsGroup does not change a volume that is a path of the node, so the folder must belong to the workers.
     shutil.chown(folder, WORKER_USER, WORKER_USER)
     yield folder
     shutil.rmtree(folder)
@@ -84,7 +83,7 @@ def installed(node_cluster: NodeCluster, hub: HubServer) -> Iterator[NodeCluster
 
 
 def manifests(cache: Path, endpoint: str) -> str:
-    """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and CPUs alone."""
+    """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and for CPUs only."""
     volume = cache_volume("hub-cache", cache)
     secret = {
         "apiVersion": "v1",
@@ -140,7 +139,7 @@ STRANGER = json.dumps(
 
 
 def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
-    """Denies all traffic of the namespace; returns when a pod that reached hub and DNS reaches neither."""
+    """Denies all traffic of the namespace. Waits until a pod that reached hub and DNS reaches neither."""
     apply = ("apply", "-n", NAMESPACE, "-f", "-")
     cluster.kubectl(*apply, stdin=STRANGER)
     cluster.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", "pod/stranger", "--timeout=60s")
@@ -214,7 +213,7 @@ def check_fetched_and_served(
     commit = hub.repositories[MODEL].commit
     assert model_status()["commit"] == commit
     assert read_marker(cache / model_folder(MODEL, commit)) is not None
-    hub.close()  # from here on nobody answers: what is served comes from the volume
+    hub.close()  # The hub stops here, so the group serves the model from the volume.
 
     resource.wait_ready(START_S)
     assert containers(resource.pods()) == {names.CONTAINER_WORKER}
@@ -248,5 +247,5 @@ def check_fetched_and_served(
     def claims() -> list[Any]:
         return list(resource.get("pvc")["items"])
 
-    # The claim goes with the resource, once the garbage collector has seen that; the volume is the user's.
+    # The garbage collector deletes the claim after the resource. The volume belongs to the user, and stays.
     processes.wait_until("the end of the claim", lambda: not claims(), timeout_s=60)

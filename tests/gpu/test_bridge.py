@@ -1,4 +1,4 @@
-"""The bridge between a GPU rank and CPU ranks: what tests/integration/bridge asks of CPU ranks, on a GPU."""
+"""Tests the bridge between a GPU rank and CPU ranks, with the scenarios of tests/integration/bridge."""
 
 from dataclasses import replace
 

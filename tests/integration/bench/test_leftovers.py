@@ -1,4 +1,4 @@
-"""What the churn looks for is found: a process that slips away, its port, its shared memory, its socket."""
+"""Tests that tests/bench/leftovers.py finds each resource that a group has left behind."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ with open(shared, "w+b") as file:
 open(folder + "/up", "w").close()
 time.sleep(600)
 """
-"""A child that leaves its parent's session and folder, and holds one of everything."""
+"""A child that leaves its parent's session and folder, and holds one resource of each kind."""
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_reports_remaining_processes_and_files(tmp_path: Path, shared: Path) -> 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     wait_until_left(held, folder, tmp_path / "scratch", [str(shared), str(bound)])
-    wait_until_left(held, folder, tmp_path, [str(shared)])  # what lies in the pods' folder goes with them
+    wait_until_left(held, folder, tmp_path, [str(shared)])  # files in the pods' folder are deleted with it
     assert shared in shared_memory_of_nobody(before)
 
 

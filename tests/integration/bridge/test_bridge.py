@@ -1,4 +1,4 @@
-"""The bridge between real processes on CPUs: by shared memory and by gloo, two ranks and three."""
+"""Tests the bridge between two and three real processes on CPUs, by shared memory and by gloo."""
 
 import os
 from dataclasses import replace
@@ -117,7 +117,8 @@ def test_a_killed_rank_is_reported_within_the_time_out(group: Group) -> None:
         for rank in ranks[:-1]:
             reported = rank.next_event()
             assert reported["error"] == "PeerLostError"
-            # With three, the first to say so ends, and the others may lose that one.
+            # With three ranks, the first to report the difference ends, so the others may report that rank as
+            # lost.
             assert reported["peer"] in range(len(ranks))
     assert ": did not provide " in reported["message"]
 
@@ -212,7 +213,7 @@ def _check_refusals(reported: list[dict[str, Any]]) -> None:
             assert word in one["message"]
 
 
-def test_a_rank_waits_for_no_peer_before_its_device_has_written() -> None:
+def test_a_rank_waits_for_a_peer_only_after_its_device_has_written() -> None:
     """Like a GPU's stream, a rank waits for no peer until its own memory word is written, with a deadline."""
     reported = ask("tests.integration.bridge.late_words", "")
     before, after = reported["before"], reported["after"]

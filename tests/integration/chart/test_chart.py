@@ -1,4 +1,4 @@
-"""The chart: rendered by Helm, validated and installed on a real API server."""
+"""Tests that the chart renders with Helm, and that a real API server accepts and installs it."""
 
 import json
 import os
@@ -33,13 +33,13 @@ VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Cluster]:
-    """A control plane of this module's own: the CRD belongs to the release here."""
+    """Yields a control plane of this module. The CRD on it belongs to the release."""
     with start_control_plane_only() as cluster:
         yield cluster
 
 
 def render(cluster: Cluster, *values: str) -> list[dict[str, Any]]:
-    """Returns the objects that the chart renders to, as release `rel` in namespace `sys`."""
+    """Returns the objects that the chart renders, as release `rel` in namespace `sys`."""
     text = cluster.helm("template", "rel", str(CHART), *options(values))
     return [document for document in yaml.safe_load_all(text) if document]
 
@@ -54,13 +54,13 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def of_operator(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the cluster roles that are not people's."""
+    """Returns the cluster roles of the operator, without the roles for users."""
     roles = of_kind(objects, "ClusterRole")
     return [role for role in roles if "aggregate" not in json.dumps(role["metadata"]["labels"])]
 
 
 def rules_of(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
-    """Returns a role as (group, resource, verb, name)."""
+    """Returns the rules of a role as (group, resource, verb, name)."""
     return {
         (group, resource, verb, name)
         for rule in role["rules"]
@@ -133,7 +133,7 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     other = of_kind(render(plane, *KINDS, "workerImages.cpu=cpu:2"), "Job")
     changed = [a["metadata"]["name"] != b["metadata"]["name"] for a, b in zip(jobs, other, strict=True)]
     assert changed == [True, False]
-    # A Job's template cannot be changed: with one name it is the same, whatever else is set.
+    # The template of a Job cannot be changed. So while the Job's name is the same, its template must be, too.
     assert of_kind(render(plane, *KINDS, "workers=2", "allowRemoteCode=true"), "Job") == jobs
     others = (
         "image.pullPolicy=Always",
@@ -184,7 +184,7 @@ LIMITED = tuple(
     for container in ("measureResources", "keepResources")
     for resource, amount in (("cpu", "2"), ("memory", "4Gi"), ("ephemeral-storage", "1Gi"))
 )
-"""What a namespace asks for that has a ResourceQuota on limits."""
+"""A namespace with a ResourceQuota on limits requires these fields."""
 
 
 def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_token(plane: Cluster) -> None:
@@ -229,11 +229,11 @@ POD_SECURITY = (
     '"readOnlyRootFilesystem":true},"pod":{"fsGroup":65532,"fsGroupChangePolicy":"OnRootMismatch",'
     '"runAsGroup":65532,"runAsNonRoot":true,"runAsUser":65532,"seccompProfile":{"type":"RuntimeDefault"}}}'
 )
-"""The security contexts that the operator takes if nothing is set."""
+"""The security contexts that the operator uses if no value of the chart is set."""
 
 
 def contexts(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the security contexts of all pods and containers of a release, and of the pods it has made."""
+    """Returns the security contexts of a release's pods, and of the pods that its operator creates."""
     templates = [
         each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "Job")
     ]
@@ -397,7 +397,7 @@ OPEN = (
     ".global",
     *(f".affinity.{kind}" for kind in ("nodeAffinity", "podAffinity", "podAntiAffinity")),
 )
-"""Objects of Kubernetes' own or of a parent chart, which the chart hands on as they are."""
+"""Objects of Kubernetes or of a parent chart, which the chart passes on unchanged."""
 
 
 def test_the_rendered_crd_equals_the_file_except_for_its_keep_annotation(plane: Cluster) -> None:
@@ -481,7 +481,7 @@ def at_home(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tuple[int, str]:
-    """Returns exit code and output of `heteroinfer operator --check`, as the chart's test pod runs it."""
+    """Runs `heteroinfer operator --check` like the chart's test pod. Returns exit code and output."""
     token = cluster.kubectl("create", "token", "-n", release, f"{release}-heteroinfer").strip()
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token}
@@ -587,7 +587,7 @@ def test_the_roles_for_a_team_equal_the_charts_roles(plane: Cluster) -> None:
     assert "labels" not in installer["metadata"], "it is given by name only"
 
 
-def test_measured_rates_stay_whichever_tool_applies_the_chart(plane: Cluster) -> None:
+def test_every_tool_that_applies_the_chart_keeps_measured_rates(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     place = ("-n", "rel", "-o", "json")
@@ -647,7 +647,7 @@ def test_users_with_the_standard_roles_of_kubernetes_may_use_the_resource(plane:
         asked = ("auth", "can-i", verb, *(resource or (CRD,)), "-n", "rel", f"--as={role}")
         try:
             return plane.kubectl(*asked).strip() == "yes"
-        except ClusterError:  # its exit code says no
+        except ClusterError:  # kubectl answers "no" with this exit code
             return False
 
     deadline = time.monotonic() + 30

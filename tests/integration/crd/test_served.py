@@ -1,4 +1,4 @@
-"""The CRD as users meet it through kubectl: refusals in words, columns, /scale, /status."""
+"""Tests the CRD through kubectl, as users see it: refusals, columns, /scale, /status."""
 
 import json
 import re
@@ -200,7 +200,7 @@ def test_kubectl_explain_shows_defaults(cluster: Cluster) -> None:
 
 
 def durations(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the path of each duration in a schema; the fields of a list's entries are below the list."""
+    """Yields the path of each duration in a schema. Does not enter lists."""
     if schema.get("pattern") == DURATION_PATTERN:
         yield path
     for name, field in schema.get("properties", {}).items():

@@ -1,8 +1,8 @@
-"""Plays the slab's protocol between processes, without a model; prints what came of it as JSON.
+"""Runs the slab's protocol between processes, without a model. Prints the results as JSON.
 
     python -m tests.integration.feed_forward.protocol CASE [--count N] [--lanes N]
 
-Run it with the worker's Python.
+Run it with the worker's Python. Each lane of the slab has a process, which stands for a feed-forward rank.
 """
 
 import argparse
@@ -56,11 +56,11 @@ SETTLE_S = 1.5
 IDLE_S = 3.0
 FREEZE_S = 3.0
 LANE_TURN_S = 0.05
-"""Between the turns of two processes that are stopped or go on one after another."""
+"""Seconds between two processes that are stopped or resumed one after another."""
 
 
 def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
-    """A lane: gives back what it is asked, until stopped."""
+    """Runs the rank of a lane: it returns the inputs of each ask until it is stopped."""
     shape = Offer.from_json(offer).shape
     slab, _ = connect(Offer.from_json(offer), lane, shape)
     ready.put(lane)
@@ -68,7 +68,7 @@ def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
 
 
 def idle(offer: str, lane: int, spin_ns: int, ready: Any) -> None:
-    """A lane that nobody asks; says what CPU time it takes once it has settled."""
+    """Runs the rank of a lane that gets no asks. Reports its CPU time after it has settled."""
     shape = Offer.from_json(offer).shape
     slab, _ = connect(Offer.from_json(offer), lane, shape)
     threading.Timer(SETTLE_S, lambda: ready.put(_cpu_s())).start()
@@ -83,7 +83,7 @@ def _cpu_s() -> float:
 
 
 def ranks(lanes: int) -> list[RankAssignment]:
-    """Returns the lanes' ranks, from 1."""
+    """Returns the ranks of the lanes, from 1."""
     return [
         RankAssignment(
             rank=1 + lane,
@@ -106,7 +106,7 @@ READY = LaneReady(nonce="", ask_s=0.0, row_s=0.0)
 
 
 class Bench:
-    """A slab with lanes in processes of their own."""
+    """A slab and the processes of its lanes."""
 
     def __init__(self, lanes: int, *, skip: int = 0) -> None:
         self.slab: Slab
@@ -125,13 +125,13 @@ class Bench:
         self.exchange = HostExchange(self.slab, ranks(lanes), [READY] * lanes)
 
     def stress(self, count: int) -> int:
-        """Returns how many of `count` asks came back right."""
+        """Sends `count` asks, and returns the number of correct answers."""
         call = slab_library.load().heteroinfer_ff_stress
         layout = ctypes.byref(self.slab.layout)
         return int(call(self.slab.address, layout, count, 16, SPIN_NS, LIMIT_NS))
 
     def end(self) -> list[int | None]:
-        """Stops the slab; returns the lanes' exit codes."""
+        """Stops the slab, and returns the exit codes of the lanes' processes."""
         self.slab.stop()
         for process in self.processes:
             process.join(10)
@@ -160,7 +160,7 @@ def wrong(count: int, lanes: int) -> dict[str, Any]:
 
 
 def killed(count: int, lanes: int) -> dict[str, Any]:
-    """Kills the last lane while asks run."""
+    """Kills the process of the last lane while asks run."""
     bench = Bench(lanes)
     victim = bench.processes[-1].pid
     assert victim is not None
@@ -179,7 +179,7 @@ def killed(count: int, lanes: int) -> dict[str, Any]:
 
 
 def stopped(count: int, lanes: int) -> dict[str, Any]:
-    """Stops the slab while the asking side waits for a lane that does not answer."""
+    """Stops the slab while the asking side waits for a lane without an answer."""
     bench = Bench(lanes)
     os.kill(bench.processes[0].pid or 0, signal.SIGSTOP)
     threading.Timer(0.2, bench.slab.stop).start()
@@ -191,7 +191,7 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
 
 
 def gave_up(count: int, lanes: int) -> dict[str, Any]:
-    """The device has given up the last lane, as it says in the slab, and then every lane has answered."""
+    """Records in the slab that the device gave up the last lane. After that, every lane answers."""
     del count
     slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -213,7 +213,7 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
 
 
 def given_up_late(count: int, lanes: int) -> dict[str, Any]:
-    """The last lane is late, the device gives up, and the lane answers before the watch looks again."""
+    """Delays the last lane until the device gives up. The lane answers before the watch checks again."""
     del count
     found = {}
     for case in ("seen late", "named by the device"):
@@ -225,7 +225,7 @@ def given_up_late(count: int, lanes: int) -> dict[str, Any]:
         if case == "seen late":
             time.sleep(5 * WATCH_INTERVAL_S)
         else:
-            # The device goes on with the next ask, of which the first lanes are late.
+            # The device continues with the next ask, in which the first lanes are late.
             ctypes.c_uint32.from_address(slab.address + GIVEN_UP_OFFSET).value = lanes
             _number(slab, ASK_OFFSET).value = 2
         ctypes.c_uint32.from_address(slab.address + FAILED_OFFSET).value = 1
@@ -247,7 +247,10 @@ def _set_words(slab: Slab, lanes: Iterable[int], *, answered: int) -> None:
 
 
 def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
-    """Stops all processes of a bench for FREEZE_S; the asker stops last and goes on first: it waits."""
+    """Stops all processes for FREEZE_S.
+
+    The asking process waits for the others: it stops last and resumes first.
+    """
     for pid in (*lanes, asker):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(LANE_TURN_S)
@@ -259,7 +262,7 @@ def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
 
 
 def frozen(count: int, lanes: int) -> dict[str, Any]:
-    """Asks while all processes are frozen, as a pod by its cgroup, and goes on."""
+    """Freezes all processes while an ask runs, as the cgroup of a pod, and continues."""
     del count
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -293,7 +296,10 @@ def frozen(count: int, lanes: int) -> dict[str, Any]:
 
 
 def silent(count: int, lanes: int) -> dict[str, Any]:
-    """Stops the last lane alone while asks run, and says who names it: the exchange, then the watch."""
+    """Stops only the last lane while asks run.
+
+    Returns who names the lane: first the exchange, then the watch.
+    """
     del count
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -316,7 +322,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
 
 
 def misfits(count: int, lanes: int) -> dict[str, Any]:
-    """Returns what is said to asks that do not fit the slab, by what is wrong with them."""
+    """Returns the messages about asks that do not fit the slab, by their fault."""
     del count
     fit = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
     dense = dataclasses.replace(fit, topk=0)
@@ -339,7 +345,7 @@ def misfits(count: int, lanes: int) -> dict[str, Any]:
 
 
 def limits(count: int, lanes: int) -> dict[str, Any]:
-    """Returns how long lanes may take for one row and for a prompt, by what they took in their warm-up."""
+    """Returns the time limits of lanes for one row and for a prompt, by their times in the warm-up."""
     del count
     kinds = {"fast": (0.01, 1e-4), "slow layer": (0.5, 1e-4)}
     found = {}
@@ -350,7 +356,7 @@ def limits(count: int, lanes: int) -> dict[str, Any]:
 
 
 def measure_idle(count: int, lanes: int) -> dict[str, Any]:
-    """Returns the CPU time of lanes that nobody asks, a second after their last ask."""
+    """Returns the CPU time of lanes without asks, from a second after their last ask."""
     found = []
     for spin_ns in (0, 2_000_000):
         slab, offer = create(
@@ -383,7 +389,7 @@ CASES = {
 
 
 def main(argv: list[str]) -> int:
-    """Plays one case."""
+    """Runs one case."""
     parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.protocol")
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--count", type=int, default=20_000)

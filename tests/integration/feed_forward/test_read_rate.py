@@ -1,4 +1,4 @@
-"""Feed-forward ranks read memory together, and share layers by their speeds; real processes, CPU only."""
+"""Tests that feed-forward ranks measure their read rates together, and share layers by these rates."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Layers of int4, int8 and 4-bit floats as checkpoints have them, and their weights in float64.
+"""Builds layers of int4, int8 and 4-bit floats as in checkpoints, with their weights in float64.
 
-Written from the formats' definitions, without vLLM's code or ours.
+This code follows the formats' definitions, and uses no code of vLLM or of ours.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 
 def fill(layer: torch.nn.Module, draw: torch.Generator) -> None:
-    """Writes random values into a layer's parameters, of which a checkpoint has any."""
+    """Writes random values, as a checkpoint may have them, into a layer's parameters."""
     for name, parameter in layer.named_parameters():
         data = parameter.data
         if name.endswith(("_zero_point", "qzeros")) or data.dtype == torch.int32:
@@ -93,7 +93,7 @@ def fill(layer: torch.nn.Module, draw: torch.Generator) -> None:
             data.copy_(torch.randint(115, 122, data.shape, generator=draw, dtype=torch.uint8))
         elif name == "weight_scale" and data.dtype == torch.float8_e4m3fn:
             data.copy_((torch.rand(data.shape, generator=draw) * 4 + 0.5).to(data.dtype))
-        elif name in _DIVISORS:  # of joined layers, each has its own
+        elif name in _DIVISORS:  # joined layers have a value for each of them
             data.copy_(torch.rand(data.shape, generator=draw) * 64 + 32)
         elif name in _SCALES:
             data.copy_(torch.rand(data.shape, generator=draw) / 50 + 0.001)
