@@ -1,4 +1,4 @@
-"""What the patch `cpu_mixture` makes of vLLM's mixtures, beside vLLM's way; asked by `layers_probe`."""
+"""Compares mixtures with the patch `cpu_mixture` to vLLM's own computation. `layers_probe` calls it."""
 
 import contextlib
 import copy
@@ -26,13 +26,13 @@ ROWS = (1, 5, 40, 300)
 def build(
     name: str, *, weights: str = "bfloat16", gate: str = "", biased: bool = False, **options: Any
 ) -> Any:
-    """Returns a loaded mixture as vLLM builds it, with random weights.
+    """Builds and loads a mixture as vLLM does, with random weights.
 
     Args:
         name: of the layer.
-        weights: of experts, bfloat16, float32 or fp8.
-        gate: dtype of its logits; empty where the model gives logits.
-        biased: whether a bias corrects the choice.
+        weights: dtype of the experts: bfloat16, float32 or fp8.
+        gate: dtype of the gate's logits, or "" if the model passes logits.
+        biased: whether a bias corrects the choice of experts.
         options: of vLLM's factory.
     """
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
@@ -75,7 +75,7 @@ def build(
 
 
 def taken() -> dict[str, Any]:
-    """Whether each kind is computed in one call, and whether what comes of it is bit by bit vLLM's way."""
+    """Returns for each kind whether one call computes it, and whether all results equal vLLM's bits."""
     found: dict[str, Any] = {}
     for gate, biased, scoring, normalize in product(
         ("bfloat16", "float32", ""), (False, True), ("softmax", "sigmoid"), (False, True)
@@ -93,7 +93,7 @@ def taken() -> dict[str, Any]:
 
 
 def left() -> dict[str, Any]:
-    """The same of kinds that go vLLM's way."""
+    """Returns the same for kinds that vLLM's own code computes."""
     found: dict[str, Any] = {"float32": compared(build("l.wide", weights="float32"))}
     shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
     found["shared experts"] = compared(build("l.shared", gate="bfloat16", shared_experts=shared))
@@ -119,7 +119,7 @@ def left() -> dict[str, Any]:
 
 
 def split(config: Any) -> Any:
-    """Returns a configuration with experts split over two ranks, of which nobody adds up the parts."""
+    """Returns a configuration with experts split over two ranks. No rank adds the parts."""
     changed = copy.copy(config)
     changed.skip_final_all_reduce = True
     changed.moe_parallel_config = dataclasses.replace(config.moe_parallel_config, tp_size=2)
@@ -127,7 +127,7 @@ def split(config: Any) -> Any:
 
 
 def followed() -> list[bool]:
-    """Whether outputs are those of a layer's weights after they were replaced, by where these are."""
+    """Replaces a layer's weights, and returns by their memory whether the outputs use the new weights."""
     answer = []
     for where in ("w13_weight", "w2_weight", "gate", "e_score_correction_bias", "quant_method"):
         runner = build(f"f.{where}", gate="bfloat16", biased=True)
@@ -147,7 +147,7 @@ def followed() -> list[bool]:
 
 
 def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
-    """Returns in how many of ROWS one call computed it, and whether its outputs were always vLLM's way's."""
+    """Returns in how many of ROWS one call computed the mixture, and whether all outputs equal vLLM's."""
     gated = runner.gate is not None
     same, calls, compute = [], [], Mixture.compute
 
@@ -173,7 +173,7 @@ def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
 
 
 def choice() -> Any:
-    """How far weights of one call are from torch's, which experts differ, and what ties and NaN come to."""
+    """Compares the choice of experts by one call with torch: weights, experts, ties and NaN."""
     library = linear.prepare()
     gaps, others = {}, []
     for experts, topk, dtype in product(
@@ -217,7 +217,7 @@ def choice() -> Any:
 
 
 def scoreless(library: KernelLibrary) -> list[list[float]]:
-    """Returns what experts weigh if all scores are zero, and if one of two is; by us and by torch in turn."""
+    """Returns the weights of experts if all scores are zero, and if one of two is, by us and by torch."""
     far, odd = torch.full((1, 20), -200.0), torch.full((1, 20), -200.0)
     odd[0, 4] = 200.0
     kept = []
@@ -242,7 +242,7 @@ def all_differ(ids: torch.Tensor) -> bool:
 
 
 def refused(library: KernelLibrary) -> list[str]:
-    """What is said to arguments that raw pointers must not be made of."""
+    """Returns the errors for arguments that must not become raw pointers."""
     fits: dict[str, Any] = {
         "experts": 4, "topk": 2, "bias": None, "scoring": "softmax", "normalize": True, "factor": 1.0
     }  # fmt: skip
@@ -280,7 +280,7 @@ def refused(library: KernelLibrary) -> list[str]:
 
 
 def mixture() -> Any:
-    """All of it, with the patches of a rank; and whether the patch goes."""
+    """Runs all checks with the patches of a rank, and reverts the patch."""
     from vllm.config import get_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

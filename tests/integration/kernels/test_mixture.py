@@ -1,4 +1,4 @@
-"""The patch `cpu_mixture` and the choice of experts by our kernels, through vLLM's own layers."""
+"""Tests the patch `cpu_mixture`, and our kernels' choice of experts, in vLLM's own layers."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.layers_probe"
 ROUNDING = 2e-6
-"""Of a score in float32, of which the exponential is within 2e-7."""
+"""Largest error of a score in float32, whose exponential has an error of 2e-7."""
 
 
 def test_a_mixture_in_one_call_is_bit_identical_to_separate_calls(usable: list[str]) -> None:
@@ -22,7 +22,7 @@ def test_a_mixture_in_one_call_is_bit_identical_to_separate_calls(usable: list[s
     assert answer["followed"] == [True] * 5, "weights that were replaced"
 
 
-def test_experts_are_chosen_in_one_call_as_by_torch(usable: list[str]) -> None:
+def test_one_call_chooses_the_same_experts_as_torch(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "choice", *usable)
     assert len(answer["gaps"]) == 352
     assert all(gap < ROUNDING for gap in answer["gaps"].values()), answer["gaps"]

@@ -1,6 +1,6 @@
-"""Runs a group of one pod again and again in one process; prints what it held before and after.
+"""Runs a group of one pod many times in one process. Prints the resources that it held before and after.
 
-Leaks that a supervisor of one life hides (descriptors, threads, zombies) add up here.
+This finds leaks that one life of a supervisor hides: descriptors, threads, zombies.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def held() -> dict[str, int]:
 
 def main(lives: int, directory: Path) -> None:
     adopt_orphans()
-    at = addresses(1)  # the same for all lives, as those of a restarted container
+    at = addresses(1)  # the same for all lives, like those of a restarted container
     codes = [asyncio.run(one_life(directory, at, failing=False))]
     before = held()
     codes += [asyncio.run(one_life(directory, at, failing=life % 4 == 0)) for life in range(lives)]

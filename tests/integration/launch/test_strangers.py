@@ -1,4 +1,4 @@
-"""A stranger on the network ends no group, stands in for no pod and learns nothing; a reset ends no epoch."""
+"""Tests that a stranger on the network cannot end a group, replace a pod or learn data of the group."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ from vllm_heteroinfer.pod.health_server import MAX_CONNECTIONS, REQUEST_TIMEOUT_
 
 IDLE = 300
 ON_THEIR_WAY = 32
-"""Connections that a turn of the loop takes in before the oldest are closed."""
+"""Connections that one turn of the loop accepts before it closes the oldest ones."""
 LONGER_THAN_A_HEARTBEAT_S = 2.0
 STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
 
 
 def answer_to(port: int, said: bytes, timeout_s: float = 10.0) -> bytes:
-    """Returns all that somebody gets who says this on a port, until it is closed."""
+    """Sends bytes to a port, and returns the whole answer until the connection is closed."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
         stranger.sendall(said)
@@ -83,7 +83,7 @@ def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None
             ask_and_read_nothing(strangers, leader.address.health_port)
             most = max(most, len(list(files.iterdir())))
         assert most <= before + MAX_CONNECTIONS + ON_THEIR_WAY
-        # The last are taken in when the first have been answered.
+        # The last connections are accepted after the first ones have been answered.
         wait_until(lambda: len(list(files.iterdir())) <= before, 3 * REQUEST_TIMEOUT_S, group.logs)
         assert leader.is_alive()
 
@@ -97,7 +97,7 @@ async def test_many_simultaneous_clients_are_accepted_a_few_at_a_time() -> None:
     port = free_port()
     await health.start("127.0.0.1", port)
     with contextlib.ExitStack() as strangers:
-        for _ in range(IDLE):  # this process's own loop has no turn meanwhile
+        for _ in range(IDLE):  # the loop of this process does not run in the meantime
             strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.5))
         tasks = len(asyncio.all_tasks())
         most = 0

@@ -82,7 +82,7 @@ def reach(port: int) -> socket.socket:
 
 
 def watch_peer(reporter: RankReporter, peer: socket.socket) -> None:
-    """Raises as torch.distributed's gloo does when its peer is gone."""
+    """Raises like gloo in torch.distributed when its peer has closed the connection."""
     peer.settimeout(None)
     try:
         ended = not peer.recv(1)
@@ -138,7 +138,7 @@ def raise_on_cue(reporter: RankReporter) -> None:
 
 
 def accuse_on_cue(reporter: RankReporter) -> None:
-    """Ends as ranks do whose settings differ: each names the same one."""
+    """Ends like ranks with different settings, which all accuse the same rank."""
     wait_for_trigger()
     message = "rank 1 has dtype float16, rank 0 has float32"
     reporter.send_failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=message, rank=1))
@@ -146,7 +146,7 @@ def accuse_on_cue(reporter: RankReporter) -> None:
 
 
 def give_up_on_cue(reporter: RankReporter) -> None:
-    """Says that rank 1 gave no answer, before rank 1 has said why."""
+    """Accuses rank 1 of no answer, before rank 1 has reported its own error."""
     wait_for_trigger()
     failure = Failure(reason=FailureReason.STEP_TIMEOUT, message="rank 1 gave no answer", rank=1)
     reporter.send_failure(failure)
@@ -171,7 +171,7 @@ def wait_on_cue(reporter: RankReporter) -> None:
 
 
 def fall_mute(reporter: RankReporter) -> None:
-    """Hangs in a call that holds the interpreter's lock: no thread of Python runs any more."""
+    """Hangs in a call that holds the interpreter's lock, so that no thread of Python runs any more."""
     wait_for_trigger()
     ctypes.PyDLL(None).sleep(600)
 
@@ -183,7 +183,7 @@ def exit_on_cue(reporter: RankReporter) -> None:
 
 
 def start_daemon(reporter: RankReporter) -> None:
-    # It leaves the process group on purpose, as daemons do.
+    # The process leaves the process group on purpose, like a daemon.
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 
@@ -225,7 +225,7 @@ def wait_for_trigger() -> None:
 
 
 def import_all(do: str) -> None:
-    """Does before the forks what an import may do."""
+    """Imports before the forks, and does what `do` requests: exits, hangs, or refuses the forks."""
     if do == "exit3":
         print("no module of that name", flush=True)
         os._exit(3)

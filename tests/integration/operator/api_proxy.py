@@ -1,4 +1,4 @@
-"""A proxy in front of the API server that fails on demand."""
+"""Runs a proxy in front of the API server, which fails as a test requests."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "h
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Fault:
-    """How the proxy treats matching requests; the first matching fault applies.
+    """How the proxy treats matching requests. The first matching fault applies.
 
     Attributes:
         path: regular expression, searched in the path with its query; a watch contains `watch=true`.

@@ -33,7 +33,7 @@ CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0
 
 SPEC: dict[str, Any] = {
-    # There are no nodes here: pods are created without free capacity.
+    # There are no nodes here, so the operator must create pods without free capacity.
     "scheduling": {"gang": "Never"},
     "model": {"uri": "pvc://models/tiny", "servedName": "tiny"},
     "engine": {"dtype": "float32", "maxModelLen": 512},
@@ -48,9 +48,9 @@ SPEC: dict[str, Any] = {
 async def until(
     what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, said: Callable[[], str] = str
 ) -> Any:
-    """Waits until `check` returns a true value, and returns it; awaits a coroutine.
+    """Waits until `check` returns a true value, and returns it.
 
-    `said` is the text to show after the timeout.
+    Awaits a coroutine. `said` is the text for the time-out.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -64,7 +64,7 @@ async def until(
 
 
 async def create_resource(server: ApiServer, namespace: str, name: str = "tiny", **spec: Any) -> Owner:
-    """Stores a HeteroInference as an owner of children.
+    """Stores a HeteroInference, which owns the children of the tests.
 
     Args:
         server: API server that stores it.
@@ -168,7 +168,8 @@ class OperatorProcess:
         variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the code of a second working tree
+            # the code of this worktree, which may be a second one
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "KUBECONFIG": str(kubeconfig),
             "NO_PROXY": "*",
             "HETEROINFER_HTTP_PORT": "0",
@@ -187,7 +188,7 @@ class OperatorProcess:
         return self.log.read_text()
 
     async def http(self, path: str) -> tuple[int, str]:
-        """Returns status and text of a path of the HTTP port; status 0 without an answer."""
+        """Returns status and text of a path of the HTTP port, and status 0 without an answer."""
         found = re.search(r"on port (\d+)", self.said)
         if found is None:
             return 0, ""
@@ -239,7 +240,7 @@ class OperatorProcess:
 
 @contextlib.asynccontextmanager
 async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterator[OperatorProcess]:
-    """Runs an operator for the duration of the context, or until the test ends it."""
+    """Runs an operator until the context ends, or until the test ends it."""
     process = OperatorProcess(kubeconfig, log, **settings)
     try:
         yield process

@@ -1,4 +1,4 @@
-"""The port on a real API server: the effect of each action, and its refusals."""
+"""Tests the operator's port to the cluster on a real API server: effect and refusal of each action."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -236,7 +236,7 @@ async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
         old = service(earlier, "tiny")
         old["metadata"]["finalizers"] = [
             "heteroinfer.dev/test"
-        ]  # the garbage collector must wait for the test
+        ]  # the garbage collector must not delete it before the test has read it
         await server.create(SERVICE.path(namespace), old)
         apply = ApplyObject(manifest=service(owner, "tiny"))
         (refusal,) = (await act(watched, owner, apply)).refusals

@@ -1,4 +1,4 @@
-"""Damaged statuses that the schema accepts, and forged pods, on a real API server."""
+"""Tests damaged statuses that the schema accepts, and forged pods, on a real API server."""
 
 import json
 from collections.abc import Callable

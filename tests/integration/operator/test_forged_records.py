@@ -1,4 +1,4 @@
-"""An account with write access to ConfigMaps alone, against a running operator process."""
+"""Tests an attacker who can write ConfigMaps only, against a running operator."""
 
 import json
 from pathlib import Path
@@ -161,7 +161,7 @@ async def test_write_access_to_config_maps_does_not_control_the_next_pods(
 async def forge_while_the_spec_is_accepted(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The record belongs to the current revision, so the operator restores it."""
+    """Replaces the record while it belongs to the current revision. The operator must restore it."""
     record = await config_map(server, namespace, "revision")
     assert names.ANNOTATION_CODE in record["metadata"]["annotations"]
     await attacker.replace(record)
@@ -175,7 +175,7 @@ async def forge_while_the_spec_is_accepted(
 async def forge_while_the_spec_is_refused(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The group would restart with the stored revision."""
+    """Replaces the stored record while the current spec is refused, so that a group would restart with it."""
     await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"engine": {"args": ["--nope"]}}})
 
     async def refused() -> bool:

@@ -1,4 +1,4 @@
-"""Rejected pods, lost nodes and grace periods on a real API server.
+"""Tests rejected pods, lost nodes and grace periods on a real API server.
 
 No kubelet runs here: the tests play it.
 """
@@ -34,7 +34,7 @@ from tests.integration.operator.running_operator import add_node, end_rank, oper
 
 @pytest.fixture
 async def far(server: ApiServer) -> AsyncIterator[str]:
-    """A second node, for the follower."""
+    """Adds a second node, for the follower."""
     await add_node(server, "far", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
     yield "far"
     await server.delete(NODE.path(None, "far"), {})

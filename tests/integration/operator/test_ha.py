@@ -1,4 +1,4 @@
-"""Several operators on one API server, and an API server that goes silent."""
+"""Tests several operators on one API server, and an API server that stops answering."""
 
 import signal
 import time
@@ -201,7 +201,7 @@ async def test_a_silent_watch_is_detected(
         await process.working()
         await bring_up(server, namespace)
 
-        # All watches, including kopf's: new lists and resyncs find the missed changes.
+        # The silence covers all watches, including kopf's. New lists and resyncs find the missed changes.
         silent = proxy.inject("watch=true", hang=True)
         await until("silent watches", lambda: silent.hits)
         await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
@@ -214,7 +214,8 @@ async def test_a_silent_watch_is_detected(
         await until("the operator sees the change of the spec", suspended)
         assert await process.http("/healthz") == (200, "ok")
 
-        # Lists of pods too: reconciles continue with old data, which only the age of the copy reveals.
+        # Lists of pods are silent too. Reconciles continue with old data, and only its age shows that it is
+        # old.
         proxy.inject(r"/pods(\?|$)", hang=True)
 
         async def unhealthy() -> bool:

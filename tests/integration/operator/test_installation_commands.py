@@ -1,4 +1,4 @@
-"""`heteroinfer version` and `heteroinfer check` on a real API server, with the chart as a release."""
+"""Tests `heteroinfer version` and `heteroinfer check` on a real API server, with the chart as a release."""
 
 import json
 from pathlib import Path

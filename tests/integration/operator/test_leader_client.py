@@ -1,4 +1,4 @@
-"""Reports of leaders about their groups, over real HTTP on loopback."""
+"""Tests the client that queries leaders for reports about their groups, with real HTTP on loopback."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ SAID = GroupReport(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message=
 
 @dataclass(slots=True)
 class Leader:
-    """A leader's health port."""
+    """Serves a leader's health port."""
 
     port: int = 0
     asked: int = 0
@@ -81,7 +81,7 @@ async def leader() -> AsyncIterator[Leader]:
 
 @contextlib.contextmanager
 def deaf(port: int) -> Iterator[int]:
-    """A port whose kernel drops connections after the first one in its queue."""
+    """Opens a port whose kernel drops connections after the first one in its queue."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
         port = server.getsockname()[1]
@@ -264,7 +264,10 @@ async def test_the_leader_of_a_failing_group_is_not_queried(leader: Leader) -> N
 
 
 async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], seconds: int) -> float | None:
-    """Queries the leader once a second for some seconds of the client's clock; returns its silence."""
+    """Queries the leader once a second for some seconds of the client's clock.
+
+    Returns the leader's silence.
+    """
     for _ in range(seconds):
         clock[0] += 1.0
         await client.observe([leader])

@@ -1,4 +1,4 @@
-"""Limits on a real API server: a full status, a quota, and foreign objects with our labels."""
+"""Tests limits on a real API server: a full status, a quota, and foreign objects with our labels."""
 
 import json
 import time
@@ -48,7 +48,7 @@ MAX_GROWTH_BYTES = 45e6
 """Stored objects would take 90 MB; a page or event briefly exists as bytes, text and values."""
 
 
-# aiohttp warns that a body above 1 MiB is written immediately, which is intended here.
+# aiohttp warns about a body above 1 MiB that is written at once. The test writes such a body on purpose.
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
@@ -82,7 +82,7 @@ async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -
 async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    # For one of two workers, and for the inspect pod.
+    # A quota for one of two workers, and for the inspect pod.
     await allow(server, namespace, "one-pod", {f"limits.{each}": amount for each, amount in LIMITS.items()})
     await create_resource(server, namespace)
     kubeconfig = install().kubeconfig
@@ -218,7 +218,7 @@ async def living(server: ApiServer, namespace: str) -> list[str]:
 
 
 async def allow(server: ApiServer, namespace: str, name: str, hard: dict[str, str]) -> None:
-    """Creates a quota, and waits until its controller has counted and it applies."""
+    """Creates a quota, and waits until its controller has counted the pods and the quota applies."""
     quota = {"metadata": {"name": name}, "spec": {"hard": hard}}
     await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
 
@@ -242,7 +242,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
     owner = await create_resource(server, namespace)
 
     async def make(number: int) -> None:
-        # Go writes "<" as six bytes of JSON: the event of the first object has 5.4 MB.
+        # Go writes "<" as six bytes of JSON, so the event of the first object has 5.4 MB.
         text = ("x" if number else "<") * STRANGER_BYTES
         stranger = child(owner, "ConfigMap", f"stranger-{number:03d}", data={"text": text})
         del stranger["metadata"]["ownerReferences"]
@@ -253,12 +253,14 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
         before = max_resident_bytes(process.process.pid)
         for number in range(STRANGERS):
             await make(number)
-        # The watch has passed them and sees later changes.
+        # The watch has read these objects, and sees later changes.
         unneeded = child(owner, "ConfigMap", "tiny-plan-0", data={})
         unneeded["metadata"]["labels"][names.LABEL_MANAGED_BY] = names.MANAGER
         await server.create(CONFIG_MAP.path(namespace), unneeded)
         await until(
-            "a child after them is seen", lambda: taken_away(server, namespace), said=lambda: process.said
+            "a child after them is seen",
+            lambda: has_deleted_config_map(server, namespace),
+            said=lambda: process.said,
         )
         watched = max_resident_bytes(process.process.pid) - before
     async with operator(installed.kubeconfig, tmp_path / "second") as process:
@@ -268,8 +270,8 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
     assert max(watched, listed) < MAX_GROWTH_BYTES
 
 
-async def taken_away(server: ApiServer, namespace: str) -> bool:
-    """Checks whether the operator deleted an unneeded ConfigMap."""
+async def has_deleted_config_map(server: ApiServer, namespace: str) -> bool:
+    """Checks whether the operator has deleted an unneeded ConfigMap."""
     try:
         await server.get(CONFIG_MAP.path(namespace, "tiny-plan-0"))
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""A model from a hub under the operator: claim, fetch pod, progress, errors and deletion."""
+"""Tests a model from a hub under the operator: claim, fetch pod, progress, errors and deletion."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ from tests.integration.operator.running_operator import (
 
 COMMIT = "c" * 40
 ADDRESS = "127.0.0.77"
-"""Loopback address for one pod, because all worker pods use the same ports."""
+"""Each pod has its own loopback address, because all worker pods use the same ports."""
 SECRET = "hub-token"
 
 
@@ -58,7 +58,7 @@ async def apply(server: ApiServer, namespace: str, spec: dict[str, Any], name: s
     await server.apply(HETERO_INFERENCE.path(namespace, name), body, manager="user")
 
 
-async def the_fetch(server: ApiServer, namespace: str, resource: str = "tiny") -> dict[str, Any]:
+async def wait_for_fetch_pod(server: ApiServer, namespace: str, resource: str = "tiny") -> dict[str, Any]:
     """Waits for the fetch pod of a resource."""
 
     async def found() -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ async def the_fetch(server: ApiServer, namespace: str, resource: str = "tiny") -
 
 
 def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
-    """Returns what a fetch pod may remove; None if it removes nothing."""
+    """Returns the commits that a fetch pod may remove, or None if it removes nothing."""
     (variables,) = (container["env"] for container in fetch["spec"]["containers"])
     found = [each["value"] for each in variables if each["name"] == names.ENV_CACHE_CLEANUP]
     return CacheCleanup.from_json(found[0]) if found else None
@@ -84,11 +84,11 @@ def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
 
 @dataclass
 class Asking:
-    """The answers of a fetch pod.
+    """Answers in place of a fetch pod, and records the operator's confirmations.
 
     Attributes:
-        question: number of its open question, or None.
-        confirmed: time of the first confirmation of each question, by the monotonic clock.
+        question: number of the open question, or None.
+        confirmed: for each question, the monotonic time of its first confirmation.
         hashes: hashes of the tokens in the pod's environment.
     """
 
@@ -109,7 +109,7 @@ class Asking:
 
 @contextlib.asynccontextmanager
 async def telling(asking: Asking) -> AsyncIterator[None]:
-    """Answers in place of the pod, which no kubelet runs here."""
+    """Answers the operator's queries in place of the pod, because no kubelet runs here."""
 
     async def fetch(request: web.Request) -> web.Response:
         return asking.answer(request)
@@ -222,7 +222,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
         await process.working()
         await apply(server, namespace, hub_spec(caBundle={"configMapKeyRef": {"name": "ours", "key": "ca"}}))
-        fetch = await the_fetch(server, namespace)
+        fetch = await wait_for_fetch_pod(server, namespace)
         name = fetch["metadata"]["name"]
         await bind(server, namespace, name, node)
         # Like a kubelet.
@@ -257,7 +257,7 @@ async def test_a_model_of_a_hub_becomes_ready(
     async with operator(installed.kubeconfig, tmp_path / "log", **installed.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec())
-        fetch = await the_fetch(server, namespace)
+        fetch = await wait_for_fetch_pod(server, namespace)
         (claim,) = await stored(server, CLAIM, namespace)
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
         mounted = {"claimName": claim["metadata"]["name"]}
@@ -281,12 +281,12 @@ async def test_a_model_of_a_hub_becomes_ready(
 
         await until("the event", reported)
 
-        # With a token, another pod tries immediately; the claim stays unchanged.
+        # With a token, the operator creates another pod immediately, and leaves the claim unchanged.
         token = {"tokenSecretRef": {"name": SECRET}}
         await apply(server, namespace, hub_spec(**token))
 
         async def another() -> str:
-            pod = await the_fetch(server, namespace)
+            pod = await wait_for_fetch_pod(server, namespace)
             return str(pod["metadata"]["name"]) if pod["metadata"]["name"] != name else ""
 
         name = await until("a fetch with the token", another)
@@ -325,7 +325,7 @@ async def test_a_model_of_a_hub_becomes_ready(
 
 
 async def create_claim(server: ApiServer, namespace: str, name: str) -> None:
-    """Creates a claim of the user."""
+    """Creates a claim that belongs to the user."""
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -344,12 +344,12 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
     async with operator(release.kubeconfig, tmp_path / "log", **release.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
-        fetch = await the_fetch(server, namespace, "other")
+        fetch = await wait_for_fetch_pod(server, namespace, "other")
         assert cleanup_of(fetch) is None, "the claim is the user's, who set no `keep`"
 
         spec = hub_spec(cache={"claimName": "shared", "keep": 1})
         await apply(server, namespace, spec, "early")
-        early = await the_fetch(server, namespace, "early")
+        early = await wait_for_fetch_pod(server, namespace, "early")
         assert cleanup_of(early) is None, "the commit of `other` is not known yet"
         await server.delete(HETERO_INFERENCE.path(namespace, "early"), {})
 
@@ -369,7 +369,7 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
 
         await until("the end of `early`", early_is_gone, timeout_s=60, said=lambda: process.said)
         await apply(server, namespace, spec)
-        cleanup = cleanup_of(await the_fetch(server, namespace))
+        cleanup = cleanup_of(await wait_for_fetch_pod(server, namespace))
         assert cleanup is not None
         assert (cleanup.keep, COMMIT in cleanup.in_use) == (1, True)
 
@@ -377,7 +377,7 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
 async def run_fetch(server: ApiServer, namespace: str, asking: Asking) -> None:
     """Creates a resource that may remove commits from claim `shared`, and runs its fetch pod."""
     await apply(server, namespace, hub_spec(cache={"claimName": "shared", "keep": 1}))
-    fetch = await the_fetch(server, namespace)
+    fetch = await wait_for_fetch_pod(server, namespace)
     cleanup = cleanup_of(fetch)
     assert cleanup is not None
     assert COMMIT not in cleanup.in_use

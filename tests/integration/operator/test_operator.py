@@ -1,6 +1,6 @@
-"""`heteroinfer operator` as a process with the chart's permissions, from apply to delete.
+"""Tests `heteroinfer operator` as a process with the chart's permissions, from apply to delete.
 
-There is no node, so the tests play the kubelet; everything else is real.
+There is no node, so the tests play the kubelet. All other parts are real.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ async def test_a_resource_becomes_ready_recovers_from_a_failure_and_is_deleted(
 
 
 async def idle_writes_nothing(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
-    """Asserts that after the start six reconciles in a row write nothing."""
+    """Checks that after the start, six reconciles in a row write nothing."""
 
     async def quiet() -> bool:
         before, written = await versions(server, namespace), await process.writes()

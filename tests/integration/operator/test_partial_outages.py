@@ -1,4 +1,4 @@
-"""Partial outages of the API server: the operator keeps all other facts true."""
+"""Tests partial outages of the API server: the operator continues with all other kinds and namespaces."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ from tests.integration.operator.running_operator import (
 from tests.integration.operator.test_refused_children import CRDS, POD_GROUPS, has_volcano
 
 TRUE_S = 5.0
-"""Seconds from a rank's death until Available is false; less than 2 without other load."""
+"""Seconds from a rank's death until Available is false. Without other load, this takes less than 2 s."""
 
 
 @pytest_asyncio.fixture
@@ -47,7 +47,7 @@ async def proxy(control_plane: Cluster, crd: str, tmp_path: Path) -> AsyncIterat
 
 @pytest_asyncio.fixture
 async def volcano(server: ApiServer) -> AsyncIterator[None]:
-    """A cluster that serves Volcano's PodGroups."""
+    """Runs a cluster that serves Volcano's PodGroups."""
     await server.create(CRDS, POD_GROUPS)
     await until("PodGroups", lambda: has_volcano(server), timeout_s=30)
     yield

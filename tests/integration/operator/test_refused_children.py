@@ -1,4 +1,4 @@
-"""Children that other writers refuse, take or change: the operator reports it and retries rarely."""
+"""Tests objects that others refuse, own or change: the operator reports this, and retries rarely."""
 
 import asyncio
 import base64
@@ -65,7 +65,7 @@ POD_GROUPS: dict[str, Any] = {
 
 
 async def writes(process: OperatorProcess, kind: str, verb: str) -> float:
-    """Returns the number of accepted writes of a kind; a status write updates its resource."""
+    """Returns the number of accepted writes of a kind. A write of a status counts for its resource."""
     name = f'{metric_names.OPERATOR_WRITES_TOTAL}{{kind="{kind}",verb="{verb}"}}'
     return (await process.writes()).get(name, 0)
 
@@ -97,7 +97,8 @@ async def test_a_refused_gang_object_is_one_refusal(
             await asyncio.sleep(5)
             (after,) = (await status_of(server, namespace))["groups"]
             assert after["epoch"] == group["epoch"]
-            # One is usual; messages about nodes may also change. The defect caused five a second.
+            # One write is usual, and messages about nodes may also change. The defect caused five writes a
+            # second.
             assert await writes(process, names.PLURAL, "update") - statuses <= 10
             assert (await reasons(server, namespace)).count("ObjectRefused") == 1
             await server.delete(f"{QUOTAS.format(namespace)}/none", {})
@@ -113,7 +114,7 @@ async def has_volcano(server: ApiServer) -> bool:
 
 @asynccontextmanager
 async def policies_with_a_rule_more(server: ApiServer, folder: Path) -> AsyncIterator[None]:
-    """A webhook that adds a rule for monitoring to every NetworkPolicy on each write."""
+    """Runs a webhook that adds a rule for monitoring to every NetworkPolicy on each write."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     new = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
     subject = ["-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -222,7 +223,7 @@ RULE: dict[str, Any] = {"from": [{"namespaceSelector": {"matchLabels": {"name": 
 
 
 async def meddle(server: ApiServer, namespace: str, *, delete: bool) -> None:
-    """Changes or deletes the policy of a group, as another controller would, until cancelled."""
+    """Changes or deletes the policy of a group again and again, like another controller, until cancelled."""
     path = NETWORK_POLICY.path(namespace, "tiny-0-ranks")
     only = {"fieldSelector": "metadata.name=tiny-0-ranks"}
     async for event in server.watch(NETWORK_POLICY.path(namespace), only):

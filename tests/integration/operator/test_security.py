@@ -1,4 +1,4 @@
-"""Permissions of the operator and its pods on a real API server; secrets stay secret."""
+"""Tests the permissions of the operator and its pods on a real API server, and that secrets stay secret."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ async def served(server: ApiServer) -> dict[tuple[str, str], bool]:
 
 
 async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Right]:
-    """Returns the permissions of a service account in a namespace, and resources without any."""
+    """Returns a service account's permissions in a namespace, and the resources without any permission."""
     resources = await served(server)
     # Some are not served here: those of missing schedulers, and the permission for finalizers.
     resources = {(rule.group, rule.resource): True for rule in rights.SERVED} | resources
@@ -250,7 +250,7 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         )
         assert "violates PodSecurity" not in process.said
 
-        # The refusal is reported to the user: a restricted namespace allows no host path volume.
+        # The refusal is reported to the user, because a restricted namespace allows no host path volume.
         await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
 
         async def refused() -> bool:
@@ -299,7 +299,9 @@ NO_FIXED_IDS = """
 
 
 def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
-    """Refuses pods that set a user or group; returns a check whether the policy already applies.
+    """Makes a policy that refuses pods with a fixed user or group.
+
+    Returns a check whether it applies already.
 
     OpenShift refuses ids outside the namespace's range, and fills in missing ids.
     """

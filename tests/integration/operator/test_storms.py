@@ -1,4 +1,4 @@
-"""Other writers undo the operator's writes: it writes rarely, and a condition reports why."""
+"""Tests writers that undo each other's writes: the operator writes rarely, and a condition reports why."""
 
 import asyncio
 import functools
@@ -73,7 +73,7 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
             await until("pods of both", lambda: all(created.values()))
             end = time.monotonic() + 60
             for name in created:
-                why = functools.partial(says_why, server, namespace, name)
+                why = functools.partial(condition_reports_changed_pods, server, namespace, name)
                 await until(f"the condition of {name}", why, said=lambda: operator.said)
             await until("a minute", lambda: time.monotonic() >= end, timeout_s=70)
         finally:
@@ -83,8 +83,8 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
     assert len(writes) < 60, "two resources"
 
 
-async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
-    """Checks whether a condition reports changed or unseen pods."""
+async def condition_reports_changed_pods(server: ApiServer, namespace: str, name: str) -> bool:
+    """Returns whether a condition reports changed or unseen pods."""
     found = await condition(server, namespace, name, "Ready")
     return found["reason"] in {"ChangedByOthers", "PodsNeverSeen"}
 

@@ -1,4 +1,4 @@
-"""Foreign pods as odd as the API server accepts: the operator survives, and its status stays true."""
+"""Tests odd foreign pods that the API server accepts: the operator survives, and its status stays true."""
 
 import json
 import time
@@ -55,7 +55,7 @@ TRUE_WITHIN_S = 2.0
 
 @pytest.fixture
 def strangers(control_plane: Cluster, namespace: str) -> Iterator[str]:
-    """A namespace without any HeteroInference."""
+    """Creates a namespace without any HeteroInference."""
     name = f"{namespace}-strangers"
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
@@ -87,7 +87,7 @@ async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace
         await server.create(
             POD.path(namespace), stranger(f"quantity-{index}", namespace, node, container=resources)
         )
-    # A pod with our label and an owner that never existed, in deletion for ten thousand years.
+    # This pod has our label, an owner that never existed, and a deletion time ten thousand years ahead.
     metadata = {
         "labels": {names.LABEL_RESOURCE: "x"},
         "ownerReferences": [
@@ -130,7 +130,7 @@ def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None
 def worst_pods(
     control_plane: Cluster, server: ApiServer, strangers: str, node: str
 ) -> Callable[[], Awaitable[None]]:
-    """Creates the odd foreign pods when it is called."""
+    """Returns a function that creates the odd foreign pods."""
     return lambda: create_worst_pods(control_plane, server, strangers, node)
 
 
@@ -146,21 +146,23 @@ async def test_foreign_pods_do_not_crash_the_operator(
         await process.working()
         await bring_up(server, namespace)
         await worst_pods()
-        await shows_death(server, namespace, process, epoch=1)
+        await check_death_is_shown(server, namespace, process, epoch=1)
         await serve_epoch(server, namespace, 2)
         # New lists contain the same objects.
         assert process.process.poll() is None, process.said
         assert await process.stop() == 0
     async with operator(kubeconfig, tmp_path / "second") as process:
         await process.working()
-        await shows_death(server, namespace, process, epoch=2)
+        await check_death_is_shown(server, namespace, process, epoch=2)
         assert process.process.poll() is None
         assert "Traceback" not in process.said
         assert "cannot read" not in process.said, "all objects can be read"
 
 
-async def shows_death(server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int) -> None:
-    """Asserts that the status shows a rank's death within two seconds."""
+async def check_death_is_shown(
+    server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int
+) -> None:
+    """Checks that the status shows a rank's death within two seconds."""
     assert await condition(server, namespace, "Available") == ("True", "Serving")
     _, follower = await workers(server, namespace, epoch)
     await end_rank(server, namespace, follower, index=1)
@@ -198,7 +200,8 @@ async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_h
             await ask_for_group(server, namespace, cpus=4)
             await end_inspection(server, namespace)
 
-            async def reserved() -> bool:  # until the inspection's own pod has ended, it is named, too
+            # until the inspection's own pod has ended, the status names it, too
+            async def reserved() -> bool:
                 words = await shortage(server, namespace)
                 return words.endswith(
                     "reserved for pods that are not scheduled yet: 2 pods of other namespaces"

@@ -1,7 +1,7 @@
-"""`heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
+"""Tests `heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
 
-Pods have no logs and leaders are unreachable here; the test checks the reports about it. The e2e tests cover
-the rest.
+Pods have no logs and leaders are unreachable here, so the tests check how the commands report this. The e2e
+tests cover the rest.
 """
 
 import json
@@ -35,7 +35,7 @@ VIEWER = "viewer"
 
 @pytest.fixture
 def viewer(control_plane: Cluster, namespace: str, tmp_path: Path) -> Path:
-    """Kubeconfig of a user who may read resources and pods of the context's namespace."""
+    """Creates a user who may read resources and pods of the context's namespace. Returns the kubeconfig."""
     rule = f"--resource=pods,{names.PLURAL}.{names.API_GROUP}"
     control_plane.kubectl("create", "-n", namespace, "serviceaccount", VIEWER)
     control_plane.kubectl("create", "-n", namespace, "role", VIEWER, "--verb=get,list", rule)
@@ -73,7 +73,7 @@ def status_of_a_serving_group(viewer: Path) -> None:
 
 
 def bundle_of(config: Path, namespace: str, file: Path) -> tuple[dict[str, str], str]:
-    """Returns the files of a support bundle below its folder, and what the command printed on stderr."""
+    """Returns the files of a support bundle below its folder, and the command's output on stderr."""
     code, out, errors = heteroinfer(config, "report", "tiny", "-n", namespace, "-f", str(file))
     assert code == 0, errors
     assert out.startswith(f"wrote {file}. ")
@@ -164,7 +164,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
-        # A user with access to the proxy sees that the pod does not answer: there is no kubelet.
+        # A user with access to the proxy sees that the pod does not answer, because there is no kubelet.
         assert (
             pod_of(namespace, 1, 0)
             in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]

@@ -1,4 +1,4 @@
-"""A cache on an API server with malformed lists, events and objects: each causes a new list."""
+"""Tests a cache on an API server with malformed lists, events and objects. Each causes a new list."""
 
 import asyncio
 import json

@@ -60,7 +60,7 @@ def test_sleep_frees_memory_and_the_tokens_after_wake_are_equal(group: Group, re
     answer_all(group, reference)
 
 
-def test_past_the_drain_timeout_the_group_ends_anyway(group: Group, reference: Reference) -> None:
+def test_a_group_with_a_running_request_ends_at_the_drain_timeout(group: Group, reference: Reference) -> None:
     """The last test of the group."""
     check_drain_timeout(group, next(iter(reference.values()))["prompt_token_ids"], DRAIN_S)
 
