@@ -1,4 +1,4 @@
-"""The page of allowed variables and options, from their lists: `python -m tests.allowed_page` writes it."""
+"""Writes the page of allowed variables and options from their lists: `python -m tests.allowed_page`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -70,7 +70,7 @@ def _options() -> Iterator[str]:
 
 
 def _allowed_form(option: str) -> str:
-    """Returns the option, or its form with `no-` if the option itself is refused."""
+    """Returns the option, or its form with `no-` if only that form is allowed."""
     return f"--no-{option.removeprefix('--')}" if next(find_refused([option]), None) else option
 
 

@@ -1,4 +1,4 @@
-"""The largest status of a resource whose spec the CRD takes: every list full, every text and name long."""
+"""Builds the largest status of a resource that the CRD accepts: every list full, every text and name long."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -29,7 +29,7 @@ RESOURCE = "x" * 40
 
 
 def build_largest_status() -> HeteroInferenceStatus:
-    """Returns it, before anything is left out."""
+    """Builds the status before the operator leaves out any part."""
     groups = tuple(_group(index, MAX_RANKS // MAX_GROUPS) for index in range(MAX_GROUPS))
     conditions = tuple(
         Condition(

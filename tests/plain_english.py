@@ -46,7 +46,7 @@ PATTERNS = {
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields each text for people with its line: strings of five words and comments, or a page's lines."""
+    """Yields each text for people with its line: strings of five words, comments, and lines of a page."""
     if path.suffix != ".py":
         yield from enumerate(path.read_text().splitlines(), 1)
         return

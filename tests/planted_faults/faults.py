@@ -1,4 +1,4 @@
-"""Twenty small faults of product code, and for each the tests that must fail once it is there."""
+"""Lists small faults of product code, and for each the tests that must fail with it."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,11 +14,12 @@ class PlantedFault:
     """One change that makes the product wrong.
 
     Attributes:
-        name: what is wrong then.
-        path: of the file.
-        right: text that is in it exactly once.
-        wrong: what is put there instead.
-        tests: what pytest is given; at least one test of them must fail, and all pass without the fault.
+        name: effect of the fault.
+        path: path of the changed file.
+        right: text that the file contains exactly once.
+        wrong: text that replaces it.
+        tests: arguments of pytest. At least one of these tests must fail with the fault, and all pass
+            without it.
     """
 
     name: str
@@ -104,7 +105,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/distributed/bridge/header.py",
         right="        return self._head + _COUNTS.pack(step, count, history) + self._tail",
         wrong="        return self._head + _COUNTS.pack(0, 0, 0) + self._tail",
-        tests=("tests/unit/bridge",),  # a group sees it at its next other collective
+        tests=("tests/unit/bridge",),  # the group notices it at its next other collective
     ),
     PlantedFault(
         name="a follower does not look at what it ran",

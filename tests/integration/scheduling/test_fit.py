@@ -1,4 +1,4 @@
-"""Groups onto nodes by the real kube-scheduler: all of a group or nothing, and who is in the way."""
+"""Tests how the real kube-scheduler places groups on nodes: all pods of a group, or none."""
 
 import asyncio
 import re
@@ -32,12 +32,12 @@ ZONE = "topology.kubernetes.io/zone"
 
 
 async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
-    """Returns where the pods of a group are, once all of them are somewhere."""
+    """Waits until all pods of a group have a node, and returns the nodes."""
     placed = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, name)]
     return set(placed) if len(placed) == 2 and all(placed) else set()
 
 
-async def test_groups_wait_for_capacity_share_it_and_release_it(
+async def test_groups_wait_for_capacity_and_release_it_for_others(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(server, "a", gpus=0)
@@ -75,7 +75,7 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
         }
         assert by_role["gpu"]["spec"]["nodeName"] == "a"
 
-        # The last GPU is taken; two others want it when it comes free, and only one can have it.
+        # The last GPU is in use. Two other groups wait for it, and only one of them can get it.
         await apply(server, namespace, "two")
         await apply(server, namespace, "three")
         await until("both wait", lambda: all_wait(server, namespace, "two", "three"), timeout_s=30)
@@ -218,7 +218,7 @@ async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
         "nodeSelector": {"pool": "near"},
         "affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}},
     }
-    # Twelve of a node's sixteen CPUs: one pod a node.
+    # Twelve of a node's sixteen CPUs, so a node has space for one pod.
     roles = [{"name": "r", "device": "CPU", "pods": 4, "resources": {"requests": {"cpu": "12"}}}]
     await add_nodes("a", 1, 2, 3)
     await add_nodes("b", 1, 2, 3)
@@ -256,7 +256,7 @@ async def test_pods_without_a_gang_quote_the_scheduler_once(
     roles = [{"name": name, "device": "CPU", **selector} for name in ("first", "second")]
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
-        # The model is looked at by a pod like those of the first role.
+        # The inspect pod has the resources of a pod of the first role.
         await apply(server, namespace, "picky", roles=roles, scheduling={"gang": "Never"})
 
         async def words() -> str:
@@ -276,7 +276,7 @@ async def test_pods_without_a_gang_quote_the_scheduler_once(
             return (await words()) not in ("", message)
 
         await until("other words, of one node more", other_words, timeout_s=30, said=said)
-        # Before the scheduler says anything the operator may have said what it counts itself.
+        # Before the scheduler's first message, the condition may have the operator's own count.
         notes = await events(server, namespace, "Unschedulable")
         of_scheduler = sum("is not placed" in note for note in notes)
         assert of_scheduler <= 1, said()
@@ -322,7 +322,8 @@ async def test_a_drain_evicts_stuck_pods_but_not_pods_of_a_serving_group(
         groups = await until("placed", placed, timeout_s=30)
         for name in groups["0"]:
             await run_pod(server, namespace, name)
-        await run_pod(server, namespace, groups["1"][0], ready=False)  # the other one's image never comes
+        # the image of the other pod never arrives
+        await run_pod(server, namespace, groups["1"][0], ready=False)
 
         async def counted() -> bool:
             (budget,) = (await server.get(DISRUPTION_BUDGET.path(namespace)))["items"]
@@ -347,7 +348,7 @@ async def evict_now(server: ApiServer, namespace: str, name: str) -> None:
 
 
 async def evict(server: ApiServer, namespace: str, name: str) -> bool:
-    """Evicts as soon as the disruption controller has counted the pods."""
+    """Evicts a pod as soon as the disruption controller has counted the pods."""
     try:
         await evict_now(server, namespace, name)
     except ApiError as error:
@@ -357,7 +358,7 @@ async def evict(server: ApiServer, namespace: str, name: str) -> bool:
     return True
 
 
-async def test_a_pod_that_no_scheduler_looks_at_is_not_placed(
+async def test_a_pod_whose_scheduler_does_not_run_is_reported(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """Also after a restart of the operator. The healthy scheduler's pods are never reported."""

@@ -1,4 +1,7 @@
-"""Gangs: half of one is never placed by kube-scheduler's own; other projects' objects against their CRDs."""
+"""Tests gangs of kube-scheduler: half a gang is never placed.
+
+Checks other projects' objects with their CRDs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,8 @@ async def test_half_a_gang_is_never_placed(
                 and any(pod["metadata"]["name"] in message for pod in pods)
             )
 
-        # One of the two found a node and waits for the other, which did not: the scheduler said so.
+        # One pod has found a node, and waits for the other. The scheduler has reported that the other found
+        # none.
         await until("the scheduler has tried both", blocked, timeout_s=60)
         (workload,) = (await server.get(WORKLOAD.path(namespace)))["items"]
         pods = await pods_of(server, namespace, "whole")

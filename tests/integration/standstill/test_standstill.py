@@ -1,4 +1,4 @@
-"""Tests that failed while the machine stood still run once more; other failed tests do not."""
+"""Tests that tests that failed while the machine stood still run again, and other failed tests do not."""
 
 import subprocess
 import sys

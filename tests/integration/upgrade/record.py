@@ -1,13 +1,14 @@
-"""Keeps what this version of the operator stores, for the upgrade tests of later versions.
+"""Records the objects that this version of the operator stores, for the upgrade tests of later versions.
 
 Run in the tree of a version that is about to be released:
 
     python -m tests.integration.upgrade.record tests/integration/upgrade/versions/NAME
 
-tests/unit/reconcile/handover.py keeps its modules.
-It installs the chart on a control plane, has the operator bring resources.yaml to Ready, and
-writes the chart's package and every object. No node is there: this says for the kubelet how
-pods fare. One group fails once, so that failures and a second epoch are among what is kept.
+tests/unit/reconcile/handover.py records its modules.
+
+The program installs the chart on a control plane, waits until the operator has made resources.yaml Ready, and
+writes the chart's package and every object. There is no node, so the program plays the kubelet. One group
+fails once, so that the record has failures and a second epoch.
 """
 
 import asyncio
@@ -34,14 +35,14 @@ CHILDREN = (SERVICE, NETWORK_POLICY, CONFIG_MAP, POD)
 
 
 async def listed(server: ApiServer, kind: Kind) -> list[dict[str, Any]]:
-    """Returns what is ours of a kind, complete as for `kubectl apply`."""
+    """Returns our objects of a kind, complete as for `kubectl apply`."""
     query = {} if kind is HETERO_INFERENCE else {"labelSelector": names.LABEL_RESOURCE}
     items = (await server.get(kind.path(NAMESPACE), query))["items"]
     return [{"apiVersion": kind.api_version, "kind": kind.name, **item} for item in items]
 
 
 async def play_kubelet(server: ApiServer) -> bool:
-    """Has every new pod run, or give the profile; returns whether every group is Ready."""
+    """Makes every new pod run, or end with the profile. Returns whether every group is Ready."""
     for pod in await listed(server, POD):
         metadata, status = pod["metadata"], pod.get("status", {})
         if status.get("phase") != "Pending" or "deletionTimestamp" in metadata:

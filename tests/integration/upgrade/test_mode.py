@@ -1,4 +1,4 @@
-"""Modes of resources over an upgrade and over restarts of the operator, on a real API server.
+"""Tests the modes of resources over an upgrade and over restarts of the operator, on a real API server.
 
 The CRD of 0.1.0 has a default for parallelism.mode, which the API server wrote into each object.
 """
@@ -53,7 +53,7 @@ def prepare(plane: Cluster) -> None:
 
 
 def stored(plane: Cluster, name: str) -> dict[str, Any]:
-    """Returns mode, generation and names of the revision of a stored resource."""
+    """Returns mode, generation and revision names of a stored resource."""
     found = json.loads(plane.kubectl("get", "hinf", name, "-n", NAMESPACE, "-o", "json"))
     spec = parse_spec(found["spec"])
     return {
@@ -86,8 +86,8 @@ def test_stored_resources_keep_their_mode_and_revision(version: Path, plane: Clu
     assert not set(replaced["revisions"]) & set(before["replaced"]["revisions"])
 
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=manifest("migrated"))
-    # kubectl gives the fields of its client-side apply to the new owner, the default among them, and the
-    # manifest then lacks the field.
+    # kubectl moves the fields of its client-side apply to the new owner. One of them is the default, which
+    # the manifest lacks.
     assert stored(plane, "migrated")["mode"] is None, "the first server-side apply of an older object"
 
     for name in ("client-side", "server-side"):
@@ -107,7 +107,7 @@ MANY = {"requests": 32, "promptTokens": 256, "outputTokens": 512}
 
 
 async def set_gpu(server: ApiServer, gib: int) -> None:
-    """Reports another GPU on the node, as the device plugin and GPU feature discovery do."""
+    """Reports another GPU on the node, like the device plugin and GPU feature discovery."""
     labels = {"nvidia.com/gpu.memory": str(gib * 1024)}
     await server.merge(NODE.path(None, "spacious"), {"metadata": {"labels": labels}})
     amounts = {"cpu": "32", "memory": "128Gi", "pods": "110", "nvidia.com/gpu": "4"}
@@ -116,7 +116,7 @@ async def set_gpu(server: ApiServer, gib: int) -> None:
 
 
 async def ready_mode(server: ApiServer, name: str, epoch: int = 0) -> str:
-    """Plays the kubelet; returns the mode of a group that serves in a later epoch, or ""."""
+    """Plays the kubelet. Returns the mode of a group that serves in a later epoch, or ""."""
     query = {"labelSelector": f"{names.LABEL_RESOURCE}={name}"}
     for pod in (await server.get(POD.path(NAMESPACE), query))["items"]:
         metadata = pod["metadata"]

@@ -1,4 +1,4 @@
-"""An upgrade from a chart whose template made the operator's key, with the operator of that time at work."""
+"""Tests an upgrade from a chart whose template made the operator's key, while that chart's operator runs."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ SCOPE = (
 
 
 def settings(plane: Cluster) -> dict[str, str]:
-    """Returns the environment of the release's Deployment, but for what a process here has of its own."""
+    """Returns the environment of the release's Deployment, without variables that the test sets itself."""
     text = plane.kubectl("get", "deployment", RELEASE, "-n", RELEASE, "-o", "json")
     (container,) = json.loads(text)["spec"]["template"]["spec"]["containers"]
     fields = {"metadata.namespace": RELEASE, "metadata.name": "operator"}
@@ -44,13 +44,13 @@ def settings(plane: Cluster) -> dict[str, str]:
         each["name"].removeprefix("HETEROINFER_").lower(): each.get("value")
         or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container["env"]
-        if "value" in each or "valueFrom" in each  # one that is empty is stored without a value
+        if "value" in each or "valueFrom" in each  # an empty variable is stored without a value
     }
     return {**env, "http_port": "0", "resync_seconds": "1"}
 
 
 async def keys(server: ApiServer) -> dict[str, bytes]:
-    """Returns the operator's key in each Secret of the release that has one."""
+    """Returns the operator's key from each Secret of the release that has a key."""
     found = (await server.get(SECRET.path(RELEASE)))["items"]
     return {
         each["metadata"]["name"]: base64.b64decode(each["data"]["key"])
@@ -107,7 +107,7 @@ async def reasons(server: ApiServer) -> set[str]:
 
 
 async def check_next_epoch(server: ApiServer) -> None:
-    """A failure after the upgrade ends the epoch of a group, and the next one is made of what was kept."""
+    """Fails a group after the upgrade. The next epoch must be made from the stored objects."""
     old = {name: pod for name, pod in (await pods(server)).items() if name.startswith("pair-0-")}
     await end_pod(server, NAMESPACE, min(old), exit_code=137, message="")
 

@@ -1,4 +1,4 @@
-"""What the chart gives to Prometheus and Grafana, accepted by the Prometheus Operator's own definitions."""
+"""Tests the chart's objects for Prometheus and Grafana with the Prometheus Operator's own CRDs."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def plane(control_plane: Cluster) -> Cluster:
 
 
 def rules_of(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the alerts of the one PrometheusRule by name."""
+    """Returns the alerts of the only PrometheusRule by name."""
     (rendered,) = of_kind(objects, "PrometheusRule")
     rules = [rule for group in rendered["spec"]["groups"] for rule in group["rules"]]
     return {rule["alert"]: rule for rule in rules if "alert" in rule}

@@ -1,4 +1,4 @@
-"""A group is Ready only after a token of its own went through every rank with a KV cache."""
+"""Tests that a group is Ready only after a token of its own request passed every rank with a KV cache."""
 
 import time
 from pathlib import Path

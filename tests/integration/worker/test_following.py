@@ -1,4 +1,4 @@
-"""A follower runs what its leader ran, or says what it ran instead."""
+"""Tests that a follower makes the calls that its leader announced, or names a different call."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def ran() -> Any:
-    """What leader and follower ran, by the mistake that was made."""
+    """Returns the calls of leader and follower, by the follower's mistake."""
     command = [
         str(WORKER_PYTHON),
         "-m",

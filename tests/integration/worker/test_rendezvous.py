@@ -1,4 +1,4 @@
-"""The world's rendezvous: who can reach it, shown by the kernel's table of listening sockets."""
+"""Tests which processes can reach the rendezvous of a group's ranks, by the kernel's listening sockets."""
 
 import json
 import os

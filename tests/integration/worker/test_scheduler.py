@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, as a group's API server has it: requests that arrive apart decode as one batch."""
+"""Tests that vLLM's own scheduler decodes requests that arrive separately as one batch."""
 
 from pathlib import Path
 
