@@ -1,4 +1,4 @@
-"""The command line: build, images, up, down, env, tested."""
+"""Has the command line of the test cluster: build, images, up, down, env, tested."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from tests.cluster.volumes import volume_manifests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, or 1 with the reason on stderr."""
+    """Runs one command. Returns the exit code: 0, or 1 after printing the error to stderr."""
     chosen = _parser().parse_args(arguments)
     try:
         if chosen.command == "tested":

@@ -1,13 +1,14 @@
-"""Random resources on a real API server, each with a random fault; must be root.
+"""Runs random resources on a real API server, each with a random fault. Must be root.
 
     python -m tests.corners [--count 1000] [--seed NUMBER] [--lanes 12]
 
-The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets how pods
-fare. Each resource is brought to where it gets to (it serves, rests, or its conditions say why not), one
-fault of `faults.py` happens to it, and it must be back there, or have used up its restarts. Meanwhile and
-after it hold: conditions are what the pods are, of this generation; no two epochs of a group overlap; no pod
-that ran has the name of another that did; what is deleted goes with all that it owned. Prints a table and
-the findings; exits 1 if there are any.
+The API server, controllers, scheduler and operator are real processes; kwok plays the kubelets. Each resource
+runs until its state is stable: it serves, rests, or its conditions report why not. Then one fault of
+`faults.py` happens to it. After that, it must reach this state again, or have used up its restarts.
+
+The program checks these invariants all the time: conditions match the pods, and are of the present
+generation; no two epochs of a group overlap; no two pods that ran have the same name; a deleted resource
+disappears with all objects that it owned. It prints a table and the findings, and exits 1 if there are any.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 if there are findings."""
     options = _parser().parse_args(arguments)
     say(f"seed {options.seed}: {options.count} resources in {options.lanes} lanes")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster ends with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster ends with this process
     with tempfile.TemporaryDirectory() as folder, site() as cluster:
         log = Path(folder) / "operator.log"
         began = time.monotonic()
@@ -73,7 +74,7 @@ async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Resu
 
 
 def build_table(result: Result) -> str:
-    """Returns what became of the resources, by fault, as Markdown."""
+    """Returns a Markdown table of the outcomes by fault."""
     by_fault: dict[str, Counter[str]] = {}
     for (fault, before, after), count in sorted(result.lives.items()):
         words = before if before == after else f"{before} -> {after}"

@@ -1,7 +1,9 @@
 """Writes docs/user/supported-models.md: published models, their plans, and our sizes beside vLLM's.
 
-python -m tests.shapes.page            # writes it
-python -m tests.shapes.page --check    # exits 1 if it is not current
+The second command exits 1 if the page is not current:
+
+    python -m tests.shapes.page
+    python -m tests.shapes.page --check
 """
 
 import sys
@@ -45,7 +47,7 @@ _LETTERS: Final = {
 
 
 def ask(profile: ModelProfile, group: str, **fields: Any) -> Planned:
-    """Returns the plan of a shape for a group; raises PlanError."""
+    """Returns the plan of a shape for a group. Raises PlanError."""
     device, memory, cpus, pods = GROUPS[group]
     roles = [
         {"name": "gpu", "device": "GPU", "deviceMemory": device},
@@ -202,7 +204,7 @@ def build_page() -> str:
 
 
 def write_or_check(page: Path, text: str) -> int:
-    """Writes a generated page, or compares it with `--check`; returns the exit code."""
+    """Writes a generated page, or compares it with `--check`. Returns the exit code."""
     if "--check" in sys.argv:
         return int(page.read_text() != text)
     page.write_text(text)

@@ -1,10 +1,12 @@
-"""Runs groups for an hour while their pods and the API server go and come; says whether all is well after it.
+"""Runs groups for an hour while their pods and the API server fail again and again.
+
+Reports faults at the end.
 
     python -m tests.soak --seconds 3600 --resources 50 --real [--results FILE] [--seed N]
 
-The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets of nodes
-that are not there how the pods of the groups fare. Must be root. Prints a table; exits 1 if something is
-wrong. With --real there is a real node too, with a group of two real ranks that are killed now and then.
+The API server, controllers, scheduler and operator are real processes; kwok plays the kubelets of nodes. Must
+be root. Prints a table, and exits 1 if there is a fault. With --real, there is also a real node with a group
+of two real ranks, which are killed now and then.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from tests.soak.soak import Pace, Result, Soak
 
 
 async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -> Result:
-    """Returns what came of a soak on a cluster with nodes."""
+    """Runs a soak on a cluster with nodes, and returns the results."""
     server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
     chance = random.Random(options.seed)
     resources = build_resources(cluster, options.resources)
@@ -63,7 +65,7 @@ async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one soak; returns the exit code."""
+    """Runs one soak, and returns the exit code."""
     options = _parser().parse_args(arguments)
     print(f"seed {options.seed}: {options.resources} resources for {options.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, site(Path(folder), real=options.real) as cluster:

@@ -1,6 +1,6 @@
-"""Pictures of the dashboards for the documentation: panels where they are, with what Prometheus answered.
+"""Draws pictures of the dashboards for the documentation, with data from Prometheus.
 
-Grafana is not run: a picture shows which panels there are and what they tell, not how Grafana draws.
+Grafana does not run: a picture shows the panels and their data, but not Grafana's design.
 """
 
 import io
@@ -31,11 +31,11 @@ _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
 }
 
 ShownParts = list[tuple[Query, list[Series]]]
-"""What each query of a panel gave."""
+"""The result of each query of a panel."""
 
 
 def draw(board: Board, watched: Watched, target: Path) -> None:
-    """Writes a picture of a dashboard, with the data of a group that was watched."""
+    """Draws a dashboard with the data of a watched group, and writes the picture."""
     positions = list(board.positions())
     height = max(position.y + position.height for _, position in positions)
     figure = Figure(figsize=(_WIDTH_IN, (height + 1) * _ROW_IN), facecolor="white")
@@ -49,12 +49,12 @@ def draw(board: Board, watched: Watched, target: Path) -> None:
             _DRAWN[item.kind](_axes(figure, item, position, height + 1), item, shown)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)
-    # Few colours are enough, and make a third of the file.
+    # Few colours are enough, and reduce the file to a third.
     Image.open(drawn).convert("RGB").quantize(64).save(target, optimize=True)
 
 
 def _axes(figure: Figure, panel: Panel, position: Position, height: int) -> Axes:
-    """Returns the axes of a panel with its title, within its bounds."""
+    """Returns the axes of a panel with its title, inside its area."""
     wide, high = 1 / GRID, 1 / height
     left = 0.045 if panel.kind is Kind.TIME else 0.012
     if panel.kind in {Kind.BARS, Kind.STACK}:
@@ -83,7 +83,7 @@ def _name(query: Query, labels: dict[str, str]) -> str:
 
 
 def _text(value: float, unit: str) -> str:
-    """Returns a value with its unit, as Grafana would scale it."""
+    """Formats a value with its unit, scaled as in Grafana."""
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale or (scale, name) == _SCALES[unit][-1]:
             return f"{value / scale:.3g} {name}"
@@ -91,7 +91,7 @@ def _text(value: float, unit: str) -> str:
 
 
 def _scaled(unit: str, most: float) -> tuple[float, str]:
-    """Returns by what to divide the values of an axis, and the unit then."""
+    """Returns the divisor for the values of an axis, and the resulting unit."""
     for scale, name in _SCALES.get(unit, ()):
         if most >= scale or (scale, name) == _SCALES[unit][-1]:
             return scale, name

@@ -13,7 +13,7 @@ from tests.integration.bridge.bridge_ranks import Group, outcomes, running
 from tests.integration.bridge.scenarios import (
     LARGE,
     check_differences,
-    check_thousand,
+    check_thousand_calls,
     differing_calls,
     every_operation,
 )
@@ -98,7 +98,7 @@ def test_tensors_larger_than_a_part_arrive_complete(group: Group) -> None:
 def test_results_of_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -> None:
     done = outcomes(group, "calls", seed=seed, count=1000)
     assert len(done) == len(group.devices)
-    check_thousand(done)
+    check_thousand_calls(done)
 
 
 @pytest.mark.parametrize("group", GROUPS)
