@@ -1,10 +1,10 @@
-"""Measures the all-reduce of one GPU rank and one CPU rank on one host: a plain way, and the bridge's two.
+"""Measures the all-reduce of one GPU rank and one CPU rank on one host, in three ways.
 
     PYTHONPATH=worker_image/src python3 -m tests.bench.bridge_all_reduce [--threads 8] [--cpu]
 
-Needs torch only. The plain way is `.cpu()`, gloo's all_reduce, `.cuda()`. Times are those of the GPU rank,
-and include a synchronize of its stream. The CPU rank calls as fast as it can. The results are checked.
-`--cpu` runs two CPU ranks, for a machine without a GPU.
+Needs torch only. The ways are a plain one (`.cpu()`, gloo's all_reduce, `.cuda()`) and the bridge's two
+transports. The times are those of the GPU rank, and include a synchronization of its stream. The CPU rank
+calls as fast as it can. The results are checked. `--cpu` runs two CPU ranks, for a machine without a GPU.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from vllm_heteroinfer.distributed.meter import Meter
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = [8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB, 16 * MIB, 64 * MIB]
 BUDGET_S = 1.5
-"""For each way and size; at least MIN_ITERATIONS of them, at most MAX_ITERATIONS."""
+"""Seconds for each way and size, with MIN_ITERATIONS to MAX_ITERATIONS calls."""
 MIN_ITERATIONS, MAX_ITERATIONS = 20, 1000
 WARM_UP = 10
 TIMEOUT_S = 60.0
@@ -64,7 +64,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def check(all_reduce: AllReduce, size: int, device: torch.device) -> None:
-    """Raises if a sum is not what torch makes of the same numbers on one device."""
+    """Raises if a sum differs from torch's sum of the same numbers on one device."""
     parts = [
         torch.randn(size // 2, generator=torch.Generator().manual_seed(size + rank)).bfloat16()
         for rank in range(2)
@@ -103,7 +103,7 @@ def run(rank: int, port: int, device_name: str, threads: int, results: Any) -> N
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     by_gloo, by_memory = (build_bridge(rank, device, share_host=share) for share in (False, True))
-    in_place = device.type == "cpu"  # as the plain way is there
+    in_place = device.type == "cpu"  # the plain way uses this address
     ways: dict[str, AllReduce] = {
         "plain": plain_all_reduce,
         by_gloo.path: lambda x: by_gloo.all_reduce(x, in_place=in_place),

@@ -32,7 +32,7 @@ SHAPES = {
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
 }
-"""Of a Llama of 8B: columns (n), inputs (k)."""
+"""Layers of a Llama with 8B weights: columns (n), inputs (k)."""
 FLAGS = ("avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -40,12 +40,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """Several weights of one shape, each in the form that every contender reads.
+    """Several weights of one shape, in the form that each compared kernel reads.
 
     Attributes:
-        weight: the first one, [n, k], bf16.
-        ours: a product for each copy, by our kernels.
-        theirs: a product for each copy, by oneDNN.
+        weight: the first weight, [n, k], bf16.
+        ours: for each copy, a product with our kernels.
+        theirs: for each copy, a product with oneDNN.
     """
 
     weight: torch.Tensor
@@ -54,14 +54,14 @@ class Layers:
 
     @property
     def nbytes(self) -> int:
-        """Returns what a round over all copies reads, in bytes."""
+        """Returns the bytes that a round over all copies reads."""
         return self.weight.nbytes * len(self.ours)
 
 
 def onednn_source() -> str:
-    """Returns whose oneDNN is measured, after loading it."""
+    """Loads vLLM's oneDNN if possible, and returns the name of the measured oneDNN."""
     name = "vllm._C" if torch.cpu._is_avx512_bf16_supported() else "vllm._C_AVX512"
-    with contextlib.suppress(ImportError):  # _C_AVX512 holds no module of its name, only the ops
+    with contextlib.suppress(ImportError):  # _C_AVX512 has no module of its name, only operations
         __import__(name)
     if hasattr(torch.ops._C, "create_onednn_mm_handler"):
         return f"{name} (onednn_mm)"
@@ -100,14 +100,14 @@ def build_layers(shape: str, total_bytes: int) -> Layers:
 
 
 def measure(products: Sequence[Product], x: torch.Tensor, rounds: int) -> float:
-    """Returns the median time of a round over all copies, in seconds."""
+    """Returns the median seconds of a round over all copies."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         for product in products:
             product(x)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first one wakes threads and fills buffers
+    return statistics.median(times[1:])  # the first round starts threads and allocates buffers
 
 
 def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:

@@ -24,13 +24,13 @@ COLUMNS = (
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """Returns the last step of each number of rows, by rows."""
+    """Returns the last step for each number of rows."""
     steps = (json.loads(line) for line in file.read_text().splitlines())
     return [step for _, step in sorted({step["rows"]: step for step in steps}.items())]
 
 
 def of_layers(spans: Iterable[Sequence[Any]]) -> dict[int, dict[str, list[Span]]]:
-    """Returns the spans by layer and work."""
+    """Returns the spans by layer and kind of work."""
     layers: dict[int, dict[str, list[Span]]] = {}
     for work, layer, begin, end in spans:
         layers.setdefault(layer, {}).setdefault(work, []).append((begin, end))
@@ -43,13 +43,13 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def between(spans: Sequence[Span]) -> float:
-    """Returns the time between spans, which do not overlap."""
+    """Returns the time between spans, which must not overlap."""
     ordered = sorted(spans)
     return sum(max(0.0, after[0] - before[1]) for before, after in pairwise(ordered))
 
 
 def summarize(step: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the mean of each column over the step's layers without the first and the last."""
+    """Returns the mean of each column over the step's layers, without the first and the last."""
     layers = of_layers(step["spans"])
     numbers = sorted(layers)
     busy_ms = max(step["busy_ns"]) / 1e6 / len(numbers)
@@ -83,7 +83,7 @@ def summarize(step: Mapping[str, Any]) -> dict[str, float]:
 
 
 def to_table(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Returns a row for each step."""
+    """Returns a table with a row for each step."""
     lines = ["| rows | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for step in steps:
         cells = (f"{value:.2f}" for value in summarize(step).values())

@@ -40,16 +40,16 @@ _ARENA: Final = 4 << 20
 """Bytes between two guard pages."""
 _CANARY: Final = 0xA5
 _NEAR: Final = 256
-"""Bytes beside an output that must stay as they were."""
+"""Bytes beside an output that must not change."""
 _RUNTIME: Final = "libasan.so"
 _WITHOUT_END: Final = 10**9
-"""Layers between the first layers of two jobs, if `--layers` sets no limit."""
+"""Number of layers between the first layers of two jobs, if `--layers` sets no limit."""
 _KINDS: Final = (
     *("plain",) * 16,
     *("denormal", "huge", "x inf", "x nan", "scale nan", "code nan"),
 )
 _WHOLE: Final = frozenset({"plain", "denormal", "huge"})
-"""Kinds of layers of which all outputs are numbers."""
+"""Kinds of layers whose outputs are all finite."""
 _ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "limited after", "relu2")
 _ROWS: Final = (1, 1, 1, 2, 3, 4, 5, 6, 7, 12, 13, 30, 64, 65, 140)
 
@@ -69,7 +69,10 @@ class Arena:
         self._memory = (ctypes.c_uint8 * _ARENA).from_address(address + _PAGE)
 
     def place(self, tensor: Any, *, at_end: bool) -> Any:
-        """Returns a copy that ends, or begins, at a guard page; canaries lie on its other side."""
+        """Returns a copy of the tensor that ends, or begins, at a guard page.
+
+        Canaries are on its other side.
+        """
         import torch
 
         size = tensor.nbytes
@@ -82,12 +85,12 @@ class Arena:
         return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def is_clean(self) -> bool:
-        """Returns whether nobody wrote beside the last tensor."""
+        """Returns whether the canaries of the last tensor are unchanged."""
         return set(self._memory[self._near : self._near + _NEAR]) == {_CANARY}
 
 
 class Fuzz:
-    """Draws layers and compares them."""
+    """Draws layers, computes them and compares the results."""
 
     def __init__(self, seed: int, *, guarded: bool) -> None:
         from tests.integration.kernels.coded_probe import prepare
@@ -99,7 +102,7 @@ class Fuzz:
         self.worst: dict[str, dict[str, float]] = {"linear": {}, "experts": {}}
 
     def draw(self, number: int, most_threads: int) -> dict[str, Any]:
-        """Returns the case of a layer; the same for the same number."""
+        """Draws the case of a layer. The same number always gives the same case."""
         draw = random.Random(f"{self.seed} {number}")
         path = draw.choice(self.library.coded_paths)
         any_element = path in {"avx512f", "avx2"}
@@ -112,7 +115,7 @@ class Fuzz:
             "rows": draw.choice(_ROWS),
             "streams": draw.choice((-1, 1, 2, 4)),
             "prefetch": draw.choice((-1, 0, 1, 8)),
-            # Teams of several sizes take longer to start than small layers to compute.
+            # With several team sizes, small layers would spend more time to start threads than to compute.
             "threads": 1 + number // 200 % most_threads,
             "bias": draw.random() < 0.3,
             "kind": draw.choice(_KINDS),
@@ -137,7 +140,7 @@ class Fuzz:
         return case
 
     def check(self, case: dict[str, Any]) -> str:
-        """Computes a layer; returns what is wrong, or ""."""
+        """Computes a layer. Returns the fault as text, or ""."""
         return self._experts(case) if case["what"] == "experts" else self._linear(case)
 
     def _place(self, tensors: Sequence[Any], case: dict[str, Any]) -> list[Any]:
@@ -200,7 +203,7 @@ class Fuzz:
         if self._arenas and not self._arenas[2].is_clean():
             return "wrote beside its output"
         errors = layer.errors()
-        if spoiled is not None:  # no other row may see it
+        if spoiled is not None:  # no other row may be affected
             errors[spoiled] = 0
         error = float(errors.max())
         self._note(case, error)
@@ -208,7 +211,7 @@ class Fuzz:
 
 
 def _spoil(product: Any, case: dict[str, Any]) -> str:
-    """Changes a drawn layer to its kind; returns "plain" if the layer can't be of that kind."""
+    """Changes a drawn layer to its kind. Returns "plain" if the layer cannot have this kind."""
     import torch
 
     kind, weight = case["kind"], product.weight
@@ -254,7 +257,7 @@ def build_with_asan(library: Path) -> None:
 
 
 def _run_with_asan(arguments: Sequence[str], library: Path | None) -> int:
-    """Runs this program again under AddressSanitizer; builds the library if none is given."""
+    """Runs this program again with AddressSanitizer. Builds the library if none is given."""
     with tempfile.TemporaryDirectory() as folder:
         if library is None:
             library = Path(folder) / "library.so"
@@ -267,7 +270,7 @@ def _run_with_asan(arguments: Sequence[str], library: Path | None) -> int:
 
 
 def _run_jobs(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Runs a process for each range of layers; returns 1, and shows its output, if one of them fails.
+    """Runs a process for each range of layers. Returns 1, and shows the output, if one of them fails.
 
     The processes end when the first of them fails.
     """
@@ -289,7 +292,7 @@ def _run_jobs(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 str(folder / f"{job}.json"),
             ]
             with (folder / f"{job}.log").open("wb") as log:
-                # More threads run than the host has cores, so no thread spins while it waits.
+                # More threads run than the host has cores, so no thread may spin while it waits.
                 env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
                 running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
         waiting = dict(enumerate(running))
@@ -316,7 +319,7 @@ def _no_totals() -> dict[str, Any]:
 
 
 def _add(totals: dict[str, Any], more: dict[str, Any]) -> None:
-    """Adds the layers and CPU time of a run to others, and keeps the worst errors."""
+    """Adds the layers and CPU time of a run to the totals, and keeps the worst errors."""
     for key in ("layers", "cpu_seconds"):
         totals[key] = totals.get(key, 0) + more[key]
     for what in ("linear", "experts"):
@@ -338,7 +341,7 @@ def _print_totals(totals: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the worst errors; returns 1 if an output is beyond its limit."""
+    """Prints the worst errors. Returns 1 if an error exceeds its limit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -362,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_with_asan([each for each in arguments if each != "--asan"], options.library)
     if options.jobs > 1:
         return _run_jobs(options, arguments)
-    sys.argv[1:] = [str(options.library)] if options.library else []  # read by the probes
+    sys.argv[1:] = [str(options.library)] if options.library else []  # the probes read this variable
     faulthandler.enable()
     fuzz = Fuzz(options.seed, guarded=not options.plain_memory)
     number, end, started = options.first, time.monotonic() + options.seconds, time.process_time()

@@ -20,9 +20,9 @@ from typing import Any
 COLUMNS, INPUTS = 8192, 4096
 AMX_ROWS = 5
 EXPERTS, CHOICES, INNER = 64, 8, 1024
-"""Of a layer: experts, experts of a token, inputs of w2. INPUTS are those of w13."""
+"""Numbers of a layer: experts, experts of a token, inputs of w2. INPUTS are the inputs of w13."""
 WEIGHT_BYTES = 256 << 20
-"""Of all weights of a format, at least, which calls read in turn."""
+"""Bytes of all weights of a format, at least. Calls read the weights in turn."""
 STREAM_BYTES = 256 << 20
 
 
@@ -30,14 +30,14 @@ CLOCK = [time.perf_counter]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Returns how long a call takes, in seconds."""
+    """Returns the seconds of a call."""
     start = CLOCK[0]()
     call()
     return CLOCK[0]() - start
 
 
 class Bench:
-    """Linear layers of one format, and what reads them."""
+    """Linear layers of one format, and their measurement."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         import torch
@@ -60,7 +60,7 @@ class Bench:
             self.weights.append(copy)
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of packed weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of packed weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._dtype)
         weights = self.weights[: max(2, len(self.weights) // max(1, rows // 8))]
         seconds = timed(lambda: [self._coded.linear(x, weight) for weight in weights])
@@ -68,7 +68,7 @@ class Bench:
 
 
 class ExpertsBench:
-    """Layers of experts of one format, and what reads them."""
+    """Layers of experts of one format, and their measurement."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         import torch
@@ -132,7 +132,7 @@ class VllmBench:
         self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
         product = self._ops.cpu_gemm_wna16
         seconds = timed(
@@ -142,7 +142,7 @@ class VllmBench:
 
 
 class VllmFloatBench:
-    """vLLM's kernel for bf16: oneDNN's product, or torch's where oneDNN has none for this CPU."""
+    """vLLM's kernel for bf16: oneDNN's product, or torch's if oneDNN has none for this CPU."""
 
     weight_bytes = 2.0
 
@@ -171,7 +171,7 @@ class VllmFloatBench:
         return product
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
         seconds = timed(lambda: [product(x) for product in self._products])
         return len(self._products) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
@@ -183,10 +183,10 @@ def stream(words: Any) -> float:
 
 
 def line(bench: Any, label: str, words: Any, rows: Sequence[int], rounds: int, peaks: Any) -> str:
-    """Returns a line of the table: GB/s and the share of what bounds it, by rows.
+    """Returns a line of the table: by rows, GB/s, and the share of the bounding rate.
 
     Args:
-        peaks: returns the operations a second of the instruction that multiplies so many rows.
+        peaks: returns the operations a second of the instruction set that multiplies this number of rows.
     """
     cells = []
     for count in rows:

@@ -47,7 +47,7 @@ class ResourceFaults:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def taken_back(self) -> None:
+    async def wait_reverted(self) -> None:
         """Waits until all reversible faults are reverted."""
         while self._running:
             await asyncio.gather(*self._running)

@@ -138,7 +138,7 @@ class Soak:
             self._every(pace.away_every_s, until, lambda: self.chaos.restart_api_server(self.cluster)),
             self._every(pace.rank_every_s, until, self._kill_real_rank),
         )
-        await strikes.taken_back()
+        await strikes.wait_reverted()
         await self._renew_lost_plans()
 
     async def _renew_lost_plans(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.leftovers import SHARED_MEMORY, Holdings, describe_left, observe, shared_memory_of_nobody
+from tests.bench.leftovers import SHARED_MEMORY, Holdings, describe_left, observe, unheld_shared_memory
 
 TIMEOUT_S = 20.0
 CHILD = """
@@ -57,7 +57,7 @@ def test_reports_remaining_processes_and_files(tmp_path: Path, shared: Path) -> 
         process_text, *others = describe_left(held, folder, tmp_path / "scratch")
         assert process_text.startswith(f"process {children[0]} ")
         assert others == [f"listening port {port}", str(shared), str(bound)]
-        assert shared not in shared_memory_of_nobody(before)
+        assert shared not in unheld_shared_memory(before)
     finally:
         process.kill()
         for pid in children:
@@ -65,7 +65,7 @@ def test_reports_remaining_processes_and_files(tmp_path: Path, shared: Path) -> 
                 os.kill(pid, signal.SIGKILL)
     wait_until_left(held, folder, tmp_path / "scratch", [str(shared), str(bound)])
     wait_until_left(held, folder, tmp_path, [str(shared)])  # files in the pods' folder are deleted with it
-    assert shared in shared_memory_of_nobody(before)
+    assert shared in unheld_shared_memory(before)
 
 
 def observe_up(process: "subprocess.Popen[bytes]", folder: Path) -> Holdings:
