@@ -179,8 +179,8 @@ def _greedy(model_dir: Path, prompts: Sequence[str]) -> dict[str, dict[str, list
                 best = torch.topk(logits, 2).values
                 if float(best[0] - best[1]) < 1e-3:
                     raise RuntimeError(
-                        f"{model_dir}: the two best tokens after {prompt!r} + {len(token_ids)} are closer "
-                        "than float32 sums in another order may differ; take another seed"
+                        f"{model_dir}: the two best tokens after {prompt!r} + {len(token_ids)} are too "
+                        "close: float32 sums in another order could swap them. Use another seed"
                     )
                 token_ids.append(int(logits.argmax()))
                 out = model(torch.tensor([token_ids[-1:]]), past_key_values=out.past_key_values)

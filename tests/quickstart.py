@@ -167,7 +167,7 @@ def _stop(up: RunningUp) -> None:
     if code != 0:
         raise QuickstartError(f"heteroinfer up exited with {code} after Ctrl-C, expected 0")
     if left := started.wait_gone(GONE_TIMEOUT_S):
-        raise QuickstartError(f"processes {left} live on after `heteroinfer up` has ended")
+        raise QuickstartError(f"processes {left} still run after `heteroinfer up` has ended")
 
 
 if __name__ == "__main__":

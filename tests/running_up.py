@@ -89,7 +89,8 @@ class RunningUp:
                     return found
             if ended:
                 raise UpError(
-                    f"ended with {self.process.returncode} before {pattern.pattern!r}:\n{self.tail()}"
+                    f"ended with exit code {self.process.returncode} before {pattern.pattern!r}:\n"
+                    f"{self.tail()}"
                 )
             if monotonic() > deadline:
                 raise UpError(f"no {pattern.pattern!r} within {timeout_s:g} s:\n{self.tail()}")

@@ -64,7 +64,7 @@ def stood_still_s(lines: str, begin_s: float, end_s: float) -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-again", type=Path, help="where the tests to run once more are listed")
+    parser.addoption("--run-again", type=Path, help="file that lists the tests to run again")
 
 
 def pytest_configure(config: pytest.Config) -> None:

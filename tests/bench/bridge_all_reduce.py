@@ -71,7 +71,7 @@ def check(all_reduce: AllReduce, size: int, device: torch.device) -> None:
     ]
     got = all_reduce(parts[dist.get_rank()].to(device, copy=True)).cpu()
     if not torch.equal(got, parts[0] + parts[1]):
-        raise AssertionError(f"{size} bytes on {device}: got another sum than torch.add")
+        raise AssertionError(f"{size} bytes on {device}: the sum differs from torch.add")
 
 
 def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[float]:
@@ -149,8 +149,8 @@ def table(measured: dict[tuple[int, str], list[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=8, help="of the CPU rank")
-    parser.add_argument("--cpu", action="store_true", help="two CPU ranks")
+    parser.add_argument("--threads", type=int, default=8, help="threads of the CPU rank")
+    parser.add_argument("--cpu", action="store_true", help="run two CPU ranks")
     options = parser.parse_args()
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

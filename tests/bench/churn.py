@@ -303,12 +303,14 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--parallel", type=int, default=5, help="groups alive at the same time")
     parser.add_argument("--modes", default="Pipeline,Tensor")
-    parser.add_argument("--endings", default=ENDINGS, help="taken in turn; default: %(default)s")
-    parser.add_argument("--gpu", action="store_true", help="one rank of each group on a GPU")
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
-    parser.add_argument("--seconds", type=float, help="start no more groups after so long")
-    parser.add_argument("--results", type=Path, help="add to these results, and report all of them")
-    parser.add_argument("--logs", type=Path, help="of groups that failed; default: a new folder")
+    parser.add_argument("--endings", default=ENDINGS, help="used in turn; default: %(default)s")
+    parser.add_argument("--gpu", action="store_true", help="run one rank of each group on a GPU")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a start counts as a hang"
+    )
+    parser.add_argument("--seconds", type=float, help="start no more groups after this time")
+    parser.add_argument("--results", type=Path, help="append to these results, and print all of them")
+    parser.add_argument("--logs", type=Path, help="folder for logs of failed groups; default: a new folder")
     options = parser.parse_args()
     if Mode.FEED_FORWARD.value in options.modes and Ending.FOLLOWER.name in options.endings:
         parser.error(f"mode FeedForward has one pod: give --endings without {Ending.FOLLOWER.name}")
@@ -335,7 +337,7 @@ def main() -> int:
     print(to_markdown(lives))
     orphaned = unheld_shared_memory(before)
     if orphaned:
-        print(f"FAILED: left in /dev/shm, and nobody has it: {', '.join(map(str, orphaned))}")
+        print(f"FAILED: files in /dev/shm that no process holds: {', '.join(map(str, orphaned))}")
     return 1 if orphaned or any(life.failure for life in lives) else 0
 
 

@@ -192,8 +192,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--against", type=Path, help="another build of our own library")
-    parser.add_argument("--against-private", action="store_true", help="weights in a memfd and not")
+    parser.add_argument("--against", type=Path, help="compare with this build of our own library")
+    parser.add_argument(
+        "--against-private",
+        action="store_true",
+        help="compare weights in a memfd with weights in private memory",
+    )
     options = parser.parse_args(argv)
     import torch
 

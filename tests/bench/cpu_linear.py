@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights of each shape")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="GB of weights of each shape")
     parser.add_argument("--quick", action="store_true", help="5 rounds over 0.9 GB")
     args = parser.parse_args(argv)
     if args.quick:

@@ -212,7 +212,7 @@ def frozen(options: argparse.Namespace) -> None:
         x = torch.ones((4, 2048), device="cuda", dtype=torch.bfloat16)
         ids = torch.zeros((4, 8), dtype=torch.int32, device="cuda")
         weights = torch.zeros((4, 8), device="cuda")
-        assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
+        assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a lane's answer is wrong"
         if case != "no watch":
             bench.slab.add_check()
         stopped = bench.lanes[-1].pid or 0

@@ -853,25 +853,33 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_cells")
     parser.add_argument("ways", nargs="+", help="KIND[:LAYERS OFF[:NAME=VALUE,...]]")
-    parser.add_argument("--part", help="of this program itself: a process that answers")
+    parser.add_argument("--part", help="for this program's own child processes")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a batch, of every way")
-    parser.add_argument("--ring-mib", type=int, default=1024, help="of `shared`")
-    parser.add_argument("--kv-gib", type=float, default=4.0, help="KV cache of each way on the GPU")
-    parser.add_argument("--trace", action="store_true", help="show where the time of `shared` goes")
+    parser.add_argument(
+        "--prompts", type=numbers, default=[], help="also time first tokens of prompts with these lengths"
+    )
+    parser.add_argument("--chunk", type=int, default=2048, help="largest number of tokens of a batch")
+    parser.add_argument("--ring-mib", type=int, default=1024, help="MiB of the GPU's ring in `shared`")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="GiB of KV cache of each way on the GPU")
+    parser.add_argument("--trace", action="store_true", help="show the parts of the time of `shared`")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")
+    parser.add_argument(
+        "--threads", type=int, default=13, help="threads of a feed-forward rank without OMP_NUM_THREADS"
+    )
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--stream-gib", type=float, default=3.0)
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="later is left out")
-    parser.add_argument("--deadline-seconds", type=float, default=540.0, help="no cell begins near it")
-    parser.add_argument("--cell-seconds", type=float, default=70.0, help="of the longest cell")
-    parser.add_argument("--results", type=Path, help="add every cell to this file")
-    parser.add_argument("--cpu", action="store_true", help="a try without a GPU")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a way is left out"
+    )
+    parser.add_argument(
+        "--deadline-seconds", type=float, default=540.0, help="begin no cell shortly before this time"
+    )
+    parser.add_argument("--cell-seconds", type=float, default=70.0, help="seconds of the longest cell")
+    parser.add_argument("--results", type=Path, help="append each cell to this file")
+    parser.add_argument("--cpu", action="store_true", help="try the program without a GPU")
     options = parser.parse_args()
     if options.part:
         parts = {"stream": stream_part, "link": link_part, "stock": stock_part}

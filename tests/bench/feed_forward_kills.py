@@ -157,7 +157,7 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
             if options.freeze:
                 got = answers_over_freeze(group, options.freeze)
                 kill = replace(kill, tokens=got == model.expected, frozen_s=options.freeze)
-                assert kill.tokens, f"got tokens {got} over a freeze, expected {model.expected}"
+                assert kill.tokens, f"got tokens {got} during a freeze, expected {model.expected}"
             return kill_rank_and_check(group, kill)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         return replace(kill, failure=f"{folder}: {str(error)[-3000:]}")
@@ -181,7 +181,7 @@ def kill_rank_and_check(group: Group, kill: Kill) -> Kill:
     try:
         wait_for_steps(group)
         if group.plan.ranks[0].ring_bytes:
-            assert scrape(group, 0).total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0, "no expert was copied"
+            assert scrape(group, 0).total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0, "the GPU copied no expert"
         after_s = random.Random().uniform(0.0, 1.5)
         time.sleep(after_s)
         sent, start = time.time(), time.monotonic()
@@ -189,7 +189,9 @@ def kill_rank_and_check(group: Group, kill: Kill) -> Kill:
         try:
             group.children[0].process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the pod still runs {END_TIMEOUT_S} s after it\n{group.logs()}") from None
+            raise AssertionError(
+                f"the pod still runs {END_TIMEOUT_S}s after the kill\n{group.logs()}"
+            ) from None
         left = wait_gone(held, group.log_dir, group.scratch, start + END_TIMEOUT_S)
         gone_s = time.monotonic() - start
     finally:
@@ -320,15 +322,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_kills")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--parallel", type=int, default=8, help="groups alive at the same time")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that ask, one GPU each")
-    parser.add_argument("--seconds", type=float, help="start no more groups after so long")
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
-    parser.add_argument("--also-asking", action="store_true", help="every seventh time the rank that asks")
-    parser.add_argument("--freeze", type=float, help="freeze each group for so many seconds before its kill")
-    parser.add_argument("--results", type=Path, help="add every life to this file")
-    parser.add_argument("--logs", type=Path, help="of the groups; default: a new folder")
-    parser.add_argument("--cpu", action="store_true", help="the rank that asks on a CPU too")
-    parser.add_argument("--copies", action="store_true", help="the GPU copies experts of mixtures")
+    parser.add_argument("--tensor", type=int, default=1, help="number of asking ranks, with a GPU each")
+    parser.add_argument("--seconds", type=float, help="start no more groups after this time")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a start counts as a hang"
+    )
+    parser.add_argument(
+        "--also-asking", action="store_true", help="kill the asking rank in every seventh group"
+    )
+    parser.add_argument("--freeze", type=float, help="seconds for which to freeze each group before its kill")
+    parser.add_argument("--results", type=Path, help="append each result to this file")
+    parser.add_argument("--logs", type=Path, help="folder for the groups' logs; default: a new folder")
+    parser.add_argument("--cpu", action="store_true", help="run the asking rank on a CPU")
+    parser.add_argument("--copies", action="store_true", help="let the GPU copy experts of mixtures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="kills-"))
@@ -346,7 +352,8 @@ def main() -> int:
     print(to_markdown(kills))
     orphaned, after = unheld_shared_memory(before), gpu_memory()
     print(
-        f"GPU memory before {memory!r}, after {after!r}; in /dev/shm and nobody's: {list(map(str, orphaned))}"
+        f"GPU memory before {memory!r}, after {after!r}; files in /dev/shm that no process holds: "
+        f"{list(map(str, orphaned))}"
     )
     wrong = bool(orphaned) or memory != after or any(kill.failure for kill in kills)
     return 1 if wrong or not kills else 0

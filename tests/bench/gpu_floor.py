@@ -466,7 +466,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     for case in cases:
         left_s = end_s - time.monotonic()
         if left_s < 60:
-            print(f"NOT RUN for want of time: {case.name}", flush=True)
+            print(f"NOT RUN, no time left: {case.name}", flush=True)
             continue
         keep(
             run_child(
@@ -513,8 +513,8 @@ def _in_mib(result: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Runs the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_floor")
-    parser.add_argument("--cases", default="", help="only those whose names contain one of these words")
-    parser.add_argument("--seconds", type=float, default=560.0, help="no case begins later")
+    parser.add_argument("--cases", default="", help="run only cases whose names contain one of these words")
+    parser.add_argument("--seconds", type=float, default=560.0, help="begin no case after this time")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of the NCCL group that is measured")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--on-cpu", action="store_true", help="a dry run on tiny shapes without a GPU")

@@ -149,10 +149,10 @@ def main() -> int:
     """Runs the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.group_start")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--pods", default="1,1", help="ranks of each pod; a stage each")
+    parser.add_argument("--pods", default="1,1", help="ranks of each pod; each rank has a stage")
     parser.add_argument("--threads", default="1", help="OMP_NUM_THREADS of each rank")
-    parser.add_argument("--log", type=Path, help="keep the pods' output here")
-    parser.add_argument("--write", type=Path, help="the tables, as markdown")
+    parser.add_argument("--log", type=Path, help="store the pods' output here")
+    parser.add_argument("--write", type=Path, help="write the tables as Markdown")
     options = parser.parse_args()
     pods = [int(ranks) for ranks in options.pods.split(",")]
     starts = []

@@ -245,7 +245,7 @@ def build_with_asan(library: Path) -> None:
             command = [build.COMPILER, *flags, "-O1", *extra, "-c", str(source), "-o", str(made)]
             running.append(subprocess.Popen(command))
         if any(process.wait() for process in running):
-            raise SystemExit("the kernels don't compile with AddressSanitizer")
+            raise SystemExit("the kernels do not compile with AddressSanitizer")
         objects = [str(file) for file in Path(folder).glob("*.o")]
         subprocess.run(
             [build.COMPILER, "-shared", "-fsanitize=address", *objects, "-o", str(library)], check=True
@@ -349,10 +349,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="end after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first layer")
-    parser.add_argument("--threads", type=int, default=2, help="most threads of a layer")
-    parser.add_argument("--totals", type=Path, help="JSON file that adds up runs")
-    parser.add_argument("--library", type=Path, help="the kernels, if not the package's own")
-    parser.add_argument("--plain-memory", action="store_true", help="no pages that must not be touched")
+    parser.add_argument("--threads", type=int, default=2, help="largest number of threads of a layer")
+    parser.add_argument("--totals", type=Path, help="JSON file with the sums of all runs")
+    parser.add_argument("--library", type=Path, help="library of kernels; default: the package's own")
+    parser.add_argument("--plain-memory", action="store_true", help="use plain memory without guard pages")
     parser.add_argument("--asan", action="store_true", help="use kernels with AddressSanitizer")
     parser.add_argument("--build-asan", type=Path, metavar="FILE", help="only build these kernels")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")

@@ -225,9 +225,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument(
-        "--busy", action="store_true", help="one thread's CPU time, on a machine with other work"
+        "--busy", action="store_true", help="measure the CPU time of one thread, for a busy machine"
     )
-    parser.add_argument("--experts", action="store_true", help="a layer of experts, by tokens")
+    parser.add_argument(
+        "--experts", action="store_true", help="measure a layer of experts, by number of tokens"
+    )
     options = parser.parse_args(argv)
     import torch
 

@@ -115,14 +115,14 @@ def bench(options: argparse.Namespace, model: Path, off: int) -> list[dict[str, 
 def main() -> int:
     """Prints a row for each number of threads."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.llama_cpp")
-    parser.add_argument("--bench", type=Path, required=True, help="llama-bench")
+    parser.add_argument("--bench", type=Path, required=True, help="path of llama-bench")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--off", type=int, default=24)
     parser.add_argument("--threads", default="13,14,16")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--keep", action="store_true", help="the file, for another run")
+    parser.add_argument("--keep", action="store_true", help="keep the model's file for another run")
     options = parser.parse_args()
     path = options.folder / f"{options.shape}-{options.layers}.gguf"
     try:

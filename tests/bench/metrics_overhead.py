@@ -137,7 +137,7 @@ def check_silent(group: Group) -> None:
     """Raises AssertionError if a rank of a group without metrics serves metrics."""
     for rank in group.plan.ranks:
         assert fetch(group.metrics_url(rank.rank) + "/metrics", timeout_s=1.0) is None, (
-            f"rank {rank.rank} serves metrics though {names.ENV_METRICS}=off"
+            f"rank {rank.rank}serves metrics despite {names.ENV_METRICS}=off"
         )
 
 
@@ -249,13 +249,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.metrics_overhead")
     parser.add_argument("--shape", choices=["8b", "tiny"], default="8b" if visible_gpus() else "tiny")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=2, help="of all that, with new groups")
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--threads", type=int, help="of each CPU rank; default: the supervisor's choice")
+    parser.add_argument("--repeats", type=int, default=2, help="number of repetitions with new groups")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument(
+        "--threads", type=int, help="threads of each CPU rank; default: the supervisor's choice"
+    )
     parser.add_argument("--write", type=Path, help="write the table here")
     options = parser.parse_args()
     if options.shape == "8b" and not visible_gpus():
-        parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none; take --shape tiny")
+        parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none. Use --shape tiny")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the groups, too
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:

@@ -417,7 +417,7 @@ class Results:
         self.keep()
         print(
             f"CELL {name} {cell.what} N={cell.requests} context={cell.context}: predicted "
-            f"{predicted_s * 1e3:.1f} ms, by the looks {now_s * 1e3:.1f} ms, measured "
+            f"{predicted_s * 1e3:.1f} ms, by the kernel's rates {now_s * 1e3:.1f} ms, measured "
             f"{measured_s * 1e3:.1f} ms, ratio {measured_s / now_s:.2f} "
             f"{json.dumps(asdict(kernel))} {json.dumps(more)}",
             flush=True,
@@ -636,14 +636,16 @@ def main() -> int:
     parser.add_argument("--contexts", type=numbers, default=[1024, 16384])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--at-once", type=int, default=2, help="groups that start at the same time")
-    parser.add_argument("--deadline-seconds", type=float, help="then say what was measured so far, and end")
-    parser.add_argument("--calibration", type=Path, help="one of this machine, in place of measuring it")
-    parser.add_argument("--results", type=Path, help="file of all cells, the calibration among them")
+    parser.add_argument(
+        "--deadline-seconds", type=float, help="print the results so far after this time, and end"
+    )
+    parser.add_argument("--calibration", type=Path, help="use this calibration of this machine")
+    parser.add_argument("--results", type=Path, help="file for all cells and the calibration")
     parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "hi-caches")
-    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for our pods")
     parser.add_argument("--devices-as-cpu", action="store_true", help="a dry run with tiny models")
     parser.add_argument(
-        "--again", type=Path, metavar="FILE", help="measure nothing; predict FILE's cells again"
+        "--again", type=Path, metavar="FILE", help="predict FILE's cells again, without measurements"
     )
     options = parser.parse_args()
     if options.again is not None:

@@ -77,7 +77,7 @@ def ask_checkov(programs: Path, files: list[Path]) -> Iterator[Finding]:
     options = ["--framework", "kubernetes", "--skip-download", "--soft-fail", "--quiet", "-o", "json"]
     said = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
     if said["summary"]["parsing_errors"] or said["summary"]["passed"] < 1:
-        raise SystemExit(f"checkov read nothing: {said['summary']}")
+        raise SystemExit(f"checkov found no objects: {said['summary']}")
     for check in said["results"]["failed_checks"]:
         yield Finding(tool="checkov", rule=check["check_id"], kind=check["resource"].partition(".")[0])
 
@@ -89,7 +89,7 @@ def ask_kube_score(files: list[Path]) -> Iterator[Finding]:
     for file in files:
         judged = json.loads(ask([program, *options, str(file)], codes=(0, 1)))
         if not judged:
-            raise SystemExit("kube-score judged nothing")
+            raise SystemExit("kube-score found no objects")
         for each in judged:
             for check in each["checks"]:
                 if not check["skipped"] and check["grade"] < GOOD:
@@ -129,9 +129,9 @@ def main() -> int:
         }
     page = PAGE.relative_to(REPOSITORY)
     for finding in sorted(found - listed):
-        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Fix it, or list it in {page}")
+        print(f"not listed: {finding.tool} {finding.rule} on a {finding.kind}. Fix it, or list it in {page}")
     for finding in sorted(listed - found):
-        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Remove it from {page}")
+        print(f"no longer found: {finding.tool} {finding.rule} on a {finding.kind}. Remove it from {page}")
     print(f"{len(found)} findings by linters of the chart, {len(found & listed)} of them listed")
     return int(found != listed)
 

@@ -52,11 +52,11 @@ def ensure_packages(needs: dict[str, str]) -> None:
     names = " ".join(missing)
     if shutil.which("apt-get") is None:
         raise ClusterError(
-            f"missing programs, and no apt-get to install them: install what Debian calls {names}"
+            f"programs are missing, and there is no apt-get. Install these Debian packages: {names}"
         )
     if os.geteuid() != 0:
         raise ClusterError(
-            f"missing Debian packages: as root, run `apt-get install --no-install-recommends {names}`"
+            f"Debian packages are missing. As root, run `apt-get install --no-install-recommends {names}`"
         )
     say(f"installing Debian packages: {names}")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
@@ -69,9 +69,7 @@ def ensure_packages(needs: dict[str, str]) -> None:
         )
     still = missing_packages(needs)
     if still:
-        raise ClusterError(
-            f"apt-get installed {names}, yet something of {' '.join(still)} is still not found"
-        )
+        raise ClusterError(f"apt-get installed {names}, but it did not install {' '.join(still)}")
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def state_root() -> Path:
     root.mkdir(mode=0o700, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise ClusterError(
-            f"{root} belongs to another user: remove it, or set TMPDIR to a folder of your own"
+            f"{root}: belongs to another user. Remove the folder, or set TMPDIR to your own folder"
         )
     return root
 

@@ -87,7 +87,7 @@ def _torch_index() -> str:
 def _buildah() -> Iterator[list[str]]:
     """Yields the command of buildah on our own store, after removing leftovers of a killed build."""
     if os.geteuid() != 0:
-        raise ClusterError("building images needs root: the base is made by debootstrap, layers are mounts")
+        raise ClusterError("building images needs root, for debootstrap and mounts. Run it as root")
     buildah = [
         *PRIVATE_MOUNTS,
         *("buildah", "--root", str(_store() / "root"), "--runroot", str(_store() / "run")),
@@ -160,7 +160,7 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
     built = subprocess.run(["nice", *command], stdout=2, stdin=subprocess.DEVNULL, check=False)
     if built.returncode:
         raise ClusterError(
-            f"building image {target}: buildah's exit code {built.returncode}; it said why above"
+            f"building image {target}: buildah ended with exit code {built.returncode}. Read its output above"
         )
     seconds = time.monotonic() - began
     # skopeo instead of `buildah push`, which compresses everything, for a minute and a half.

@@ -171,7 +171,7 @@ def start_kwok(
         ClusterError: not root, or the nodes did not turn Ready.
     """
     if os.geteuid() != 0:
-        raise ClusterError("kwok's pods need a route, which only root may set: run it as root")
+        raise ClusterError("kwok's pods need a route, which only root may set. Run it as root")
     tools.ensure_built(tools.KWOK)
     state = cluster.state
     state.will_change("blackhole", pod_range(cluster))

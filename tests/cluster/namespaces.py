@@ -130,7 +130,7 @@ def create_namespaces(state: State) -> Namespaces:
         "the node's namespaces", apart, timeout_s=10, process=holder, log=state.log("namespaces")
     )
     if os.readlink(f"/proc/{holder.pid}/ns/mnt") == ours:
-        raise AssertionError("the holder of the namespaces is in ours")
+        raise AssertionError("the new process has left our namespaces")
     namespaces = Namespaces(holder=holder)
     namespaces.run("sh", "-euc", _mount_script(state))
     return namespaces

@@ -86,7 +86,7 @@ def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
         ClusterError: not root, something is missing, or a program did not come up; nothing is left.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
-        raise ClusterError("a node needs root on Linux: it makes namespaces, mounts and cgroups")
+        raise ClusterError("a node needs root on Linux, for namespaces, mounts and cgroups. Run it as root")
     debian.ensure_packages({**debian.CONTROL_PLANE_NEEDS, **debian.NODE_NEEDS})
     ensure_tools((tools.ETCD, tools.KUBERNETES, tools.COREDNS, tools.CONTAINERD))
     seed = image_store.ensure_seed([image_store.ensure_pause_image(), *images])

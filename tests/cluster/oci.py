@@ -61,7 +61,7 @@ class Layout:
         """
         entry = self.manifests().get(image.tag)
         if entry is None:
-            raise ClusterError(f"no image {image.tag} in {self.folder}: run `python -m tests.cluster images`")
+            raise ClusterError(f"no image {image.tag} in {self.folder}. Run `python -m tests.cluster images`")
         return str(entry["digest"])
 
     def needs(self, image: Image) -> list[str]:

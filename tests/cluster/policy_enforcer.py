@@ -181,7 +181,9 @@ def _read(
             answer = connection.getresponse()
             text = answer.read()
             if answer.status != http.client.OK:
-                raise http.client.HTTPException(f"GET {path}: {answer.status} {text.decode()}")
+                raise http.client.HTTPException(
+                    f"GET {path}: got status {answer.status}, expected 200. {text.decode()}"
+                )
             return list(json.loads(text)["items"])
 
         policies = items("/apis/networking.k8s.io/v1/networkpolicies")

@@ -73,7 +73,7 @@ def spawn(
         raise ClusterError(f"cannot start {command[0]}: {error}") from error
     identity = ProcessIdentity.of(pid)
     if identity is None:
-        raise ClusterError(f"{command[0]} ended immediately; its last words:\n{tail(log)}")
+        raise ClusterError(f"{command[0]} ended immediately. Its last output:\n{tail(log)}")
     return identity
 
 
@@ -102,7 +102,7 @@ def run(
             cwd=cwd,
         )
     except FileNotFoundError as error:
-        raise ClusterError(f"{command[0]} is not there: {error}") from error
+        raise ClusterError(f"{command[0]}was not found: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"{' '.join(command)} took longer than {timeout_s:g} s") from error
     if done.returncode:
@@ -135,11 +135,11 @@ def wait_until(
     """
     deadline = time.monotonic() + timeout_s
     while not check():
-        words = f"; the end of {log.name}:\n{tail(log)}" if log is not None else ""
+        words = f". The end of {log.name}:\n{tail(log)}" if log is not None else ""
         if process is not None and not process.alive():
-            raise ClusterError(f"{what}: the program died{words}")
+            raise ClusterError(f"{what}: the program has ended{words}")
         if time.monotonic() > deadline:
-            raise ClusterError(f"{what}: not within {timeout_s:g} s{words}")
+            raise ClusterError(f"{what}: did not happen within {timeout_s:g} s{words}")
         time.sleep(POLL_S)
 
 

@@ -51,7 +51,7 @@ class Program:
             record = json.loads(_file(state, name).read_text())
         except FileNotFoundError as error:
             known = sorted(file.stem for file in _file(state, name).parent.glob("*.json"))
-            raise ClusterError(f"{state.name} has no program {name!r}; it has {known}") from error
+            raise ClusterError(f"{state.name} has no program {name!r}. Its programs: {known}") from error
         return cls(
             state=state,
             name=name,

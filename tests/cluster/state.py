@@ -77,7 +77,7 @@ class State:
                     state._write_owner(ProcessIdentity.of(os.getpid()))
                     return state
         raise ClusterError(
-            f"{limit} clusters of kind {kind} run already: stop one with `python -m tests.cluster down`"
+            f"{limit} clusters of kind {kind} run already. Stop one with `python -m tests.cluster down`"
         )
 
     def _write_owner(self, owner: ProcessIdentity | None) -> None:

@@ -188,7 +188,7 @@ def ensure_built(tool: Tool) -> Path:
 def _compile(tool: Tool, folder: Path) -> None:
     go = shutil.which("go")
     if go is None:
-        raise ClusterError("no `go` on the PATH: install Go 1.25 or newer (https://go.dev/dl)")
+        raise ClusterError("`go` is not on the PATH. Install Go 1.25 or newer (https://go.dev/dl)")
     began = time.monotonic()
     say(f"building {tool.name} from source (some minutes, once) …")
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def _compile(tool: Tool, folder: Path) -> None:
         )
         if built.returncode:
             raise ClusterError(
-                f"building {tool.name} failed with exit code {built.returncode}; Go said why above"
+                f"building {tool.name} failed with exit code {built.returncode}. Read Go's output above"
             )
         for old, new in RENAMED.items():
             if (made / "bin" / old).exists():
@@ -215,7 +215,7 @@ def _compile(tool: Tool, folder: Path) -> None:
         lacking = [name for name in tool.programs if not (made / "bin" / name).exists()]
         if lacking:
             raise ClusterError(
-                f"building {tool.name} made no {', '.join(lacking)}: see the tool lines of its go.mod"
+                f"building {tool.name} made no {', '.join(lacking)}. Check the tool lines of its go.mod"
             )
         made.rename(folder.parent)
     say(f"built {tool.name} in {time.monotonic() - began:.0f} s")

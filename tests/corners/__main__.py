@@ -92,10 +92,12 @@ def build_table(result: Result) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.corners", description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="resources to draw")
-    parser.add_argument("--lanes", type=int, default=12, help="resources at a time")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of an earlier run")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="the operator's log goes here too")
+    parser.add_argument("--count", type=int, default=1000, help="number of resources")
+    parser.add_argument("--lanes", type=int, default=12, help="resources at the same time")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(32), help="seed of an earlier run, to repeat it"
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="also write the operator's log here")
     return parser
 
 

@@ -124,7 +124,7 @@ async def damage_labels_of_a_pod(lane: Lane, seen: Seen) -> None:
     await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: value}}}))
     selects = label not in {names.LABEL_EPOCH, names.LABEL_POD_INDEX} and value != made
     if selects and judge(seen)[0] is Verdict.SERVES:
-        await lane.wait(f"{label} of {name} is missed", seen.name, _lost_a_label, REACTS_S)
+        await lane.wait(f"the missing {label} of {name} is reported", seen.name, _lost_a_label, REACTS_S)
     await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: made}}}))
 
 
@@ -169,7 +169,7 @@ async def damage_a_selector(lane: Lane, seen: Seen) -> None:
                 return
             raise
         await asyncio.sleep(LOOK_S)
-    raise Finding(f"Service {name} keeps a key in its selector that is not ours")
+    raise Finding(f"Service {name} keeps a foreign key in its selector")
 
 
 async def lose_config_maps(lane: Lane, seen: Seen, *, unknown: bool = False) -> None:
@@ -229,7 +229,7 @@ async def write_status(lane: Lane, name: str, change: Callable[[dict[str, Any]],
                 raise
         else:
             return
-    raise Finding(f"a status could not be written in {TRIES} tries: the operator writes it all the time")
+    raise Finding(f"the status changed before each of {TRIES} writes: the operator writes it all the time")
 
 
 async def change_spec(lane: Lane, name: str, fields: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ async def quota(lane: Lane, seen: Seen) -> None:
     try:
         await delete_pod(lane, seen)
         if seen.pods:
-            await lane.wait("the quota's words", seen.name, _tells_of_quota)
+            await lane.wait("the quota's message in the status", seen.name, _tells_of_quota)
     finally:
         await lane.server.delete(QUOTA.path(lane.namespace, "none"), {})
 

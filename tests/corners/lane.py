@@ -185,7 +185,7 @@ class Lane:
             if not left and await self.look(name) is None:
                 return
             if time.monotonic() > until:
-                raise Finding(f"{timeout_s:g} s after {name} was deleted there are {left}")
+                raise Finding(f"{name} was deleted {timeout_s:g} s ago, but these objects exist: {left}")
             await asyncio.sleep(LOOK_S)
 
 

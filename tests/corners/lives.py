@@ -139,7 +139,7 @@ async def _strike(lane: Lane, name: str, fault: Fault, result: Result) -> None:
     at = time.monotonic()
     await fault.act(lane, before)
     if fault.ends and verdict is Verdict.SERVES and before.wanted:
-        await lane.wait("Ready is False after a pod went", name, lambda now: _ended(now, before), 20.0)
+        await lane.wait("Ready is False after the end of a pod", name, lambda now: _ended(now, before), 20.0)
         result.noticed_s.append(time.monotonic() - at)
 
     def back(now: Seen) -> bool:

@@ -117,7 +117,7 @@ def check_death(resource: Resource, pod: str, rank: int) -> None:
         return [failure for failure in group.get("failures", ()) if failure["epoch"] == epoch]
 
     processes.wait_until("the failure in the status", lambda: bool(failures()), timeout_s=SAID_WITHIN_S + 1)
-    print(f"said after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
+    print(f"reported after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
     (failure,) = failures()
     assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, rank)
     processes.wait_until(

@@ -156,7 +156,9 @@ def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
     assert reaches(to_hub)
     assert reaches(to_dns)
     cluster.kubectl(*apply, stdin=DENY_ALL)
-    processes.wait_until("the policy that denies", lambda: not reaches(to_hub), timeout_s=10)
+    processes.wait_until(
+        "the effect of the policy that denies all traffic", lambda: not reaches(to_hub), timeout_s=10
+    )
     assert not reaches(to_dns)
 
 
@@ -182,7 +184,7 @@ def test_a_model_of_a_hub_is_fetched_with_its_token_and_served_without_the_hub(
     with mesh_injector(installed, NAMESPACE, tmp_path, WORKER_IMAGE):
         cut_off(installed, hub)
         stranger = json.loads(installed.kubectl("get", "pod", "-n", NAMESPACE, "stranger", "-o", "json"))
-        assert SIDECAR in containers([stranger]), "who does not opt out gets one"
+        assert SIDECAR in containers([stranger]), "a pod that does not opt out gets a sidecar"
         check_fetched_and_served(installed, hub, cache, model)
 
 

@@ -151,14 +151,14 @@ def test_two_releases_can_be_uninstalled_in_either_order(
     for resource in resources.values():
         scale(resource, 1)
         scale(resource, 0)
-    processes.wait_until("the other release works on", lambda: seen(resources[stays]), timeout_s=SEEN_S)
-    assert not seen(left_behind), "nobody serves it now"
+    processes.wait_until("the other release still works", lambda: seen(resources[stays]), timeout_s=SEEN_S)
+    assert not seen(left_behind), "its release is gone, but its group serves"
     assert uids(left_behind) == before
     # Both resources are deleted: the one without an operator, and the one whose operator still runs.
     for resource in resources.values():
         cluster.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=20s")
     kept = functools.partial(children, left_behind)
-    processes.wait_until("the end of the group that was left behind", lambda: not kept(), timeout_s=GONE_S)
+    processes.wait_until("the end of the group without an operator", lambda: not kept(), timeout_s=GONE_S)
     cluster.helm("uninstall", releases[stays], "--namespace", releases[stays], "--wait")
     for namespace in (NAMESPACE, *releases.values()):
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")

@@ -138,7 +138,9 @@ def test_an_operator_without_rights_on_nodes_serves(pair: Resource) -> None:
     assert " 403 " not in log
     roles = pair.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
     ours = {role.partition("/")[2] for role in roles if OPERATOR in role}
-    assert ours == {f"{OPERATOR}-view", f"{OPERATOR}-edit"}, "people's, and none of the operator"
+    assert ours == {f"{OPERATOR}-view", f"{OPERATOR}-edit"}, (
+        "only the roles for users, and none of the operator"
+    )
 
 
 def test_the_groups_own_ports_are_open_inside_and_closed_outside(pair: Resource) -> None:

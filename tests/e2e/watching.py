@@ -60,7 +60,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         self._thread.start()
-        assert self._began.wait(10), "the API server gave no watch"
+        assert self._began.wait(10), "the API server did not start the watch"
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--devices-as-cpu",
         action="store_true",
-        help="a dry run without a GPU: CPU ranks in place of GPU ranks",
+        help="a dry run without a GPU: CPU ranks replace GPU ranks",
     )
     group.addoption("--report", type=Path, help="write the table of results here; default $OUT/topologies.md")
     group.addoption(
@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = []
     if not as_cpu and not visible_gpus():
         raise pytest.UsageError(
-            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none; run it on a machine with one, or dry-run "
-            "the topologies with --devices-as-cpu"
+            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none. Run it on a machine with a GPU, or try the "
+            "topologies with --devices-as-cpu"
         )
     # A signal that ends this process must not leave groups on the GPU.
     signal.signal(signal.SIGTERM, _terminate)

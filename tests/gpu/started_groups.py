@@ -76,7 +76,7 @@ class Groups:
     def take(self, topology: Topology) -> Served:
         """Waits until the group of a topology is ready, and returns it. Raises the error of its start."""
         running = self._running[topology.name]
-        assert not running.reported, f"{topology.name} did not start; the first test of it says why"
+        assert not running.reported, f"{topology.name} did not start. Its first test shows the reason"
         running.reported = True
         served = running.served.result(2 * READY_TIMEOUT_S)
         running.reported = False

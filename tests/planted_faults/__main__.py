@@ -28,8 +28,10 @@ TIMEOUT_S = 900.0
 def main(arguments: Sequence[str]) -> int:
     """Tries the faults whose names contain one of the words, or all. Prints a table row for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of the faults' names; all by default")
-    parser.add_argument("--list", action="store_true", help="say only what would be planted")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="word in the faults' names; default: all faults"
+    )
+    parser.add_argument("--list", action="store_true", help="only list the faults")
     chosen = parser.parse_args(arguments)
     faults = [
         fault for fault in FAULTS if not chosen.words or any(word in fault.name for word in chosen.words)
@@ -83,7 +85,7 @@ def plant_fault(fault: PlantedFault, tree: Path) -> None:
     text = path.read_text()
     if text.count(fault.right) != 1:
         raise ValueError(
-            f"{fault.path} has {text.count(fault.right)} times {fault.right!r}, expected once: mend "
+            f"{fault.path} has {text.count(fault.right)} times {fault.right!r}, expected once. Mend "
             f"'{fault.name}' in tests/planted_faults/faults.py"
         )
     path.write_text(text.replace(fault.right, fault.wrong))

@@ -24,12 +24,14 @@ from tests.scale.report import build_page, build_table
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 if a figure exceeds its limit."""
     parser = argparse.ArgumentParser(prog="python -m tests.scale", description=__doc__)
-    parser.add_argument("--resources", type=int, default=1000, help="of 4 pods each (default: %(default)s)")
+    parser.add_argument(
+        "--resources", type=int, default=1000, help="resources of 4 pods (default: %(default)s)"
+    )
     parser.add_argument(
         "--idle-seconds",
         type=float,
         default=600,
-        help="how long nothing may be written (default: %(default)s)",
+        help="seconds in which the operator must write nothing (default: %(default)s)",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="new folder for the operators' logs")

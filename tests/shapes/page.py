@@ -137,7 +137,7 @@ def _answers() -> str:
             said = "\n".join(f"error: {line}" for line in error.message.splitlines())
             parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}\n```\n")
         else:
-            raise AssertionError(f"{title}: expected a refusal")
+            raise AssertionError(f"{title}: got a plan, expected a refusal")
     return "\n".join(parts)
 
 

@@ -84,11 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     usual = Pace(seconds=3600.0)
-    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of the chaos")
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="length of the chaos")
     parser.add_argument("--resources", type=int, default=50)
-    parser.add_argument(
-        "--real", action="store_true", help="with a real node and a group of real ranks on it"
-    )
+    parser.add_argument("--real", action="store_true", help="add a real node with a group of real ranks")
     for what, seconds, meaning in (
         ("--kill-every", usual.kill_every_s, "between two pods that go"),
         ("--away-every", usual.away_every_s, "between two ends of the API server"),
@@ -98,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             what, type=float, default=seconds, metavar="SECONDS", help=f"{meaning}, on average"
         )
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="what happens follows it")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="the table goes here too")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 32), help="seed of the random faults"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="also write the table here")
     return parser
 
 

@@ -113,7 +113,7 @@ class Soak:
     async def run(self, pace: Pace) -> Result:
         """Runs the soak, and returns the results. Groups that fail do not make it raise."""
         if others := await self._all_ready(START_S):
-            raise AssertionError(f"before anything was done, not Ready within {START_S:g} s: {others}")
+            raise AssertionError(f"before the first fault, not Ready within {START_S:g} s: {others}")
         self.result.before = await count_objects(self.server, self.namespace)
         self._began = time.monotonic()
         async with self._sampling():

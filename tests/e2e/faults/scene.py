@@ -81,7 +81,9 @@ class Scene:
         self.second.wait_ready()
         epoch = self.group["epoch"]
         self.change_spec(restartedAt=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-        processes.wait_until("a fresh start", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s)
+        processes.wait_until(
+            "a new start of the group", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s
+        )
         self.pair.wait_ready(timeout_s)
         assert self._follower_node() == self.second.name, "the scheduler prefers the second node"
 

@@ -45,7 +45,7 @@ def visit(scene: Scene) -> Iterator[float]:
             while not visiting.done():
                 scene.check_answer()
         except OSError as error:
-            raise AssertionError(f"not answered while a stranger was there: {scene.group}") from error
+            raise AssertionError(f"the model did not answer during the attack: {scene.group}") from error
         said = json.loads(visiting.result())
     keep("stranger.json", json.dumps(said, indent=1))
     check_learnt(said, secrets_of(pods))
@@ -77,7 +77,7 @@ def check_learnt(said: dict[str, Any], secrets: Sequence[str]) -> None:
     assert names.DEFAULT_HEALTH_PORT in follower, follower
     assert names.DEFAULT_CONTROL_PORT not in follower, follower
     recorded = base64.b64decode(said["recorded"])
-    assert recorded.count(b"\n") >= 2, f"expected a hello and a line after it on record, got {recorded!r}"
+    assert recorded.count(b"\n") >= 2, f"expected a recorded hello and one more line, got {recorded!r}"
     for answer in said["answers"]:
         got = base64.b64decode(answer["got"]).decode(errors="replace")
         if answer["port"] not in OURS:

@@ -146,9 +146,11 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     assert turn.first_created >= turn.old_gone, f"two epochs at the same time: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, took
     assert turn.old_gone - ended_epoch.at <= expected.old_gone_s, took
-    assert turn.epoch == group["epoch"], "the group serves in the epoch after"
+    assert turn.epoch == group["epoch"], "the group serves in the next epoch"
     check_nothing_orphaned(scene, group["epoch"])
-    processes.wait_until("the children of before", lambda: scene.children() == children, timeout_s=CLEAN_S)
+    processes.wait_until(
+        "the same children as before the fault", lambda: scene.children() == children, timeout_s=CLEAN_S
+    )
     return took
 
 
@@ -172,7 +174,7 @@ def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
     labels = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in scene.pair.pods()}
     assert labels == {str(epoch)}
     processes.wait_until(
-        f"the end of all processes but epoch {epoch}'s",
+        f"the end of all processes except those of epoch {epoch}'s",
         lambda: scene.process_epochs() == {epoch},
         timeout_s=CLEAN_S,
     )
@@ -271,13 +273,13 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     with fault.inject(scene) as at:
         said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
-        assert _says(said, "Available") == "True", "the group serves on"
+        assert _says(said, "Available") == "True", "the group keeps serving"
         scene.check_answer()
         with injections.delete_pod(1)(scene) as deleted:
             down = wait_available(scene, "False", expected.available_false_s + 10, since=deleted)
             up = wait_available(scene, "True", START_S, since=down.at)
         scene.check_answer()
-        assert says(up), "it is refused all the while"
+        assert says(up), "it is refused all the time"
         assert scene.resources.find(lambda change: _ready(change) == "True", since=said.at) is None
         turn = find_turn(scene.pods.changes, epoch, count)
         check_suspend(scene)
@@ -289,7 +291,7 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     scene.pair.wait_ready(START_S)
     now = scene.group["epoch"]
     begun = find_epochs(scene.pods.changes, after=epoch)
-    assert begun == [turn.epoch, now], "one for the pod, one for the suspension, none for the way back"
+    assert begun == [turn.epoch, now], "one change for the pod, one for the suspension"
     check_nothing_orphaned(scene, now)
     return Measured(
         said_s=said.at - at,

@@ -126,7 +126,7 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     assert set(roles) == {name, "rel-heteroinfer-lease", "rel-heteroinfer-key"}
     assert of_kind(objects, "ClusterRole") == of_kind(before, "ClusterRole")
     assert of_kind(before, "Job") == []
-    assert of_kind(objects, "ConfigMap") == [], "the Jobs make it; a template would empty it"
+    assert of_kind(objects, "ConfigMap") == [], "the Jobs create it, and a template would empty it"
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
     assert images == [f"{OURS}/worker-cpu:{VERSION}", f"{OURS}/worker:{VERSION}"]
@@ -216,7 +216,9 @@ def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_toke
 
 def test_a_measurement_has_its_limit_and_waits_for_a_node(plane: Cluster) -> None:
     for job in of_kind(render(plane, *KINDS, "calibration.limitSeconds=90"), "Job"):
-        assert "activeDeadlineSeconds" not in job["spec"], "it would count while there is no node"
+        assert "activeDeadlineSeconds" not in job["spec"], (
+            "the deadline would also count while there is no node"
+        )
         spec = job["spec"]["template"]["spec"]
         assert spec["activeDeadlineSeconds"] > 90
         assert spec["initContainers"][0]["args"][:3] == ["calibrate", "--limit", "90"]
@@ -514,7 +516,7 @@ def test_the_chart_can_be_installed_again_after_an_uninstall(plane: Cluster, tmp
     assert code == 1
     assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
     plane.helm("uninstall", "rel", "-n", "rel")
-    assert is_established(plane, CRD), "the CRD is kept, and so are all resources"
+    assert is_established(plane, CRD), "the CRD and all resources stay"
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced", *least)
     code, said = check(plane, tmp_path, "rel")
     assert code == 1
@@ -584,14 +586,14 @@ def test_the_roles_for_a_team_equal_the_charts_roles(plane: Cluster) -> None:
         assert role["metadata"]["labels"].items() <= ours["metadata"]["labels"].items()
     leases = {(*rule[:3], "") for rule in wanted(*rights.lease_rules("rel-heteroinfer"))}
     assert rules_of(installer) < wanted(*rights.SERVED) | leases
-    assert "labels" not in installer["metadata"], "it is given by name only"
+    assert "labels" not in installer["metadata"], "the verb is granted for one name only"
 
 
 def test_every_tool_that_applies_the_chart_keeps_measured_rates(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     place = ("-n", "rel", "-o", "json")
-    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "but Kubernetes' own"
+    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "except Kubernetes' own"
     measured = ("rel-heteroinfer-measured", "-n", "rel")
     plane.kubectl("create", "configmap", *measured, "--from-literal=m7i.json={}")
 

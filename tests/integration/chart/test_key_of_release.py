@@ -95,7 +95,7 @@ def release(plane: Cluster) -> Iterator[Release]:
 async def test_every_tool_that_applies_the_chart_keeps_the_key(release: Release, scope: str) -> None:
     values = (*VALUES, "--set", f"scope={scope}")
     release.helm("install", CHART, *values)
-    assert release.key(OWN) is None, "no template makes it"
+    assert release.key(OWN) is None, "no template creates the Secret"
     key = await release.start()
     assert (release.key(OWN), release.key(FORMER)) == (key, None)
     release.helm("upgrade", CHART, *values, "--set", "workers=2")
@@ -109,7 +109,7 @@ async def test_every_tool_that_applies_the_chart_keeps_the_key(release: Release,
     assert release.key(OWN) == key
     release.helm("uninstall")
     release.helm("install", CHART, *values)
-    assert await release.start() == release.key(OWN) == key, "groups that ran on are known again"
+    assert await release.start() == release.key(OWN) == key, "the operator knows the groups that kept running"
 
 
 def upgrade_to_this(release: Release, *options: str) -> None:

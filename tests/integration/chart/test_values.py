@@ -25,7 +25,7 @@ class UniqueKeys(yaml.CSafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(keys)}"
+        assert len(keys) == len(set(keys)), f"keys occur twice: {sorted(keys)}"
         return super().construct_mapping(node, deep=deep)
 
 
@@ -160,7 +160,9 @@ def test_labels_of_an_object_override_the_common_labels(tmp_path: Path) -> None:
     pod = objects["Deployment"]["spec"]["template"]["metadata"]
     for metadata in (pod, objects["PrometheusRule"]["metadata"]):
         assert metadata["labels"]["team"] == "own"
-        assert metadata["labels"]["app.kubernetes.io/instance"] == "rel", "what the chart selects by"
+        assert metadata["labels"]["app.kubernetes.io/instance"] == "rel", (
+            "the labels of the chart's selectors"
+        )
     assert pod["annotations"]["team"] == "own"
     assert objects["Deployment"]["metadata"]["annotations"]["team"] == "all"
 

@@ -185,7 +185,7 @@ def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
     stored = cluster.kubectl(
         "get", "hinf", "specs", "-o", "jsonpath={.status.observedGeneration} {.status.replicas}"
     )
-    assert stored == "-1 0", "not the status that was sent, but that of a resource which nobody has seen"
+    assert stored == "-1 0", "the status in the request is ignored"
 
 
 def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:

@@ -264,7 +264,7 @@ def differing(reader: LayerReader, module: Any) -> list[str]:
     found = []
     for name, parameter in module.named_parameters(recurse=False):
         if name == "w2_bias" and name not in reader.recipe.parameters:
-            assert not parameter.any(), "only the first rank of a stage has it"
+            assert not parameter.any(), "only the first rank of a stage has the biases"
             continue
         filled = reader.has(name)
         for expert in range(EXPERTS):

@@ -175,7 +175,7 @@ def killed(count: int, lanes: int) -> dict[str, Any]:
     except LaneError as error:
         seconds = time.monotonic() - start - 0.2
         return {"asks": asks, "rank": error.rank, "seconds": seconds, "exit_codes": bench.end()}
-    raise AssertionError("the killed lane was not missed")
+    raise AssertionError("the killed process was not reported")
 
 
 def stopped(count: int, lanes: int) -> dict[str, Any]:
@@ -278,7 +278,9 @@ def frozen(count: int, lanes: int) -> dict[str, Any]:
     try:
         while not over.is_set():
             start, turns_before = time.monotonic(), bench.slab.checks
-            assert torch.equal(bench.exchange.ask(0, x, ids, weights, None), x * lanes), "a wrong answer"
+            assert torch.equal(bench.exchange.ask(0, x, ids, weights, None), x * lanes), (
+                "a lane's answer is wrong"
+            )
             took_s = time.monotonic() - start
             if took_s > longest_s:
                 longest_s, turns = took_s, bench.slab.checks - turns_before
@@ -310,7 +312,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
     ids, weights = torch.zeros((4, 2), dtype=torch.int32), torch.zeros((4, 2))
     try:
         bench.exchange.ask(0, x, ids, weights, None)
-        raise AssertionError("the stopped lane was not missed")
+        raise AssertionError("the stopped process was not reported")
     except LaneError as error:
         found = [(error.rank, time.monotonic() - start)]
     failure = failures.get(timeout=5)

@@ -60,7 +60,7 @@ def library() -> list[str]:
 
 
 def check(answer: dict[str, Any], most: float, cases: tuple[str, ...] = CASES) -> None:
-    assert answer["differing"] == [], "read as vLLM's own loader fills its parameters"
+    assert answer["differing"] == [], "ranks read the same parameters as vLLM's own loader"
     assert set(answer["gaps"]) == {f"{case}, {rows} rows" for case in cases for rows in (1, 9)}
     assert all(gap <= most for gap in answer["gaps"].values()), answer["gaps"]
 

@@ -71,5 +71,5 @@ def test_foreign_connections_are_refused_and_delay_no_rank() -> None:
     assert all(got["refused"]), got
     assert got["same_token"]
     assert got["token"]
-    assert got["seconds"] < 1, "strangers that are silent or slow keep the asking rank out"
+    assert got["seconds"] < 1, "silent or slow strangers keep the asking rank out"
     assert got["late_s"] < 2, "a stranger holds the listener beyond its deadline"

@@ -141,10 +141,12 @@ def test_a_file_above_the_limit_of_content_networks_is_fetched_in_parts(
     with fetching(hub, cache, **env) as fetch:
         fetch.model()
     check_folder(hub, cache)
-    assert begun.done_bytes < hub.seen.sent_bytes[SHARDS[1]] < SHARD_BYTES * 1.2, "what came is kept"
+    assert begun.done_bytes < hub.seen.sent_bytes[SHARDS[1]] < SHARD_BYTES * 1.2, (
+        "the received bytes are kept"
+    )
     large = hub.repositories[MODEL].files[SHARDS[1]]
     asked = [request for request in hub.seen.requests if sha256(large).hexdigest() in request]
-    assert len(asked) >= 5, "one that was cut off, and four parts"
+    assert len(asked) >= 5, "one broken request, and four parts"
 
     hub.refuse_ranges = True
     shutil.rmtree(cache)
@@ -211,7 +213,7 @@ def test_a_download_continues_after_each_broken_connection(hub: HubServer, cache
     total = sum(
         len(content) for path, content in hub.repositories[MODEL].files.items() if path not in USELESS
     )
-    assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "what came before a break came again"
+    assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "bytes before a break were sent again"
 
 
 def test_a_busy_hub_is_reported_and_the_download_waits(hub: HubServer, cache: Path) -> None:

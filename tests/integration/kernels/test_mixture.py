@@ -18,8 +18,8 @@ def test_a_mixture_in_one_call_is_bit_identical_to_separate_calls(usable: list[s
     assert len(answer["taken"]) == 34
     assert set(map(tuple, answer["taken"].values())) == {(4, True)}, answer["taken"]
     assert len(answer["left"]) == 8
-    assert set(map(tuple, answer["left"].values())) == {(0, True)}, "it has more to it, and goes vLLM's way"
-    assert answer["followed"] == [True] * 5, "weights that were replaced"
+    assert set(map(tuple, answer["left"].values())) == {(0, True)}, "vLLM's own code computes these kinds"
+    assert answer["followed"] == [True] * 5, "the outputs use the replaced weights"
 
 
 def test_one_call_chooses_the_same_experts_as_torch(usable: list[str]) -> None:
@@ -29,7 +29,7 @@ def test_one_call_chooses_the_same_experts_as_torch(usable: list[str]) -> None:
     assert not answer["others"]
     assert answer["finite"] == [True, False, True, False], "NaN stays in its row"
     assert answer["differ"]
-    assert answer["ties"] == [0, 1, 2], "of equal scores the first"
+    assert answer["ties"] == [0, 1, 2], "of equal scores, the first is chosen"
     assert answer["none"] == [[0.0, 0.0]] * 4 + [[1.0, 0.0]] * 4, "on GPUs too"
     assert len(answer["refused"]) == 16
     assert all(" (got " in text for text in answer["refused"]), answer["refused"]

@@ -52,7 +52,7 @@ def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
 def test_an_output_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "heads", *usable)
     assert all(gap < ROUNDING for gap in answer["gaps"])
-    assert answer["lookup"], "an embedding's table is still there to be looked up"
+    assert answer["lookup"], "an embedding keeps its table for lookups"
     assert answer["packed"] == [False, True, True]
 
 
@@ -110,7 +110,7 @@ def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
     assert all(answer["same"]), answer
     of_vllm, ours = answer["peaks"]
     assert of_vllm > 10, "is the patch cpu_packing still needed?"
-    assert ours < of_vllm / 2, "of the layer's bytes; its tensors before and after are two of them"
+    assert ours < of_vllm / 2, "peak memory, in sizes of the layer: its tensors before and after are two"
 
 
 def test_four_bits_have_the_bytes_that_plans_count() -> None:

@@ -64,7 +64,7 @@ def test_kernels_serve_bf16(
         if others:  # Killed while idle, in the first stage. worker/test_shapes.py has the other cases.
             check_death(group, 0, [])
     serves = SERVED if of_this_cpu() else REFUSED
-    assert ours.count(serves) == pods[0], "each rank says once what serves"
+    assert ours.count(serves) == pods[0], "each rank logs its kernels once"
     for other in others:
         assert SERVED not in other
         assert "CPU linear layers: oneDNN, because HETEROINFER_CPU_LINEAR=onednn" in other

@@ -170,7 +170,7 @@ class TinyGroup:
                 body = reader.read(answer.headers, answer.read().decode())
             if body is not None:
                 return GroupReport.from_json(body)
-        raise AssertionError("the leader does not take the group's key")
+        raise AssertionError("the leader does not accept the group's key")
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process id of a rank."""

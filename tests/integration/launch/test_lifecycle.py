@@ -250,7 +250,7 @@ def test_sigterm_ends_a_worker_at_any_moment_of_its_start(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=20
     )
-    assert done.stdout == "set()\n", "what takes long is loaded after the handler is there"
+    assert done.stdout == "set()\n", "slow imports come after the signal handler is set"
     bit = 1 << (signal.SIGTERM - 1)
     with tiny_group(tmp_path) as group:  # the follower waits for a leader that does not exist
         env = {

@@ -64,9 +64,7 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
             assert answer_to(control, said) == b""
         recorded = b"".join(wire.sent)
         answer = json.loads(answer_to(control, recorded))
-        assert set(answer) == {"code", "nonce"}, (
-            "what was recorded opens no connection: only a fresh challenge"
-        )
+        assert set(answer) == {"code", "nonce"}, "a recorded hello gets a new challenge, and no connection"
         lives_on(group)
         assert "connected again" not in group.pods[0].log.read_text()
 
@@ -142,7 +140,7 @@ def test_a_head_request_is_answered_without_a_body(tmp_path: Path) -> None:
         ]
     (head, body), (only_head, nothing) = (whole.split(b"\r\n\r\n", 1) for whole in wholes)
     assert (body, nothing) == (b"ready\n", b"")
-    assert only_head == head, "the head of what a GET would get"
+    assert only_head == head, "the same headers as for a GET"
 
 
 def test_a_group_without_a_key_shows_its_uid_to_everyone(tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
         started = time.monotonic()
         with wired(group) as wire:
             group.wait_ready()
-            assert time.monotonic() - started > 5, "no name was asked for"
+            assert time.monotonic() - started > 5, "no name was resolved"
             log = group.pods[1].log
             for again in (1, 2):
                 asked = log.read_text().count("asks for localhost")

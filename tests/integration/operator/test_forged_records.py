@@ -165,9 +165,7 @@ async def forge_while_the_spec_is_accepted(
     record = await config_map(server, namespace, "revision")
     assert names.ANNOTATION_CODE in record["metadata"]["annotations"]
     await attacker.replace(record)
-    await until(
-        "the record anew", lambda: is_written_anew(server, namespace, record), said=lambda: process.said
-    )
+    await until("a new record", lambda: is_written_anew(server, namespace, record), said=lambda: process.said)
     assert len(await events(server, namespace)) == 1
     assert (await condition(server, namespace, "Available"))[0] == "True"
 

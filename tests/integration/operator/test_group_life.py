@@ -235,7 +235,7 @@ async def test_reports_a_lost_label_until_it_is_restored(
             async def said() -> bool:
                 return await condition(server, namespace, "Stalled") == ("True", "PodLabelLost")
 
-            await until(f"{label} of {pod} is missed", said, said=lambda: process.said)
+            await until(f"the missing {label} of {pod} is reported", said, said=lambda: process.said)
             assert await condition(server, namespace, "Ready") == ("False", "PodLabelLost")
             assert await condition(server, namespace, "Available") == available
             await server.merge(path, {"metadata": {"labels": {label: made}}})

@@ -347,7 +347,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
                 assert time.monotonic() - before < 2.1
                 assert client.silences([known])[3, 1] >= MIN_SILENT_S
                 await asyncio.sleep(2 * TEST_EVERY_S)
-                assert changed.empty(), "it is reported once"
+                assert changed.empty(), "the change is reported once"
             await leader.start(port)
             assert await asyncio.wait_for(changed.get(), 5) == known.key
             assert client.silences([known]) == {}

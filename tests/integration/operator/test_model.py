@@ -345,7 +345,7 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
         await process.working()
         await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
         fetch = await wait_for_fetch_pod(server, namespace, "other")
-        assert cleanup_of(fetch) is None, "the claim is the user's, who set no `keep`"
+        assert cleanup_of(fetch) is None, "the claim belongs to the user, who set no `keep`"
 
         spec = hub_spec(cache={"claimName": "shared", "keep": 1})
         await apply(server, namespace, spec, "early")
@@ -453,7 +453,7 @@ async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
         async def waits() -> bool:
             return bool((await server.get(late)).get("status"))
 
-        await until("the list brings `late` to the operator", waits, timeout_s=30, said=lambda: process.said)
+        await until("the operator sees `late` in the list", waits, timeout_s=30, said=lambda: process.said)
         assert asking.confirmed == {}
         await server.delete(late, {})
         proxy.heal()

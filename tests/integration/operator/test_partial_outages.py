@@ -122,14 +122,14 @@ async def test_readyz_and_a_metric_show_a_failed_watch_of_pods(
         async def shows(count: int) -> bool:
             return await process.metric(failing) == count
 
-        await until("it is shown", lambda: shows(1), said=lambda: process.said)
+        await until("the failed watch is shown", lambda: shows(1), said=lambda: process.said)
 
         async def looks_again() -> bool:
             return await process.metric(looks) > before
 
         await until("the resource is reconciled with the leader's report", looks_again)
         proxy.heal(fault)
-        await until("it is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
+        await until("the outage is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
 
 
 async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
@@ -158,7 +158,7 @@ async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
 
         await until("a resync of the other namespace", resynced, said=lambda: process.said)
         words = f"namespace {other} is not served"
-        await until("a line of log", lambda: words in process.said)
+        await until("the log line about the namespace", lambda: words in process.said)
         assert await process.stop() == 0
         assert process.said.count(words) == 1
     async with operator(installed.kubeconfig, tmp_path / "two", **settings) as process:

@@ -235,7 +235,7 @@ async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: Api
     await until("another revision is everywhere", lambda: is_whole_without(fleet, before), 90)
     tried = await dry_runs(server)
     await asyncio.sleep(12)
-    assert await dry_runs(server) == tried, "none at rest"
+    assert await dry_runs(server) == tried, "an idle operator sends no dry runs"
 
 
 async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:

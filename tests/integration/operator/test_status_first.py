@@ -283,7 +283,7 @@ async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> N
     """Heals the API server after the operator's metrics show that it cannot write a status."""
     fault = site.fault
     assert fault is not None
-    await until(f"{site}: a status is to be written", lambda: fault.hits)
+    await until(f"{site}: a status write is due", lambda: fault.hits)
 
     async def shown() -> bool:
         return await process.metric(metric_names.OPERATOR_UNWRITTEN_STATUSES) > 0

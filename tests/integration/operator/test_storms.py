@@ -128,4 +128,4 @@ async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report
         moments = [each.at for each in proxy.requests if each.method == "PUT" and "/status" in each.path]
         assert len(moments) >= 5
         most = max(sum(first <= each < first + 1 for each in moments) for first in moments)
-        assert most <= 2 + 1, "two a second, and requests that the path to the proxy bunches"
+        assert most <= 2 + 1, "two writes a second, and some that the proxy delays"

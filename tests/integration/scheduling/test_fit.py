@@ -50,7 +50,7 @@ async def test_groups_wait_for_capacity_and_release_it_for_others(
             status, reason, message = await capacity(server, namespace, "one")
             return message if (status, reason) == ("False", "InsufficientGPU") else ""
 
-        words = await until("the blocker in the condition", refused, timeout_s=30)
+        words = await until("the condition names the blocking pods", refused, timeout_s=30)
         blocker = (
             "needs 1 pod (role gpu) with 1 nvidia.com/gpu; "
             "node a has no nvidia.com/gpu, node b is tainted team=x:NoSchedule"
@@ -237,7 +237,7 @@ async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
         assert words.startswith(
             f"no single value of {key} has enough free capacity: a: needs 4 pods (role r)"
         )
-        assert await pods_of(server, namespace, "near") == [], "nothing of it holds a node"
+        assert await pods_of(server, namespace, "near") == [], "none of its pods has a node"
         await add_nodes("b", 4)
 
         async def placed() -> set[str]:
@@ -275,7 +275,7 @@ async def test_pods_without_a_gang_quote_the_scheduler_once(
         async def other_words() -> bool:
             return (await words()) not in ("", message)
 
-        await until("other words, of one node more", other_words, timeout_s=30, said=said)
+        await until("another message, because there is one more node", other_words, timeout_s=30, said=said)
         # Before the scheduler's first message, the condition may have the operator's own count.
         notes = await events(server, namespace, "Unschedulable")
         of_scheduler = sum("is not placed" in note for note in notes)
@@ -395,7 +395,7 @@ async def test_a_pod_whose_scheduler_does_not_run_is_reported(
         while time.monotonic() - since < NOT_LOOKED_S + 3:
             assert await reported("absent", unschedulable) == words
             await asyncio.sleep(0.1)
-        assert seen["absent"] == [unschedulable], "the answer of the operator before stays"
+        assert seen["absent"] == [unschedulable], "the earlier operator's condition stays"
 
 
 async def test_a_missing_resource_claim_is_a_possible_cause(

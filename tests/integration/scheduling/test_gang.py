@@ -86,7 +86,7 @@ async def test_pods_get_the_objects_and_labels_of_their_gang_scheduler(
         return await served_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
 
     try:
-        await until("discovery of all of them", are_found, timeout_s=30)
+        await until("the API server serves all of them", are_found, timeout_s=30)
         async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
             await process.working()
             roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
@@ -166,7 +166,7 @@ async def test_an_unknown_api_version_is_reported_and_not_used(
             pods = await until("its pods", lambda: pods_of(server, namespace, "native"), timeout_s=30)
             used = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in pods}
             assert used < {Gang.NATIVE.value, Gang.COSCHEDULING.value}, (
-                "the CRD of a test before may be there"
+                "an earlier test may have installed the CRD"
             )
     finally:
         plane.kubectl("delete", "crd", f"{plural}.{group}", "--wait=false")

@@ -245,7 +245,9 @@ class Resource:
     async def remove(self) -> None:
         """Deletes the resource. Waits until the namespace has no resource, pod or object of a gang."""
         await self.delete()
-        await until("the end of it all", self._gone, timeout_s=GONE_S, said=self.everything)
+        await until(
+            "the end of the resource and its objects", self._gone, timeout_s=GONE_S, said=self.everything
+        )
 
     async def _gone(self) -> bool:
         listed = await self.server.get(HETERO_INFERENCE.path(self.namespace))

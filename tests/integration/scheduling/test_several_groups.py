@@ -246,7 +246,7 @@ async def _scale_down_while_group_0_starts(pair: Pair, load: Clients) -> None:
     await pair.drain(node)
     pair.plane.kubectl("uncordon", node)
     await pair.server.merge(path, {"spec": {"replicas": 1}})
-    await until("group 1 is kept", lambda: _has_kept_group(pair), STEP_S, pair.said)
+    await until("group 1 still serves", lambda: _has_kept_group(pair), STEP_S, pair.said)
     pair.nodes.held = False
     await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.said)
     assert not load.failed, load.failed[0]
@@ -275,7 +275,12 @@ async def _lose_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> No
         await pair.apart()
         lost = [name for name, pod in pair.nodes.running.items() if pod["spec"]["nodeName"] == node]
         await pair.nodes.lose(node)
-        await until("its pods are given up", functools.partial(_are_gone, pair, lost), STEP_S, pair.said)
+        await until(
+            "the operator has deleted its pods by force",
+            functools.partial(_are_gone, pair, lost),
+            STEP_S,
+            pair.said,
+        )
         await pair.apart()
         await pair.nodes.find(node)
     assert not load.failed, "lost nodes"
@@ -348,7 +353,7 @@ async def test_the_loss_of_one_of_two_nodes_ends_two_of_four_groups(
                 not {pod["metadata"]["name"] for pod in await pods_of(server, namespace, "four")} & lost_pods
             )
 
-        await until("its pods are given up", gone, STEP_S, show)
+        await until("the operator has deleted its pods by force", gone, STEP_S, show)
         after = await until("4 groups", functools.partial(running, 4), STEP_S, show)
         assert {node for pods in after.values() for node in pods.values()} == {f"{namespace}-1"}
         kept = [group for group in before if before[group] == after[group]]

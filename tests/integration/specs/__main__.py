@@ -23,9 +23,11 @@ _SHOWN = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks. Returns the exit code: 0, or 1 if there are findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.integration.specs", description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=secrets.randbits(32), help="of an earlier run, to repeat it"
+        "--count", type=int, default=10_000, help="number of resources (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(32), help="seed of an earlier run, to repeat it"
     )
     chosen = parser.parse_args(arguments)
     say(f"seed {chosen.seed}")

@@ -152,7 +152,7 @@ async def _outcome(server: ApiServer, life: Life, result: Result) -> str:
     """Returns the outcome of a resource. Raises _Finding if the parts of the product disagree."""
     said = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
     if bool(life.refused) != bool(said):
-        raise _Finding(f"the models say {life.refused!r}, the API server {said!r}")
+        raise _Finding(f"the spec classes report {life.refused!r}, the API server reports {said!r}")
     if life.refused:
         return "refused"
     for manifest in life.objects:
@@ -172,7 +172,7 @@ def _refused_later(life: Life, manifest: Any, said: str) -> str:
     if manifest["kind"] != "Pod" or not all(map(_OTHERS.match, _PROBLEM.findall(said) or [said])):
         raise _Finding(refusal)
     if not life.tells(refusal):
-        raise _Finding(f"not in the status: {refusal}")
+        raise _Finding(f"the status does not quote this refusal: {refusal}")
     return "refused by the API server, reported in the status"
 
 

@@ -108,7 +108,7 @@ def _live(body: dict[str, Any]) -> Life:
     workers = world.workers()
     wanted = spec.get("replicas", 1) > 0 and not spec.get("suspend", False)
     if wanted and not workers and not any(refusals):
-        raise AssertionError(f"neither pods nor words: {world.status['conditions']}")
+        raise AssertionError(f"neither pods nor a condition with a reason: {world.status['conditions']}")
     few = {"0", str(max(spec.get("replicas", 1) - 1, 0))}
     return Life(
         body=body,

@@ -173,7 +173,7 @@ async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Clust
             )
             assert "Traceback" not in process.said, process.said
         assert again == chosen, "the stored mode"
-        assert other == "Pipeline", "what this node would get today"
+        assert other == "Pipeline", "the mode that this version would choose for this node"
         maps = (await server.get(CONFIG_MAP.path(NAMESPACE)))["items"]
         records = [
             json.loads(each["data"]["revision.json"])

@@ -223,7 +223,7 @@ async def test_a_stricter_list_still_allows_status_writes_and_restarts_of_old_sp
         await check_next_epoch(server, process)
         epoch = (await statuses(server))["pair"]["groups"][0]["epoch"]
         (container,) = (await pods(server))[f"pair-0-{epoch}-0"]["spec"]["containers"]
-        assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
+        assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "the object is unchanged"
         await server.merge(path, {"spec": {"suspend": True}})
         await until("pods that go", lambda: all_go(server), said=lambda: process.said)
         worse = [{"name": "HF_TOKEN", "value": "hunter2"}]

@@ -131,7 +131,9 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_as_expected(tmp_path: P
         if "alert" in rule
     }
     asked = [case for test in yaml.safe_load(cases.read_text())["tests"] for case in test["alert_rule_test"]]
-    assert {case["alertname"] for case in asked if case.get("exp_alerts")} == alerts, "each fires somewhere"
+    assert {case["alertname"] for case in asked if case.get("exp_alerts")} == alerts, (
+        "each alert fires in a test"
+    )
     assert {case["alertname"] for case in asked if not case.get("exp_alerts")} == alerts, (
-        "each is silent somewhere"
+        "each alert is silent in a test"
     )

@@ -68,7 +68,9 @@ def keep_asking(group: Group, prompt: Sequence[int]) -> NoReturn:
         OSError, http.client.HTTPException: the group answered no more.
     """
     while True:
-        assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, "part of an answer came as a whole one"
+        assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, (
+            "a client got a part of an answer as a complete answer"
+        )
 
 
 def check_cut_off(clients: "Sequence[Future[NoReturn]]") -> None:

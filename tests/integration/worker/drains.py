@@ -71,7 +71,7 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
         rest = pool.submit(list, stream)
         group.terminate()
         check_refused(group, prompt)
-        assert not rest.done(), "the request was too short to tell"
+        assert not rest.done(), "the request ended too early for this test"
         parts = rest.result(timeout=240)
         assert half.recv(65536).startswith(b"HTTP/1.1 503 ")
     got = first + [token for part, _ in parts for token in part]
@@ -117,7 +117,7 @@ def check_drain_timeout(group: Group, prompt: list[int], drain_s: float) -> None
     reasons: list[str | None] = []
     with contextlib.suppress(OSError, ValueError):  # it may be cut off in the middle of an event
         reasons += (reason for _, reason in stream)
-    assert "length" not in reasons, "it ended before the time was up"
+    assert "length" not in reasons, "the group ended before its drain timeout"
     stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
     assert time.monotonic() - asked < drain_s + STOP_LIMIT_S
     assert stopped == [names.EXIT_OK] * len(group.children), group.logs()

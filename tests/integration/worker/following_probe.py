@@ -38,7 +38,7 @@ def follow(mistake: str) -> Any:
         hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as for models with three positions
         leader.compute_logits(hidden[:2])
         leader(input_ids=None, positions=torch.zeros(16))
-    assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is as it was"
+    assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is unchanged"
     leader(input_ids=None, positions=torch.zeros(1))
     assert len(announced) == 4, "nothing is announced after the end"
     if mistake == "more":

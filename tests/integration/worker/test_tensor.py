@@ -138,7 +138,7 @@ def check_all(group: Group, reference: Reference, way: str) -> None:
     check_metrics(group)
     check_warm_up(group)
     logs = "".join(child.log.read_text() for child in group.children)
-    assert way in logs, "which way the bridge takes is logged"
+    assert way in logs, "the log names the bridge's transport"
 
 
 def check_greedy(group: Group, reference: Reference) -> None:
