@@ -98,10 +98,7 @@ def record(now: Mapping[str, int], recorded: Mapping[str, int]) -> dict[str, int
     risen = sum(now.values()) > sum(recorded.values())
     compared = {name: count for name, count in now.items() if risen or name in recorded}
     if wrong := worse(compared, recorded):
-        raise SystemExit(
-            "these files have more hard English than recorded. List the hits with --hits FILE, and mend them: "
-            f"{wrong}"
-        )
+        raise SystemExit(f"write these files in plainer English. List the hits with --hits FILE: {wrong}")
     return dict(now)
 
 

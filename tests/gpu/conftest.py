@@ -68,8 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = []
     if not as_cpu and not visible_gpus():
         raise pytest.UsageError(
-            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none. Run it on a machine with a GPU, or try the "
-            "topologies with --devices-as-cpu"
+            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none. Run it on a machine with a GPU, or try "
+            "the topologies with --devices-as-cpu"
         )
     # A signal that ends this process must not leave groups on the GPU.
     signal.signal(signal.SIGTERM, _terminate)

@@ -56,7 +56,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/launch/supervisor.py",
         right="                loop.call_later(timeout_s, self._end_drain)",
         wrong="                loop.call_later(timeout_s + 99, self._end_drain)",
-        tests=("tests/integration/launch/test_drain.py", "-k", "past_the_drain"),
+        tests=("tests/integration/launch/test_drain.py", "-k", "ends_at_the_drain_timeout"),
     ),
     PlantedFault(
         name="a rank that sleeps keeps its KV cache",
@@ -147,14 +147,14 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/linear_amx.cpp",
         right="take = left < kUnit ? left : kUnit;",
         wrong="take = left < kUnit ? 0 : kUnit;",
-        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and amx"),
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_kernel_path and amx"),
     ),
     PlantedFault(
         name="AVX512-BF16 swaps the two halves of a pair",
         path=f"{_WORKER}/kernels/source/linear_avx512_bf16.cpp",
         right="static_cast<uint32_t>(odd) << 16 | even",
         wrong="static_cast<uint32_t>(even) << 16 | odd",
-        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and avx512_bf16"),
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_kernel_path and avx512_bf16"),
     ),
     PlantedFault(
         name="a NaN is stored as infinity",
@@ -175,7 +175,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/experts.cpp",
         right="row = block % parts * rows + block / parts",
         wrong="row = block / parts",
-        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_path and fp8 and avx512f"),
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_kernel_path and fp8 and avx512f"),
     ),
     PlantedFault(
         name="a rank of whole experts answers for those of others, too",

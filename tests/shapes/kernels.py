@@ -98,7 +98,7 @@ _EXPERTS, _FAVOURED = 8, 5
 def _route(scoring: str, grouped: bool, biased: bool, *, normalized: bool) -> tuple[str, list[int] | None]:
     """Returns the method and the chosen experts.
 
-    A bias would make expert _FAVOURED the best one. The experts are None if the router refuses the method.
+    With a bias, expert _FAVOURED should be the best. The experts are None if the router refuses the method.
     """
     import torch
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
