@@ -418,7 +418,7 @@ class Child:
         found: dict[str, Any] = json.loads(self.wait("RESULT", timeout_s))
         return found
 
-    def said(self, word: str) -> str:
+    def last_line_with(self, word: str) -> str:
         """Returns the last line so far that contains `word`."""
         with self._came:
             return next((line.strip() for line in reversed(self._lines) if word in line), "")
@@ -527,10 +527,10 @@ class Stock:
         start = time.monotonic()
         self._child.wait("READY", timeout_s)
         text = (self.logs / "stock.log").read_text(errors="replace")
-        said = [
+        notes = [
             line.split("]")[-1].strip() for line in text.splitlines() if "ffload" in line and "otal" in line
         ]
-        return {"ready_s": round(time.monotonic() - start, 1), "said": " | ".join(said)[-200:]}
+        return {"ready_s": round(time.monotonic() - start, 1), "said": " | ".join(notes)[-200:]}
 
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
         """See `Running`."""

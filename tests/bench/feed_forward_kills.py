@@ -227,10 +227,10 @@ def gpu_memory() -> int:
     """Returns the used MiB of all GPUs by the driver, or 0 without a GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30).stdout
+        printed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return sum(int(line) for line in said.split())
+    return sum(int(line) for line in printed.split())
 
 
 def run(models: Sequence[Model], options: argparse.Namespace, logs: Path) -> list[Kill]:

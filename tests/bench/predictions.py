@@ -590,11 +590,11 @@ def table(value: Mapping[str, Any]) -> str:
             f"| {predicted_s * 1e3:.1f} | {now_s * 1e3:.1f} | {measured_s * 1e3:.1f} "
             f"| {bold}{measured_s / now_s:.2f}{bold} |"
         )
-    said = (
+    summary_line = (
         f"{by_now} of {len(value['cells'])} cells within {WITHIN:.0%} of the measured time as predicted by "
         f"the looks, {by_calibration} as predicted by the calibration"
     )
-    return "\n".join([*lines, "", said])
+    return "\n".join([*lines, "", summary_line])
 
 
 def again(file: Path) -> str:

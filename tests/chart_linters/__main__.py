@@ -75,10 +75,10 @@ def ask_checkov(programs: Path, files: list[Path]) -> Iterator[Finding]:
     given = [option for file in files for option in ("-f", str(file))]
     # Its package contains the rules. Without this variable, it would download newer ones.
     options = ["--framework", "kubernetes", "--skip-download", "--soft-fail", "--quiet", "-o", "json"]
-    said = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
-    if said["summary"]["parsing_errors"] or said["summary"]["passed"] < 1:
-        raise SystemExit(f"checkov found no objects: {said['summary']}")
-    for check in said["results"]["failed_checks"]:
+    output = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
+    if output["summary"]["parsing_errors"] or output["summary"]["passed"] < 1:
+        raise SystemExit(f"checkov found no objects: {output['summary']}")
+    for check in output["results"]["failed_checks"]:
         yield Finding(tool="checkov", rule=check["check_id"], kind=check["resource"].partition(".")[0])
 
 
@@ -106,11 +106,11 @@ def ask_kubernetes_validate(programs: Path, files: list[Path]) -> Iterator[Findi
     for file in files:
         for version in KUBERNETES:
             command = [str(programs / "kubernetes-validate"), "--strict", "-k", version, str(file)]
-            said = ask(command, codes=(0, 1))
+            output = ask(command, codes=(0, 1))
             kinds = [document["kind"] for document in yaml.safe_load_all(file.read_text()) if document]
-            if said.count(" passed for resource ") + said.count("ERROR") < len(kinds):
-                raise SystemExit(f"kubernetes-validate {version}: got fewer answers than objects:\n{said}")
-            for line in said.splitlines():
+            if output.count(" passed for resource ") + output.count("ERROR") < len(kinds):
+                raise SystemExit(f"kubernetes-validate {version}: got fewer answers than objects:\n{output}")
+            for line in output.splitlines():
                 if "ERROR" in line:
                     say(line)
                     yield Finding(tool="kubernetes-validate", rule=version, kind="any")

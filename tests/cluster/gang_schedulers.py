@@ -70,10 +70,10 @@ def start_volcano(cluster: Cluster) -> None:
     _start(cluster, tools.VOLCANO, "controller-manager", flags)
     dump = f"--cache-dump-dir={cluster.state.folder}"
     program = _start(cluster, tools.VOLCANO, "scheduler", [*flags, f"--scheduler-conf={settings}", dump])
-    said = "jsonpath={.items[?(@.metadata.name=='default')].status.state}"
+    queue_state = "jsonpath={.items[?(@.metadata.name=='default')].status.state}"
     processes.wait_until(
         "Volcano's queue",
-        lambda: cluster.kubectl("get", "queues.scheduling.volcano.sh", "-o", said) == "Open",
+        lambda: cluster.kubectl("get", "queues.scheduling.volcano.sh", "-o", queue_state) == "Open",
         timeout_s=READY_TIMEOUT_S,
         process=program.identity,
         log=cluster.state.log(program.name),

@@ -187,9 +187,9 @@ def import_images(ctr: Sequence[str], images: Sequence[Image], layout: Layout | 
             importing.stdin.close()
         except BrokenPipeError:
             sent = 0  # the message below contains its output
-        said = importing.stdout.read().decode(errors="replace")
+        output = importing.stdout.read().decode(errors="replace")
     if importing.returncode:
-        raise ClusterError(f"ctr images import: exit code {importing.returncode}\n{said}")
+        raise ClusterError(f"ctr images import: exit code {importing.returncode}\n{output}")
     return sent
 
 

@@ -230,10 +230,10 @@ def source_folder(folder: str, module: str) -> Path:
         ClusterError: it could not be had, or is not what go.sum says.
     """
     command = ["go", "mod", "download", "-json", module]
-    said = run(
+    output = run(
         command,
         timeout_s=300,
         environment={"GOFLAGS": "-mod=readonly"},
         cwd=CLUSTER_SOURCE / "modules" / folder,
     )
-    return Path(json.loads(said)["Dir"])
+    return Path(json.loads(output)["Dir"])

@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         result = asyncio.run(_run(cluster, log, options))
         took_s = time.monotonic() - began
-        said = log.read_text()
-    result.findings += [f"the operator's log: {line}" for line in said.splitlines() if "defect" in line]
+        text = log.read_text()
+    result.findings += [f"the operator's log: {line}" for line in text.splitlines() if "defect" in line]
     if options.log:
-        options.log.write_text(said)
+        options.log.write_text(text)
     print(build_table(result))
     for finding in result.findings:
         print(f"FINDING: {finding}\n")
@@ -81,8 +81,8 @@ def build_table(result: Result) -> str:
         by_fault.setdefault(fault, Counter())[words] += count
     lines = ["| fault | lives | what they did before, and after |", "|---|---|---|"]
     for fault, counts in by_fault.items():
-        said = ", ".join(f"{count} {words}" for words, count in counts.most_common())
-        lines.append(f"| {fault} | {counts.total()} | {said} |")
+        text = ", ".join(f"{count} {words}" for words, count in counts.most_common())
+        lines.append(f"| {fault} | {counts.total()} | {text} |")
     if result.noticed_s:
         median = statistics.median(result.noticed_s)
         lines.append(f"\nThe status said so of {len(result.noticed_s)} epochs that ended after "

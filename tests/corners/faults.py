@@ -355,8 +355,8 @@ async def quota(lane: Lane, seen: Seen) -> None:
 
 def _tells_of_quota(now: Seen) -> bool:
     failed = now.condition("Failed").get("status") == "True"
-    said = any("quota" in condition["message"] for condition in now.status.get("conditions", ()))
-    return said or failed
+    is_reported = any("quota" in condition["message"] for condition in now.status.get("conditions", ()))
+    return is_reported or failed
 
 
 async def recreate(lane: Lane, seen: Seen) -> None:

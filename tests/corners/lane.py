@@ -96,12 +96,16 @@ class Lane:
             if accept(seen):
                 return seen
             if time.monotonic() > until:
-                said = [(c["type"], c["status"], c["reason"], c["message"][:200]) for c in _conditions(seen)]
+                conditions = [
+                    (c["type"], c["status"], c["reason"], c["message"][:200]) for c in _conditions(seen)
+                ]
                 groups = [
                     {key: group.get(key) for key in ("index", "epoch", "phase", "message", "nextEpochTime")}
                     for group in seen.groups
                 ]
-                raise Finding(f"not within {timeout_s:g} s: {what}; {said}; {groups}; {sorted(seen.pods)}")
+                raise Finding(
+                    f"not within {timeout_s:g} s: {what}; {conditions}; {groups}; {sorted(seen.pods)}"
+                )
             await asyncio.sleep(LOOK_S)
 
     async def settle(self, name: str, what: str = "something final") -> Seen:

@@ -98,8 +98,8 @@ def judge(seen: Seen) -> tuple[Verdict, str]:
     model = seen.condition("ModelReady")
     # In the scheduler's message: the pod that fetches the model has no node, or its claim does not exist. A
     # claim that is not bound yet will be bound.
-    said = model.get("message", "")
-    if model.get("status") == "Unknown" and _NO_NODE in said and "unbound" not in said:
+    message = model.get("message", "")
+    if model.get("status") == "Unknown" and _NO_NODE in message and "unbound" not in message:
         return Verdict.WAITS, f"ModelReady: {model['reason']}"
     reason = str(progressing["reason"])
     refused = progressing["status"] == "False" and reason in _REFUSED

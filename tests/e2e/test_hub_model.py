@@ -150,8 +150,8 @@ def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
         script = f"import socket; socket.create_connection({where}, timeout=1)"
         shell = f'python3 -c "{script}" 2>/dev/null && echo 1 || echo 0'
         in_pod = ("stranger", "-c", "main", "--", "sh", "-c", shell)
-        said = cluster.kubectl("exec", "-n", NAMESPACE, *in_pod)
-        return bool(int(said))
+        output = cluster.kubectl("exec", "-n", NAMESPACE, *in_pod)
+        return bool(int(output))
 
     assert reaches(to_hub)
     assert reaches(to_dns)
@@ -209,8 +209,8 @@ def check_fetched_and_served(
     processes.wait_until("a third of the weights", is_paused, timeout_s=FETCH_S)
     processes.wait_until("progress in the status", part_way, timeout_s=PROGRESS_S)
     hub.pause_after_bytes = None
-    said = fetch_log(resource)
-    assert "bytes" in said
+    output = fetch_log(resource)
+    assert "bytes" in output
     processes.wait_until("the profile", lambda: model_status().get("phase") == "Ready", timeout_s=FETCH_S)
     commit = hub.repositories[MODEL].commit
     assert model_status()["commit"] == commit
@@ -232,7 +232,7 @@ def check_fetched_and_served(
     assert any(event["reason"] == "ModelFetched" for event in json.loads(events)["items"])
     operator = installed.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")
     stored = json.dumps(resource.get(names.SINGULAR, resource.name)) + json.dumps(resource.get("pods"))
-    for text in (said, events, operator, stored, env, resource.logs()):
+    for text in (output, events, operator, stored, env, resource.logs()):
         assert TOKEN not in text
 
     installed.kubectl(

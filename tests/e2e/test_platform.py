@@ -291,20 +291,20 @@ def test_a_group_serves_with_all_fields_that_platforms_need(
     (pod,) = resource.pods()
     name = pod["metadata"]["name"]
 
-    def said(command: str) -> str:
+    def output(command: str) -> str:
         return installed.kubectl("exec", "-n", NAMESPACE, name, "--", "sh", "-c", command).strip()
 
     assert resource.execute(name, WHO).split() == [str(USER), "0", "/tmp", "heteroinfer", "/tmp"]
-    assert said("id -G").split() == ["0", "7777", str(USER)]
-    assert said("cat /mnt/a/note /mnt/b/note /mnt/c/one /mnt/c/two") == "of a ConfigMapof a Secret" * 2
-    assert said("touch /mnt/d/x && ls /mnt/d") == "x"
-    assert said("touch /mnt/e/x && cat /mnt/e/note /mnt/f/note") == "of a claimof an image"
-    assert said("touch /mnt/f/x 2>&1 || true").endswith("Read-only file system")
+    assert output("id -G").split() == ["0", "7777", str(USER)]
+    assert output("cat /mnt/a/note /mnt/b/note /mnt/c/one /mnt/c/two") == "of a ConfigMapof a Secret" * 2
+    assert output("touch /mnt/d/x && ls /mnt/d") == "x"
+    assert output("touch /mnt/e/x && cat /mnt/e/note /mnt/f/note") == "of a claimof an image"
+    assert output("touch /mnt/f/x 2>&1 || true").endswith("Read-only file system")
     assert (folders.notes / "x").stat().st_uid == USER
-    assert said(f"printenv {dra_driver.DEVICE_VARIABLE}") == dra_driver.DEVICE
-    assert "company.test" in said("cat /etc/resolv.conf")
+    assert output(f"printenv {dra_driver.DEVICE_VARIABLE}") == dra_driver.DEVICE
+    assert "company.test" in output("cat /etc/resolv.conf")
     assert pod["spec"]["serviceAccountName"] == "models"
-    assert said("ls -d /var/run/secrets/kubernetes.io 2>/dev/null || echo no token") == "no token"
+    assert output("ls -d /var/run/secrets/kubernetes.io 2>/dev/null || echo no token") == "no token"
     (operator,) = Resource(cluster=installed, namespace=SYSTEM, name="").get(
         "pods", "-l", "app.kubernetes.io/name=heteroinfer-operator"
     )["items"]
@@ -413,6 +413,6 @@ def test_a_group_serves_a_model_from_an_image(
         assert names.MODEL_MOUNT in mounts
         script = f"cd {names.MODEL_MOUNT}/weights && ls && touch x 2>&1 || true"
         run = ("exec", "-n", NAMESPACE, pod["metadata"]["name"], "--", "sh", "-c", script)
-        said = installed.kubectl(*run)
-        assert "config.json" in said
-        assert "Read-only file system" in said
+        output = installed.kubectl(*run)
+        assert "config.json" in output
+        assert "Read-only file system" in output

@@ -111,9 +111,9 @@ def reaches(cluster: NodeCluster, namespace: str, pod: str, address: str, port: 
         f"try: socket.create_connection(('{address}', {port}), timeout=2); print('reached')\n"
         "except TimeoutError: print('no answer')"
     )
-    said = run_python(cluster, namespace, pod, dial)
-    assert said in {"reached", "no answer"}
-    return said == "reached"
+    output = run_python(cluster, namespace, pod, dial)
+    assert output in {"reached", "no answer"}
+    return output == "reached"
 
 
 @contextlib.contextmanager
@@ -225,8 +225,8 @@ def test_secrets_are_in_no_report(pair: Resource) -> None:
     found = [
         (who, what)
         for who, text in hidden.items()
-        for what, said in (reported | after).items()
-        if text in said
+        for what, output in (reported | after).items()
+        if text in output
     ]
     assert found == []
 

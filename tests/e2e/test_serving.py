@@ -85,8 +85,8 @@ def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
 
 
 def test_helm_test_succeeds_after_an_installation(installed: NodeCluster) -> None:
-    said = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
-    assert "Phase:          Succeeded" in said
+    output = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
+    assert "Phase:          Succeeded" in output
 
 
 def test_tokens_equal_those_of_the_reference(pair: Resource, model: tuple[Path, dict[str, Any]]) -> None:
@@ -138,9 +138,9 @@ def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
             f"try: socket.create_connection(('{leader}', {port}), timeout=2); print('reached')\n"
             "except TimeoutError: print('no answer')"
         )
-        said = pair.cluster.kubectl("exec", "-n", SYSTEM, operator, "--", "python3", "-c", dial).strip()
-        assert said in {"reached", "no answer"}
-        return said == "reached"
+        output = pair.cluster.kubectl("exec", "-n", SYSTEM, operator, "--", "python3", "-c", dial).strip()
+        assert output in {"reached", "no answer"}
+        return output == "reached"
 
     assert reaches(names.DEFAULT_API_PORT)
     assert reaches(names.DEFAULT_HEALTH_PORT)
@@ -187,13 +187,13 @@ def test_a_new_node_is_measured_and_predictions_use_the_result(
     # On a busy node, a first measuring pod may have exceeded its deadline.
     of_job = ("-l", f"batch.kubernetes.io/job-name={name}", "--field-selector=status.phase=Succeeded")
     succeeded = cluster.kubectl("get", "pods", "-n", SYSTEM, *of_job, "-o", "name").strip()
-    said = cluster.kubectl("logs", "-n", SYSTEM, succeeded)
+    output = cluster.kubectl("logs", "-n", SYSTEM, succeeded)
     config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-measured", "-o", "json")
     kept = MeasuredKind.from_entry("small.json", json.loads(config_map)["data"]["small.json"])
     system = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
     assert kept.selector == {"kind": "small", **system}
     assert kept.calibration.hardware.cpu in Path("/proc/cpuinfo").read_text()
-    assert f"calibration {kept.calibration.hash} of" in said
+    assert f"calibration {kept.calibration.hash} of" in output
 
     processes.wait_until("its prediction", lambda: kept.calibration.hash in made_of(), timeout_s=30)
     after, planned = pair.status["plans"][0], planned_by(kept.calibration, model[0] / "small", tmp_path)

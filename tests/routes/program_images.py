@@ -31,7 +31,7 @@ def libraries(programs: Sequence[Path]) -> dict[str, Path]:
     """Returns the shared libraries of programs, by path. Go programs need none."""
     found = {}
     for program in programs:
-        said = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout
-        for path in re.findall(r"(/lib\S+) \(0x", said):
+        output = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout
+        for path in re.findall(r"(/lib\S+) \(0x", output):
             found[path] = Path(path)
     return found

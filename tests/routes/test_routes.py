@@ -117,8 +117,8 @@ class Gateway:
         found: Counter[str] = Counter()
         for pod in leaders(self.groups):
             url = f"http://{pod['status']['podIP']}:8000/metrics"
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as said:
-                lines = said.read().decode().splitlines()
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
             done = [line for line in lines if line.startswith("vllm:request_success_total")]
             found[pod["metadata"]["name"]] = round(sum(float(line.rpartition(" ")[2]) for line in done))
         return found
@@ -216,8 +216,8 @@ def test_the_picker_refuses_a_prompt_of_token_ids(gateway: Gateway) -> None:
 def test_both_groups_get_requests(gateway: Gateway) -> None:
     before = gateway.answered()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        said = list(pool.map(lambda i: gateway.complete(f"{i} ranks", 64), range(REQUESTS)))
-    assert Counter(status for status, _ in said) == {200: REQUESTS}
+        answers = list(pool.map(lambda i: gateway.complete(f"{i} ranks", 64), range(REQUESTS)))
+    assert Counter(status for status, _ in answers) == {200: REQUESTS}
     now = gateway.answered()
     shares = {pod: now[pod] - before[pod] for pod in now}
     assert sum(shares.values()) == REQUESTS
@@ -237,8 +237,8 @@ def test_a_stream_arrives_in_parts(gateway: Gateway) -> None:
 def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
     asleep = leaders(gateway.groups)[0]
     name, address = asleep["metadata"]["name"], asleep["status"]["podIP"]
-    status, said = gateway.groups.cluster.pod_http(address, 8000, "/sleep?level=1", body=b"", timeout_s=60)
-    assert status == 200, said
+    status, answer = gateway.groups.cluster.pod_http(address, 8000, "/sleep?level=1", body=b"", timeout_s=60)
+    assert status == 200, answer
 
     def is_unready() -> bool:
         conditions = gateway.groups.get("pod", name)["status"]["conditions"]
@@ -436,6 +436,6 @@ def wait_for(groups: Resource, what: str, holds: Callable[[], bool]) -> None:
     try:
         processes.wait_until(what, holds, timeout_s=180)
     except ClusterError as error:
-        said = groups.cluster.kubectl("logs", "-n", KEDA, "deployment/keda-operator", "--tail=40")
+        log = groups.cluster.kubectl("logs", "-n", KEDA, "deployment/keda-operator", "--tail=40")
         scaled = groups.cluster.kubectl("get", "-n", NAMESPACE, "scaledobjects,hpa", "-o", "yaml")
-        raise AssertionError(f"{error}\n{said}\n{scaled}") from error
+        raise AssertionError(f"{error}\n{log}\n{scaled}") from error

@@ -186,7 +186,7 @@ async def _create(server: ApiServer, process: OperatorProcess, resources: int) -
 
     async def all_ready() -> bool:
         nonlocal reported
-        assert process.process.poll() is None, process.said[-4000:]
+        assert process.process.poll() is None, process.output[-4000:]
         if creating.done():
             creating.result()
         ready = await fleet.ready_groups(process)
@@ -197,7 +197,7 @@ async def _create(server: ApiServer, process: OperatorProcess, resources: int) -
         await asyncio.sleep(_LOOK_EVERY_S)
         return ready == resources
 
-    await until("every group serves", all_ready, CREATE_TIMEOUT_S, lambda: process.said[-4000:])
+    await until("every group serves", all_ready, CREATE_TIMEOUT_S, lambda: process.output[-4000:])
     ready_s = time.monotonic() - started
     pods = await fleet.list_stored(server, [POD])
     # Creation times are whole seconds, rounded down.
@@ -217,7 +217,7 @@ async def _settle(process: OperatorProcess) -> dict[str, float]:
         await asyncio.sleep(1)
         return time.monotonic() - since > QUIET_S
 
-    await until("an end of writes", quiet, 10 * QUIET_S, lambda: process.said[-4000:])
+    await until("an end of writes", quiet, 10 * QUIET_S, lambda: process.output[-4000:])
     return kept
 
 
@@ -232,7 +232,7 @@ async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
                 status == 200 and await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > 0
             )
 
-        await until("a first resync", passed, RESTART_TIMEOUT_S, lambda: process.said[-4000:])
+        await until("a first resync", passed, RESTART_TIMEOUT_S, lambda: process.output[-4000:])
         restart_s = time.monotonic() - started
         writes = await _settle(process)
         return restart_s, sum(writes.values()), _Usage.of(process.process.pid)

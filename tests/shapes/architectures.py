@@ -71,23 +71,26 @@ def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str
     """
 
     def having(*modules: str) -> set[str]:
-        return {name for name, said in classes.items() if not set(modules).isdisjoint(said.get("states", ()))}
+        return {
+            name for name, answer in classes.items() if not set(modules).isdisjoint(answer.get("states", ()))
+        }
 
-    stubs = {name for name, said in classes.items() if said["module"].endswith(STUB)}
+    stubs = {name for name, answer in classes.items() if answer["module"].endswith(STUB)}
     # A class that cannot be imported counts as a class for GPUs, if vLLM has it in modules by platform.
     of_gpus = stubs | {
         name
-        for name, said in classes.items()
-        if ".nvidia." in said["module"] or ("error" in said and said["module"].startswith("vllm.models."))
+        for name, answer in classes.items()
+        if ".nvidia." in answer["module"]
+        or ("error" in answer and answer["module"].startswith("vllm.models."))
     }
     of_gpu_states = having(
         "mamba_mixer", "gdn.olmo_gdn_linear_attn", "linear.bailing_linear_attn", "abstract"
     )
     found = {
-        "no_pipeline": {name for name, said in classes.items() if said.get("pipeline") is False} - stubs,
+        "no_pipeline": {name for name, answer in classes.items() if answer.get("pipeline") is False} - stubs,
         "gpu_classes": of_gpus,
         "gpu_states": of_gpu_states | AROUND,
-        "text_by_config": {name for name, said in classes.items() if said.get("text_by_config")},
+        "text_by_config": {name for name, answer in classes.items() if answer.get("text_by_config")},
         "gated_delta_nets": having("gdn.qwen_gdn_linear_attn") - of_gpus,
     }
     return {name: sorted(names) for name, names in found.items()}

@@ -134,8 +134,8 @@ def _answers() -> str:
         try:
             ask(recorded_profiles()[name], group, **fields)
         except PlanError as error:
-            said = "\n".join(f"error: {line}" for line in error.message.splitlines())
-            parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}\n```\n")
+            output = "\n".join(f"error: {line}" for line in error.message.splitlines())
+            parts.append(f"**{title}** ({name}, group {group}):\n```\n{output}\n```\n")
         else:
             raise AssertionError(f"{title}: got a plan, expected a refusal")
     return "\n".join(parts)
@@ -167,8 +167,8 @@ def _accounts() -> str:
     parts = ["\n## Thirteen that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
         shown = ShownParts(explain=True, choices=True)
-        said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
-        parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
+        output = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
+        parts.append(f"**{title}** ({name}, group {group}):\n```\n{output}```\n")
     return "\n".join(parts)
 
 

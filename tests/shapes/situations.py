@@ -121,8 +121,8 @@ def _section(name: str, profile: ModelProfile, answers: list[tuple[str, list[str
     by_text: dict[tuple[str, ...], list[str]] = {}
     for situation, (_, text) in zip(SITUATIONS, answers, strict=True):
         by_text.setdefault(tuple(text), []).append(situation.title)
-    for said, titles in by_text.items():
-        lines += ["", f"**{', '.join(titles)}**", "", *(f"- {line}" for line in said)]
+    for output, titles in by_text.items():
+        lines += ["", f"**{', '.join(titles)}**", "", *(f"- {line}" for line in output)]
     return "\n".join(lines)
 
 

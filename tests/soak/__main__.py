@@ -70,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {options.seed}: {options.resources} resources for {options.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, site(Path(folder), real=options.real) as cluster:
         result = asyncio.run(soak_on(cluster, Path(folder), options))
-        said = (Path(folder) / "operator.log").read_text()
+        output = (Path(folder) / "operator.log").read_text()
     table, faults = build_table(result), find_faults(result, has_real_ranks=options.real)
     print(table)
     for fault in faults:
         print(f"FAULT: {fault}")
     if options.results:
         options.results.write_text(f"{table}\n")
-        options.results.with_suffix(".operator.log").write_text(said)
+        options.results.with_suffix(".operator.log").write_text(output)
     return 1 if faults else 0
 
 

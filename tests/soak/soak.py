@@ -125,7 +125,7 @@ class Soak:
         self.result.after = await count_objects(self.server, self.namespace)
         self.result.left = await self._remove()
         self.result.done = self.chaos.done
-        self.result.errors = [line for line in self.operator.said.splitlines() if "defect" in line]
+        self.result.errors = [line for line in self.operator.output.splitlines() if "defect" in line]
         return self.result
 
     async def _rage(self, pace: Pace) -> None:

@@ -139,9 +139,9 @@ def test_a_network_policy_admits_only_the_listed_sources(node_cluster: NodeClust
 
     def reaches(name: str) -> bool:
         script = f'python3 -c "{dial}" 2>/dev/null || echo refused'
-        said = node_cluster.kubectl("exec", "-n", namespace, name, "--", "sh", "-c", script).strip()
-        assert said in ("reached", "refused")
-        return said == "reached"
+        output = node_cluster.kubectl("exec", "-n", namespace, name, "--", "sh", "-c", script).strip()
+        assert output in ("reached", "refused")
+        return output == "reached"
 
     assert reaches("stranger")
     node_cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=POLICY)
@@ -164,9 +164,9 @@ def test_a_network_policy_permits_only_the_listed_destinations(
 
     def reaches(what: str) -> bool:
         script = f'python3 -c "import socket; {what}; print(1)" 2>/dev/null || echo 0'
-        said = node_cluster.kubectl("exec", "-n", namespace, "client", "--", "sh", "-c", script).strip()
-        assert said in ("0", "1")
-        return said == "1"
+        output = node_cluster.kubectl("exec", "-n", namespace, "client", "--", "sh", "-c", script).strip()
+        assert output in ("0", "1")
+        return output == "1"
 
     to_pod = f"socket.create_connection(('{address}', 8000), timeout=1)"
     resolver = Addresses(number=node_cluster.state.number).node

@@ -50,14 +50,14 @@ async def scan(address: str) -> list[int]:
     return sorted(found)
 
 
-async def answer_to(address: str, port: int, said: bytes) -> bytes:
+async def answer_to(address: str, port: int, sent: bytes) -> bytes:
     """Sends some bytes, and returns the answer until the connection is closed or silent."""
     got = b""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(LISTENS_S):
             reader, writer = await asyncio.open_connection(address, port)
             with contextlib.closing(writer):
-                writer.write(said)
+                writer.write(sent)
                 await writer.drain()
                 while chunk := await reader.read(65536):
                     got += chunk
@@ -142,12 +142,12 @@ async def attack(order: dict[str, Any]) -> dict[str, Any]:
     forged = [base64.b64decode(text) for text in order["forged"]]
     idle, refused = await hold_idle(found)
     asked = [
-        (address, port, said)
+        (address, port, sent)
         for address, ports in found.items()
         for port in ports
-        for said in (*NONSENSE, *(ASKS if port in SPEAK_HTTP else ()))
+        for sent in (*NONSENSE, *(ASKS if port in SPEAK_HTTP else ()))
     ]
-    asked += [(leader, CONTROL_PORT, said) for said in (*forged, recorded, recorded[: len(recorded) // 2])]
+    asked += [(leader, CONTROL_PORT, sent) for sent in (*forged, recorded, recorded[: len(recorded) // 2])]
     answers = await asyncio.gather(*(answer_to(*each) for each in asked))
     for writer in idle:
         writer.close()
@@ -157,9 +157,9 @@ async def attack(order: dict[str, Any]) -> dict[str, Any]:
         "idle_refused": refused,
         "recorded": base64.b64encode(recorded).decode(),
         "answers": [
-            {"pod": address, "port": port, "said": said[:40].decode(errors="replace"),
+            {"pod": address, "port": port, "said": sent[:40].decode(errors="replace"),
              "got": base64.b64encode(got).decode()}
-            for (address, port, said), got in zip(asked, answers, strict=True)
+            for (address, port, sent), got in zip(asked, answers, strict=True)
         ],
     }  # fmt: skip
 

@@ -46,9 +46,9 @@ def visit(scene: Scene) -> Iterator[float]:
                 scene.check_answer()
         except OSError as error:
             raise AssertionError(f"the model did not answer during the attack: {scene.group}") from error
-        said = json.loads(visiting.result())
-    keep("stranger.json", json.dumps(said, indent=1))
-    check_learnt(said, secrets_of(pods))
+        report = json.loads(visiting.result())
+    keep("stranger.json", json.dumps(report, indent=1))
+    check_learnt(report, secrets_of(pods))
     yield at
 
 
@@ -70,15 +70,15 @@ def secrets_of(pods: Sequence[dict[str, Any]]) -> list[str]:
     return [metadata["labels"][names.LABEL_PLAN], metadata["labels"][names.LABEL_EPOCH], owner["uid"]]
 
 
-def check_learnt(said: dict[str, Any], secrets: Sequence[str]) -> None:
+def check_learnt(report: dict[str, Any], secrets: Sequence[str]) -> None:
     """Checks that our own ports reveal nothing to scans, forged hellos, a recorded hello, and requests."""
-    leader, follower = said["open"].values()
+    leader, follower = report["open"].values()
     assert set(OURS) <= set(leader), leader
     assert names.DEFAULT_HEALTH_PORT in follower, follower
     assert names.DEFAULT_CONTROL_PORT not in follower, follower
-    recorded = base64.b64decode(said["recorded"])
+    recorded = base64.b64decode(report["recorded"])
     assert recorded.count(b"\n") >= 2, f"expected a recorded hello and one more line, got {recorded!r}"
-    for answer in said["answers"]:
+    for answer in report["answers"]:
         got = base64.b64decode(answer["got"]).decode(errors="replace")
         if answer["port"] not in OURS:
             continue

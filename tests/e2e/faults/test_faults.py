@@ -240,7 +240,7 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
         )
 
     with fault.inject(scene) as at:
-        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        reported = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
         if expected.event:
             check_event(scene, expected.resource, expected.event, "")
     broken = Resource(cluster=scene.cluster, namespace=NAMESPACE, name=expected.resource)
@@ -257,30 +257,32 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
         timeout_s=70,
     )
     assert broken.pods() == []
-    return Measured(said_s=said.at - at)
+    return Measured(said_s=reported.at - at)
 
 
 def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     def says(change: Change) -> bool:
-        said = condition_of(change.stored, expected.condition)
+        reported = condition_of(change.stored, expected.condition)
         generation = change.stored["metadata"]["generation"]
-        got = said.get("status"), said.get("reason"), said.get("observedGeneration")
+        got = reported.get("status"), reported.get("reason"), reported.get("observedGeneration")
         wanted = expected.status, expected.reason, generation
         return (
-            change.name == PAIR and got == wanted and re.search(expected.words, said["message"]) is not None
+            change.name == PAIR
+            and got == wanted
+            and re.search(expected.words, reported["message"]) is not None
         )
 
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     with fault.inject(scene) as at:
-        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
-        assert _says(said, "Available") == "True", "the group keeps serving"
+        reported = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        assert _says(reported, "Available") == "True", "the group keeps serving"
         scene.check_answer()
         with injections.delete_pod(1)(scene) as deleted:
             down = wait_available(scene, "False", expected.available_false_s + 10, since=deleted)
             up = wait_available(scene, "True", START_S, since=down.at)
         scene.check_answer()
         assert says(up), "it is refused all the time"
-        assert scene.resources.find(lambda change: _ready(change) == "True", since=said.at) is None
+        assert scene.resources.find(lambda change: _ready(change) == "True", since=reported.at) is None
         turn = find_turn(scene.pods.changes, epoch, count)
         check_suspend(scene)
     failure = scene.group["failures"][-1]
@@ -294,7 +296,7 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     assert begun == [turn.epoch, now], "one change for the pod, one for the suspension"
     check_nothing_orphaned(scene, now)
     return Measured(
-        said_s=said.at - at,
+        said_s=reported.at - at,
         ready_false_s=down.at - deleted,
         old_gone_s=turn.old_gone - deleted,
         next_epoch_s=turn.wait_s,

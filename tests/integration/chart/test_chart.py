@@ -335,7 +335,7 @@ def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> 
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("alowHostPaths=true", "additional properties 'alowHostPaths' not allowed"),
         ("image.tagg=x", "additional properties 'tagg' not allowed"),
@@ -375,10 +375,10 @@ def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> 
         ("serviceAccount.create=false", "serviceAccount.name: must be set if serviceAccount.create is false"),
     ],
 )
-def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -> None:
+def test_nonsensical_values_are_refused(plane: Cluster, value: str, message: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(plane, value)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
@@ -512,15 +512,15 @@ def test_the_chart_can_be_installed_again_after_an_uninstall(plane: Cluster, tmp
         0,
         "ok: the API server serves HeteroInference and grants every right\n",
     )
-    code, said = check(plane, tmp_path, "rel", **{**lease, "lease_name": "another"})
+    code, message = check(plane, tmp_path, "rel", **{**lease, "lease_name": "another"})
     assert code == 1
-    assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
+    assert "missing right: update leases.coordination.k8s.io in namespace rel" in message
     plane.helm("uninstall", "rel", "-n", "rel")
     assert is_established(plane, CRD), "the CRD and all resources stay"
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced", *least)
-    code, said = check(plane, tmp_path, "rel")
+    code, message = check(plane, tmp_path, "rel")
     assert code == 1
-    assert "missing right: list nodes in the cluster" in said
+    assert "missing right: list nodes in the cluster" in message
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
     plane.helm("upgrade", "rel", str(CHART), "-n", "rel", "--set", "crds.keep=false,replicas=0", *least)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")

@@ -177,7 +177,7 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (
             {"extraEnv": [{"name": "HETEROINFER_WORKERS", "value": "1"}]},
@@ -273,10 +273,10 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
         ),
     ],
 )
-def test_nonsensical_values_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_nonsensical_values_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as refused:
         render(tmp_path, values)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_ranges_of_ipv6_addresses_are_accepted(tmp_path: Path) -> None:
@@ -364,9 +364,9 @@ def test_null_means_not_set_or_is_refused_with_its_path(path: str, tmp_path: Pat
     default = sections_and_values()[path]
     values = {name: value for name, value in EVERYTHING.items() if not name.startswith(f"{path}.")}
     section, _, name = path.rpartition(".")
-    said = f"at '{'/' * bool(section)}{section.replace('.', '/')}': missing property '{name}'"
+    message = f"at '{'/' * bool(section)}{section.replace('.', '/')}': missing property '{name}'"
     if path == "dashboards.labels" or (default not in ("", [], {}) and path not in FREE):
-        with pytest.raises(ClusterError, match=re.escape(said)):
+        with pytest.raises(ClusterError, match=re.escape(message)):
             render(tmp_path, {**values, path: None})
     else:
         objects = render(tmp_path, {**values, path: None})

@@ -54,7 +54,7 @@ class Fetch:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Returns all output of the process and its termination message."""
         message = self._message.read_text() if self._message.exists() else ""
         return self._log.read_text() + message
@@ -103,8 +103,8 @@ class Fetch:
 
         deadline = time.monotonic() + DEADLINE_S
         while asyncio.run(find_question()) is None:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
         for value in strangers:
             self._send(value)
@@ -126,22 +126,22 @@ class Fetch:
             progress = self.progress()
             if progress is not None and accept(progress):
                 return progress
-            assert self.process.poll() is None, self.said
+            assert self.process.poll() is None, self.output
             time.sleep(0.02)
-        raise AssertionError(f"no such progress within {DEADLINE_S} s: {self.progress()}\n{self.said}")
+        raise AssertionError(f"no such progress within {DEADLINE_S} s: {self.progress()}\n{self.output}")
 
     def model(self) -> FetchedModel:
         """Waits for a successful end, and returns the termination message as a value."""
         code = self.process.wait(DEADLINE_S)
-        assert code == names.EXIT_OK, self.said
+        assert code == names.EXIT_OK, self.output
         return FetchedModel.from_json(self._message.read_text())
 
     def failure(self) -> Failure:
         """Waits for a failed end, and returns the termination message."""
         code = self.process.wait(DEADLINE_S)
-        assert code == names.EXIT_FETCH_FAILED, self.said
+        assert code == names.EXIT_FETCH_FAILED, self.output
         failure = Failure.from_json(self._message.read_text())
-        assert failure is not None, self.said
+        assert failure is not None, self.output
         return failure
 
     def kill(self) -> None:

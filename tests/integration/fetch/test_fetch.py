@@ -239,7 +239,7 @@ def test_the_fetch_gives_up_a_hub_that_keeps_a_silent_connection_open(hub: HubSe
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache, "--patience", "3") as fetch:
         failure = fetch.failure()
-        assert "got no new byte for" in fetch.said
+        assert "got no new byte for" in fetch.output
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
     assert "got no new byte for" in failure.message
     hub.pause_after_bytes = None
@@ -254,8 +254,8 @@ def test_the_fetch_gives_up_a_hub_that_keeps_a_silent_connection_open(hub: HubSe
 def test_refuses_invalid_options_of_a_fetch(hub: HubServer, cache: Path, option: tuple[str, str]) -> None:
     with fetching(hub, cache, *option) as fetch:
         assert fetch.process.wait(60) == 2
-    assert f"argument {option[0]}: must be " in fetch.said
-    assert f"got {option[1]!r}" in fetch.said
+    assert f"argument {option[0]}: must be " in fetch.output
+    assert f"got {option[1]!r}" in fetch.output
 
 
 def test_reports_a_hub_without_a_server(tmp_path: Path, cache: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
             if strangers is not None:
                 fetch.confirm_removal(pod, OPERATOR_KEY, strangers)
             fetch.model()
-            return fetch.said
+            return fetch.output
 
     clean(created_pod())
     assert marker.exists(), "it was fetched lately"
@@ -399,8 +399,8 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     replayed = [find_token(key, "uid", pod, 1), find_token(key, "uid", earlier_pod, 0)]
     assert None not in replayed
     guesses = ["0", *(f"HeteroInfer {text}" for text in ("0", pod.cleanup.token_hashes[0], *replayed))]
-    said = clean(pod, guesses)
-    assert said.count("refused a confirmation without the token of question 0") == 1
+    output = clean(pod, guesses)
+    assert output.count("refused a confirmation without the token of question 0") == 1
     assert not marker.parent.exists()
     check_folder(hub, cache)
 
@@ -409,8 +409,8 @@ def refuse(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Fetch:
     """Runs a fetch that must fail, and checks that its output has no token."""
     with fetching(hub, cache, *arguments, **env) as fetch:
         fetch.failure()
-    assert TOKEN not in fetch.said
-    assert SIGNATURE not in fetch.said
+    assert TOKEN not in fetch.output
+    assert SIGNATURE not in fetch.output
     return fetch
 
 
@@ -441,7 +441,7 @@ def test_the_token_for_a_private_model_is_sent_only_to_the_hub(hub: HubServer, c
     with fetching(hub, cache, HF_TOKEN=TOKEN) as fetch:
         fetch.model()
     assert hub.seen.tokens_elsewhere == []
-    assert TOKEN not in fetch.said
+    assert TOKEN not in fetch.output
 
 
 def test_an_unknown_token_names_the_field(hub: HubServer, cache: Path) -> None:

@@ -127,7 +127,7 @@ def bits(question: dict[str, Any]) -> Any:
 
 def not_numbers(question: dict[str, Any]) -> Any:
     """Returns for each place of a NaN or infinity whether the outputs are as in float64."""
-    said = {}
+    answers = {}
     for name in ("fp8 block", "fp8 channel", "int8 128", "int4 32 zeros", "mxfp4", "mxfp8", "nvfp4"):
         case = {
             "format": name,
@@ -147,8 +147,8 @@ def not_numbers(question: dict[str, Any]) -> Any:
             # Two results of an infinite input may be NaN: with zero points, because their sums are separate,
             # and with groups of 16 on AMX, because its tiles multiply the input by zeros of another group.
             apart = ("zeros" in name or name == "nvfp4") and place == "x inf"
-            said[f"{name}: {place}"] = bool((apart or same[0].all()) and same[1].all())
-    return said
+            answers[f"{name}: {place}"] = bool((apart or same[0].all()) and same[1].all())
+    return answers
 
 
 if __name__ == "__main__":

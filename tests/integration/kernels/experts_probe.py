@@ -218,7 +218,7 @@ def refused(question: dict[str, Any]) -> Any:
         "shape of scales": lambda scales: (wrong, wrong),
         "dtype of scales": lambda scales: (wrong.double(), wrong[:, :1].double()),
     }
-    said = {}
+    answers = {}
     for case, change in changes.items():
         argument = case.split()[-1]
         arguments = {**given, argument: change(given[argument])}
@@ -226,13 +226,13 @@ def refused(question: dict[str, Any]) -> Any:
             y, x, weights, ids = (arguments.pop(name) for name in ("y", "x", "weights", "ids"))
             experts(library, y, x, PackedExperts(**arguments), weights=weights, ids=ids)
         except ValueError as error:
-            said[case] = str(error)
+            answers[case] = str(error)
     for name, weight in (("odd", layer.w2[:, :33]), ("dtype", layer.w2.float())):
         try:
             pack_experts(library, weight, gates=False)
         except ValueError as error:
-            said[name] = str(error)
-    return said
+            answers[name] = str(error)
+    return answers
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def _build_emulated(folder: Path, *, cpu_has_them: bool) -> Path:
         subprocess.Popen([*command, "-c", file.name], cwd=folder, stderr=subprocess.PIPE, text=True)
         for file in folder.glob("*.cpp")
     ]
-    said = [process.communicate(timeout=900)[1] for process in compiling]
-    assert not any(process.returncode for process in compiling), said
+    output = [process.communicate(timeout=900)[1] for process in compiling]
+    assert not any(process.returncode for process in compiling), output
     subprocess.run(
         ["g++", *build.LINK_FLAGS, *map(str, folder.glob("*.o")), "-o", str(library)], check=True, timeout=60
     )

@@ -251,7 +251,7 @@ def refused(library: KernelLibrary) -> list[str]:
     gate = torch.zeros(1, 32, 32, 2).bfloat16()
     x, logits = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4)
     gated, given = Mixture(library, routing, packed, gate), Mixture(library, routing, packed, None)
-    said = []
+    output = []
     wrong_ones: tuple[Callable[[], Any], ...] = (
         *(lambda changed=changed: ExpertChoice(**{**fits, **changed}) for changed in (
             {"topk": 5}, {"scoring": "tanh"}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(4).double()}
@@ -273,10 +273,10 @@ def refused(library: KernelLibrary) -> list[str]:
         try:
             wrong()
         except ValueError as error:
-            said.append(str(error))
+            output.append(str(error))
         else:
-            said.append("nothing")
-    return said
+            output.append("nothing")
+    return output
 
 
 def mixture() -> Any:

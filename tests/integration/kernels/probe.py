@@ -107,13 +107,13 @@ def refused(question: dict[str, Any]) -> Any:
         "bias": lambda: linear.linear(x, packed, bias[:99], 100),
         "weight": lambda: linear.pack(torch.zeros(100, 64)),
     }
-    said = {}
+    output = {}
     for name, call in calls.items():
         try:
             call()
         except (RuntimeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+            output[name] = str(error)
+    return output
 
 
 def compiled(question: dict[str, Any]) -> Any:

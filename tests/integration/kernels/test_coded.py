@@ -64,9 +64,9 @@ def test_the_number_of_threads_changes_no_bit(name: str, path: str, on_path: Ask
 def test_nan_and_infinity_spread_as_in_float64(path: str, on_path: Asking) -> None:
     """NaN and infinity reach the outputs that they reach in float64, and no other."""
     for rows in (1, 3, 20):
-        said = on_path("not_numbers", path=path, rows=rows)
-        assert {kind for kind, same in said.items() if not same} == set()
-        assert len(said) >= 6
+        output = on_path("not_numbers", path=path, rows=rows)
+        assert {kind for kind, same in output.items() if not same} == set()
+        assert len(output) >= 6
 
 
 @pytest.fixture(scope="module")

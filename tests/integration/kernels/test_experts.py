@@ -76,11 +76,11 @@ def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernel
         "topk": 6,
         "threads": 2,
     }
-    said = kernels("in_shared_memory", case=case)
-    assert said["private"] == said["shared"]
-    assert said["packed"] == said["seen by another"]
-    assert (said["held"], said["aligned"]) == ([True, False], 0)
-    assert (said["mapped"], said["mapped when dropped"]) == (1, 0)
+    output = kernels("in_shared_memory", case=case)
+    assert output["private"] == output["shared"]
+    assert output["packed"] == output["seen by another"]
+    assert (output["held"], output["aligned"]) == ([True, False], 0)
+    assert (output["mapped"], output["mapped when dropped"]) == (1, 0)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -119,11 +119,11 @@ def test_a_row_of_nan_does_not_affect_other_rows(weights: str, path: str, on_pat
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_arguments_of_wrong_type_or_size_are_refused(weights: str, kernels: Asking) -> None:
-    said = kernels("refused", weights=weights)
+    output = kernels("refused", weights=weights)
     of_scales = {"scales", "shape of scales", "dtype of scales"}
-    assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales
-    assert "torch.int64" in said["ids"]
-    assert "n a multiple of 32" in said["odd"]
+    assert set(output) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales
+    assert "torch.int64" in output["ids"]
+    assert "n a multiple of 32" in output["odd"]
 
 
 def test_vllms_layers_with_our_kernels_match_vllms_own(usable: list[str]) -> None:

@@ -143,10 +143,10 @@ def flush(value: float) -> float:
 
 
 def test_arguments_of_wrong_type_or_size_are_refused(kernels: Asking) -> None:
-    said = kernels("refused")
-    assert set(said) == {"dtype", "inputs", "columns", "bias", "weight"}
-    assert "must be bf16" in said["dtype"]
-    assert "(4, 32, 32, 2)" in said["inputs"]
+    output = kernels("refused")
+    assert set(output) == {"dtype", "inputs", "columns", "bias", "weight"}
+    assert "must be bf16" in output["dtype"]
+    assert "(4, 32, 32, 2)" in output["inputs"]
 
 
 def test_the_op_works_under_torch_compile(kernels: Asking) -> None:

@@ -29,11 +29,11 @@ LONGER_THAN_A_HEARTBEAT_S = 2.0
 STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
 
 
-def answer_to(port: int, said: bytes, timeout_s: float = 10.0) -> bytes:
+def answer_to(port: int, sent: bytes, timeout_s: float = 10.0) -> bytes:
     """Sends bytes to a port, and returns the whole answer until the connection is closed."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(sent)
         stranger.settimeout(timeout_s)
         with contextlib.suppress(ConnectionResetError):
             while chunk := stranger.recv(65536):
@@ -60,8 +60,8 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
         hello = Hello(group_uid="uid-1", epoch=launch.epoch, plan_hash=group.plan.hash, pod=1)
         plain = codec.to_json(Message(hello=hello)).encode() + b"\n"
         forged = codec.to_json(build_opening(STRANGER.of_epoch(launch.epoch), 1)).encode() + b"\n"
-        for said in (plain, forged, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n"):
-            assert answer_to(control, said) == b""
+        for sent in (plain, forged, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n"):
+            assert answer_to(control, sent) == b""
         recorded = b"".join(wire.sent)
         answer = json.loads(answer_to(control, recorded))
         assert set(answer) == {"code", "nonce"}, "a recorded hello gets a new challenge, and no connection"
@@ -121,10 +121,10 @@ def test_open_ports_do_not_reveal_the_group(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
-        said = group.pods[0].get(names.PATH_GROUP)[1]
-        report = json.loads(said)
+        answer = group.pods[0].get(names.PATH_GROUP)[1]
+        report = json.loads(answer)
         assert (report["group_uid"], report["epoch"], report["plan_hash"]) == ("", 0, "")
-        assert group.plan.hash not in said
+        assert group.plan.hash not in answer
         assert len(report["ranks"]) == 2, "progress and step times are open, as the metrics are"
         whole = group.status()
         assert (whole.group_uid, whole.epoch, whole.plan_hash) == ("uid-1", 2, group.plan.hash)

@@ -56,10 +56,10 @@ def test_recorded_architectures_equal_vllms_registry() -> None:
 def test_methods_of_quantization_take_the_types_of_the_table() -> None:
     done = _run("tests.shapes.quantization")
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    output = json.loads(done.stdout.splitlines()[-1])
     known = set(ELEMENT_BYTES)
-    assert {method: known & set(dtypes) for method, dtypes in said["dtypes"].items()} == METHOD_DTYPES
-    assert set(said["deprecated"]) == DEPRECATED_METHODS
+    assert {method: known & set(dtypes) for method, dtypes in output["dtypes"].items()} == METHOD_DTYPES
+    assert set(output["deprecated"]) == DEPRECATED_METHODS
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_models_with_bidirectional_image_attention_are_listed(said_of_classes: d
 def test_models_that_use_layers_of_other_stages_are_listed(
     classes: dict[str, dict[str, Any]],
 ) -> None:
-    broken = {name for name, said in classes.items() if said.get("pipeline") and said["all_layers"]}
+    broken = {name for name, output in classes.items() if output.get("pipeline") and output["all_layers"]}
     assert broken == BROKEN_PIPELINE
 
 

@@ -46,11 +46,11 @@ SPEC: dict[str, Any] = {
 
 
 async def until(
-    what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, said: Callable[[], str] = str
+    what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, details: Callable[[], str] = str
 ) -> Any:
     """Waits until `check` returns a true value, and returns it.
 
-    Awaits a coroutine. `said` is the text for the time-out.
+    If `check` returns a coroutine, it is awaited. The error has the text of `details`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -59,7 +59,7 @@ async def until(
             found = await found
         if found:
             return found
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{said()}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{details()}"
         await asyncio.sleep(0.05)
 
 
@@ -184,12 +184,12 @@ class OperatorProcess:
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     async def http(self, path: str) -> tuple[int, str]:
         """Returns status and text of a path of the HTTP port, and status 0 without an answer."""
-        found = re.search(r"on port (\d+)", self.said)
+        found = re.search(r"on port (\d+)", self.output)
         if found is None:
             return 0, ""
         try:
@@ -203,10 +203,10 @@ class OperatorProcess:
 
     async def working(self) -> None:
         """Waits until the operator reconciles."""
-        await until("the operator works", self._works, timeout_s=60, said=lambda: self.said)
+        await until("the operator works", self._works, timeout_s=60, details=lambda: self.output)
 
     async def _works(self) -> bool:
-        assert self.process.poll() is None, self.said
+        assert self.process.poll() is None, self.output
         return await self.http("/readyz") == (200, "ok")
 
     async def metric(self, name: str) -> float:

@@ -87,7 +87,7 @@ async def test_another_replica_takes_over(
             if end == "freeze":
                 one.process.send_signal(signal.SIGCONT)
                 assert await one.ended() == 1
-                assert "this process exits" in one.said
+                assert "this process exits" in one.output
                 assert await held_by(server, installed, "two")
             await create_resource(server, namespace)
 
@@ -141,9 +141,9 @@ async def test_a_leader_paused_during_a_reconcile_writes_nothing(
             before = len(proxy.requests)
             one.process.send_signal(signal.SIGCONT)
             assert await one.ended() == 1
-            assert writes(proxy.requests[before:]) == [], one.said
-            assert "this process exits" in one.said
-            assert "Traceback" not in one.said, one.said
+            assert writes(proxy.requests[before:]) == [], one.output
+            assert "this process exits" in one.output
+            assert "Traceback" not in one.output, one.output
             assert await held_by(server, installed, "two")
             (group,) = (await status_of(server, namespace))["groups"]
             assert (group["epoch"], group["phase"], len(group["failures"])) == (
@@ -220,10 +220,10 @@ async def test_a_silent_watch_is_detected(
 
         async def unhealthy() -> bool:
             status, text = await process.http("/healthz")
-            said = f"no data received about pods of {namespace}"
-            return status == 500 and text.startswith("no resync for ") and said in text
+            no_data = f"no data received about pods of {namespace}"
+            return status == 500 and text.startswith("no resync for ") and no_data in text
 
-        await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
+        await until("liveness fails", unhealthy, timeout_s=30, details=lambda: process.output)
         last = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
         proxy.heal()
@@ -232,9 +232,9 @@ async def test_a_silent_watch_is_detected(
             newer = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
             return newer and await process.http("/healthz") == (200, "ok")
 
-        await until("liveness recovers", well, timeout_s=30, said=lambda: process.said)
+        await until("liveness recovers", well, timeout_s=30, details=lambda: process.output)
         assert process.process.poll() is None
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
         await delete(server, namespace)
 
 

@@ -146,7 +146,7 @@ async def test_kstatus_matches_each_phase_of_a_resource(
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), waits)
         assert await kstatus(server, namespace) == TERMINATING
         await see_the_end(server, namespace)
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
 
 
 async def test_an_older_observed_generation_is_in_progress(

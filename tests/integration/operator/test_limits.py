@@ -95,11 +95,13 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
                 and "Set spec.model.resources, or podResources.inspect" in text
             )
 
-        await until("the message about the inspect pod's quota", told, 60, lambda: process.said)
+        await until("the message about the inspect pod's quota", told, 60, lambda: process.output)
         assert await process.stop() == 0
     limited = json.dumps({"inspect": {"limits": LIMITS}, "worker": {"limits": LIMITS}})
     async with operator(kubeconfig, tmp_path / "log", resync_seconds="1", pod_resources=limited) as process:
-        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        inspect = await until(
+            "the inspect pod", lambda: living(server, namespace), 60, lambda: process.output
+        )
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
 
         async def refused() -> bool:
@@ -107,22 +109,22 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
             advice = f"Raise the quota one-pod of namespace {namespace}, or lower resources of role"
             return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
-        await until("the refusal is reported, and no pod exists", refused, said=lambda: process.said)
+        await until("the refusal is reported, and no pod exists", refused, details=lambda: process.output)
         tried, since = await creates(process), time.monotonic()
 
         async def tried_twice() -> bool:
             return await creates(process) >= tried + 2
 
-        await until("two more attempts", tried_twice, timeout_s=60, said=lambda: process.said)
+        await until("two more attempts", tried_twice, timeout_s=60, details=lambda: process.output)
         assert time.monotonic() - since > 4, "it backs off: the first wait is 5 s"
-        await until("the pod is released again", refused, said=lambda: process.said)
+        await until("the pod is released again", refused, details=lambda: process.output)
         assert (await condition(server, namespace, "Failed"))[0] == "False"
         await server.delete(f"{QUOTAS.format(namespace)}/one-pod", {})
 
         async def both() -> bool:
             return len(await living(server, namespace)) == 2
 
-        await until("both pods", both, timeout_s=60, said=lambda: process.said)
+        await until("both pods", both, timeout_s=60, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -140,12 +142,17 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
         return any(words in each.get("message", "") for each in status.get("conditions", ()))
 
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
-        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        inspect = await until(
+            "the inspect pod", lambda: living(server, namespace), 60, lambda: process.output
+        )
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
         values = "requests cpu=500m, memory=512Mi and limits cpu=500m, memory=512Mi"
         words = f"role back: a LimitRange of the namespace gave its pods {values}"
         await until(
-            "the message about the resources", lambda: has(words), timeout_s=40, said=lambda: process.said
+            "the message about the resources",
+            lambda: has(words),
+            timeout_s=40,
+            details=lambda: process.output,
         )
         roles = [{**role, "resources": {"requests": {"memory": "8Gi"}}} for role in SPEC["roles"]]
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
@@ -153,7 +160,7 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
             "less than or equal to memory limit of 512Mi. Set resources of role front that the namespace's "
             "LimitRange allows"
         )
-        await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
+        await until("the refusal", lambda: has(words), timeout_s=40, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -260,7 +267,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
         await until(
             "a child after them is seen",
             lambda: has_deleted_config_map(server, namespace),
-            said=lambda: process.said,
+            details=lambda: process.output,
         )
         watched = max_resident_bytes(process.process.pid) - before
     async with operator(installed.kubeconfig, tmp_path / "second") as process:

@@ -59,7 +59,9 @@ async def test_all_namespaces_are_served(
         # In the first namespace, and in the last one, which waited longest for a connection.
         for namespace in (namespaces[0], namespaces[-1]):
             await create_resource(server, namespace)
-        await until("a pod in each", lambda: both_have_pods(server, namespaces), said=lambda: process.said)
+        await until(
+            "a pod in each", lambda: both_have_pods(server, namespaces), details=lambda: process.output
+        )
         sockets, most_resident = connections(process.process.pid), resident_bytes(process.process.pid)
         print(f"{count} namespaces: {sockets} sockets, {most_resident / 1e6:.0f} MB")
         assert sockets > 6 * count, "one watch for each of six kinds"
@@ -67,6 +69,8 @@ async def test_all_namespaces_are_served(
         # otherwise the operators of other tests would serve these resources
         for namespace in (namespaces[0], namespaces[-1]):
             await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("they are gone", lambda: both_are_gone(server, namespaces), said=lambda: process.said)
-        assert " 403 " not in process.said
+        await until(
+            "they are gone", lambda: both_are_gone(server, namespaces), details=lambda: process.output
+        )
+        assert " 403 " not in process.output
         assert await process.stop() == 0

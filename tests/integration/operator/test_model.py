@@ -145,7 +145,7 @@ async def test_the_inspect_pod_is_recognized_without_its_label(
             events = (await server.get(EVENT.path(namespace)))["items"]
             return any(event["reason"] == "PodLabelLost" and name in event["note"] for event in events)
 
-        await until("the event", reported, said=lambda: process.said)
+        await until("the event", reported, details=lambda: process.output)
         await end_pod(server, namespace, name, exit_code=0, message=json.dumps(PROFILE))
         await serve_epoch(server, namespace, 1)
         with pytest.raises(ApiError, match="not found"):
@@ -162,7 +162,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
         "provisioner": "blocks.example.test",
     }
     await server.create("/apis/storage.k8s.io/v1/storageclasses", storage_class)
-    said = "blocks.example.test only supports ReadWriteOnce"
+    message = "blocks.example.test only supports ReadWriteOnce"
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
         await process.working()
         cache = {"size": "1Gi", "storageClassName": storage_class["metadata"]["name"]}
@@ -171,7 +171,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
         async def claims() -> list[dict[str, Any]]:
             return await stored(server, CLAIM, namespace)
 
-        (claim,) = await until("the claim", claims, said=lambda: process.said)
+        (claim,) = await until("the claim", claims, details=lambda: process.output)
         # External provisioners record a Warning about the claim.
         about = {"kind": CLAIM.name, "namespace": namespace, "name": claim["metadata"]["name"]}
         event = {
@@ -181,7 +181,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             "involvedObject": {"apiVersion": "v1", "uid": claim["metadata"]["uid"], **about},
             "type": "Warning",
             "reason": "ProvisioningFailed",
-            "message": said,
+            "message": message,
             "source": {"component": "blocks.example.test_provisioner"},
         }
         await server.create(f"/api/v1/namespaces/{namespace}/events", event)
@@ -192,12 +192,12 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             settings = f"storage class {cache['storageClassName']}, ReadWriteMany, 1Gi"
             expected = (
                 f"claim {about['name']} ({settings}) is not bound",
-                f'blocks.example.test_provisioner reports ProvisioningFailed: "{said}"',
+                f'blocks.example.test_provisioner reports ProvisioningFailed: "{message}"',
                 "Set spec.model.cache.storageClassName and accessMode",
             )
             return all(each in words for each in expected)
 
-        await until("the provisioner's message", quoted, timeout_s=40, said=lambda: process.said)
+        await until("the provisioner's message", quoted, timeout_s=40, details=lambda: process.output)
         gone = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"made-{namespace}"}}
         volume = {
             "capacity": {"storage": "1Gi"},
@@ -212,7 +212,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             text = json.dumps((await status_of(server, namespace)).get("conditions", ()))
             return "is not bound" not in text
 
-        await until("the claim binds", bound, timeout_s=40, said=lambda: process.said)
+        await until("the claim binds", bound, timeout_s=40, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -245,7 +245,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
             words = f"pod {name} cannot start: ConfigMap ours does not exist in namespace {namespace}"
             return found.get("reason") == "FailedMount" and words in found["message"]
 
-        await until("the name of the ConfigMap", named, timeout_s=10, said=lambda: process.said)
+        await until("the name of the ConfigMap", named, timeout_s=10, details=lambda: process.output)
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
 
@@ -320,8 +320,8 @@ async def test_a_model_of_a_hub_becomes_ready(
             return not await stored(server, CLAIM, namespace) and not await stored(server, POD, namespace)
 
         await until("the end of pods and claim", gone, timeout_s=60)
-    said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log
 
 
 async def create_claim(server: ApiServer, namespace: str, name: str) -> None:
@@ -361,13 +361,13 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
             model = (await server.get(HETERO_INFERENCE.path(namespace, "other"))).get("status", {})
             return bool(model.get("model", {}).get("commit") == COMMIT)
 
-        await until("the commit of `other` in its status", recorded, said=lambda: process.said)
+        await until("the commit of `other` in its status", recorded, details=lambda: process.output)
 
         async def early_is_gone() -> bool:
             found = await stored(server, POD, namespace)
             return not [pod for pod in found if pod["metadata"]["labels"][names.LABEL_RESOURCE] == "early"]
 
-        await until("the end of `early`", early_is_gone, timeout_s=60, said=lambda: process.said)
+        await until("the end of `early`", early_is_gone, timeout_s=60, details=lambda: process.output)
         await apply(server, namespace, spec)
         cleanup = cleanup_of(await wait_for_fetch_pod(server, namespace))
         assert cleanup is not None
@@ -402,7 +402,7 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
         async def is_confirmed() -> bool:
             return 0 in asking.confirmed
 
-        await until("the confirmation", is_confirmed, timeout_s=30, said=lambda: process.said)
+        await until("the confirmation", is_confirmed, timeout_s=30, details=lambda: process.output)
         asking.question = 1
         model = {"uri": f"pvc://shared/acme--tiny/{COMMIT}"}
         await apply(server, namespace, {**SPEC, "model": model}, "late")
@@ -412,13 +412,13 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
             conditions = late.get("status", {}).get("conditions", ())
             return any(found["reason"] == "CacheCleaning" for found in conditions)
 
-        await until("the wait of `late`", waits, timeout_s=30, said=lambda: process.said)
+        await until("the wait of `late`", waits, timeout_s=30, details=lambda: process.output)
 
         async def inspected() -> bool:
             pods = await stored(server, POD, namespace)
             return any(pod["metadata"]["labels"][names.LABEL_RESOURCE] == "late" for pod in pods)
 
-        await until("the inspect pod of `late`", inspected, timeout_s=90, said=lambda: process.said)
+        await until("the inspect pod of `late`", inspected, timeout_s=90, details=lambda: process.output)
         waited_s = time.monotonic() - asking.confirmed[0]
         assert waited_s > CONFIRMED_S - 1, "the fetch may remove the commit until then"
         assert 1 not in asking.confirmed
@@ -447,13 +447,15 @@ async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
         async def has_listed() -> bool:
             return proxy.count(rf"namespaces/{namespace}/{names.PLURAL}\?limit", "GET") > lists
 
-        await until("a list for the question", has_listed, timeout_s=30, said=lambda: process.said)
+        await until("a list for the question", has_listed, timeout_s=30, details=lambda: process.output)
         late = HETERO_INFERENCE.path(namespace, "late")
 
         async def waits() -> bool:
             return bool((await server.get(late)).get("status"))
 
-        await until("the operator sees `late` in the list", waits, timeout_s=30, said=lambda: process.said)
+        await until(
+            "the operator sees `late` in the list", waits, timeout_s=30, details=lambda: process.output
+        )
         assert asking.confirmed == {}
         await server.delete(late, {})
         proxy.heal()
@@ -461,4 +463,4 @@ async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
         async def is_confirmed() -> bool:
             return 0 in asking.confirmed
 
-        await until("the confirmation", is_confirmed, timeout_s=60, said=lambda: process.said)
+        await until("the confirmation", is_confirmed, timeout_s=60, details=lambda: process.output)

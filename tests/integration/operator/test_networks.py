@@ -97,7 +97,7 @@ async def test_groups_run_with_policies_families_and_sidecars(
             [group] = (await status_of(server, namespace))["groups"]
             return words in str(group.get("message"))
 
-        await until("the message about the container", named, said=lambda: process.said)
+        await until("the message about the container", named, details=lambda: process.output)
         for pod in pods:
             await server.delete(POD.path(namespace, pod), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0

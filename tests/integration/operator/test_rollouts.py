@@ -130,7 +130,7 @@ async def fleet(server: ApiServer, namespace: str, install: Install, tmp_path: P
             acting.cancel()
             await asyncio.wait({acting})
         assert not acting.done() or acting.cancelled(), acting.exception()
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
 
 
 async def test_a_stuck_rollout_can_be_rolled_back_and_scaled(fleet: Fleet, control_plane: Cluster) -> None:

@@ -43,7 +43,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0
-        assert " 403 " not in process.said
+        assert " 403 " not in process.output
     for verb, resource in (
         ("list", "pods"),
         ("create", "pods"),
@@ -246,9 +246,9 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         await bring_up(server, namespace)
         await create_named(server, namespace, "hub", HUB)
         await until(
-            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), said=lambda: process.said
+            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), details=lambda: process.output
         )
-        assert "violates PodSecurity" not in process.said
+        assert "violates PodSecurity" not in process.output
 
         # The refusal is reported to the user, because a restricted namespace allows no host path volume.
         await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
@@ -260,9 +260,9 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
             ]
             return any("restricted volume types" in note for note in reported)
 
-        await until("the refusal as an event", refused, said=lambda: process.said)
+        await until("the refusal as an event", refused, details=lambda: process.output)
         token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]
-        assert token not in process.said, "it logs at the most detailed level"
+        assert token not in process.output, "it logs at the most detailed level"
         for name in ("tiny", "hub", "path"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
@@ -355,10 +355,10 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
 
         async def refused() -> bool:
             found = await server.get(HETERO_INFERENCE.path(namespace, "hub"))
-            said = [each["message"] for each in found.get("status", {}).get("conditions", ())]
-            return any("user ids are given by the namespace" in words for words in said)
+            messages = [each["message"] for each in found.get("status", {}).get("conditions", ())]
+            return any("user ids are given by the namespace" in words for words in messages)
 
-        await until("the policy's message", refused, timeout_s=30, said=lambda: process.said)
+        await until("the policy's message", refused, timeout_s=30, details=lambda: process.output)
         assert await process.stop() == 0
 
     values = ("assignedUserIds=true", "allowHostPaths=true")
@@ -373,7 +373,7 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
         await process.working()
         await until(
             "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), timeout_s=30,
-            said=lambda: process.said,
+            details=lambda: process.output,
         )  # fmt: skip
         await bring_up(server, namespace)
         pods = await stored(server, POD, namespace)

@@ -272,11 +272,11 @@ async def check(
                     await heal_later(proxy, process, site)
             took = await latencies(found, [*sites, *without])
         unmet = [str(site) for site in sites if site.fault is None or not site.fault.hits]
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
         assert took["without a fault"] < SLOW_S, "these sites wait for the others"
         assert too_late(took) == {}, took
         assert unmet == [], "no such request was sent: the case proves nothing"
-        assert "defect of the operator" not in process.said
+        assert "defect of the operator" not in process.output
 
 
 async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> None:
@@ -325,7 +325,7 @@ async def test_available_matches_the_pods_while_no_other_kind_is_watched(
             await kill(server, sites[0])
             (took,) = (await latencies(found, sites)).values()
         assert took < WITHIN_S + 1
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
 
 
 async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
@@ -357,4 +357,4 @@ async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
             await kill(server, sites[1])
             await until("the status", lambda: sites[1].namespace in found.down)
             assert found.down[sites[1].namespace] - sites[1].since_s < WITHIN_S + 1
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output

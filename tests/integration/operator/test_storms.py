@@ -74,7 +74,7 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
             end = time.monotonic() + 60
             for name in created:
                 why = functools.partial(condition_reports_changed_pods, server, namespace, name)
-                await until(f"the condition of {name}", why, said=lambda: operator.said)
+                await until(f"the condition of {name}", why, details=lambda: operator.output)
             await until("a minute", lambda: time.monotonic() >= end, timeout_s=70)
         finally:
             operator.kill()
@@ -118,7 +118,9 @@ async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report
                 seen.add(f"{found['reason']} {planned['reason']}")
                 return found["reason"] == "StatusWrittenByOthers" and "another operator" in found["message"]
 
-            await until("the condition", names_the_other, said=lambda: f"{seen}, {a.count('status', 'PUT')}")
+            await until(
+                "the condition", names_the_other, details=lambda: f"{seen}, {a.count('status', 'PUT')}"
+            )
             end = time.monotonic() + 10
             await until("ten seconds", lambda: time.monotonic() >= end, timeout_s=20)
         finally:

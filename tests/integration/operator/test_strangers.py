@@ -149,14 +149,14 @@ async def test_foreign_pods_do_not_crash_the_operator(
         await check_death_is_shown(server, namespace, process, epoch=1)
         await serve_epoch(server, namespace, 2)
         # New lists contain the same objects.
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
         assert await process.stop() == 0
     async with operator(kubeconfig, tmp_path / "second") as process:
         await process.working()
         await check_death_is_shown(server, namespace, process, epoch=2)
         assert process.process.poll() is None
-        assert "Traceback" not in process.said
-        assert "cannot read" not in process.said, "all objects can be read"
+        assert "Traceback" not in process.output
+        assert "cannot read" not in process.output, "all objects can be read"
 
 
 async def check_death_is_shown(
@@ -171,8 +171,8 @@ async def check_death_is_shown(
     async def is_unavailable() -> bool:
         return (await condition(server, namespace, "Available"))[0] == "False"
 
-    await until("Available=False", is_unavailable, said=lambda: process.said)
-    assert time.monotonic() - died < TRUE_WITHIN_S, process.said
+    await until("Available=False", is_unavailable, details=lambda: process.output)
+    assert time.monotonic() - died < TRUE_WITHIN_S, process.output
 
 
 async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_hidden(
@@ -207,7 +207,7 @@ async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_h
                     "reserved for pods that are not scheduled yet: 2 pods of other namespaces"
                 )
 
-            await until("capacity reserved for two pods", reserved, said=lambda: process.said)
+            await until("capacity reserved for two pods", reserved, details=lambda: process.output)
             assert strangers not in await shortage(server, namespace)
             await server.merge(HETERO_INFERENCE.path(strangers, "tiny"), {"spec": {"suspend": True}})
             await until("the second group", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
@@ -258,7 +258,7 @@ async def test_changes_that_block_clients_of_the_service_are_undone(
                 now = await server.get(SERVICE.path(namespace, "tiny"))
                 return bool(now["spec"] == before["spec"]) and labels_of(now) == labels_of(before)
 
-            await until(f"{change} is repaired", is_mended, said=lambda: process.said)
+            await until(f"{change} is repaired", is_mended, details=lambda: process.output)
         assert await condition(server, namespace, "Available") == ("True", "Serving")
 
 

@@ -51,8 +51,8 @@ async def test_each_operator_handles_only_its_class(
             pods = {pod["metadata"]["name"].split("-")[0] for pod in await stored(server, POD, namespace)}
             assert pods == {"plain", "classed"}
             for process, others in ((default, "classed"), (beta, "plain")):
-                assert f"{namespace}/{others}" not in process.said
-                assert "Traceback" not in process.said
+                assert f"{namespace}/{others}" not in process.output
+                assert "Traceback" not in process.output
             assert await default.stop() == 0
         # The default operator has ended. Its resource is still deleted without it.
         before = (await resource(server, namespace, "plain"))["metadata"]["resourceVersion"]

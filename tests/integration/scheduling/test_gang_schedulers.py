@@ -216,7 +216,7 @@ class Resource:
             return [pod["metadata"]["name"] for pod in pods]
 
         found: list[str] = await until(
-            "pods without a node, and why", reported, timeout_s=PLACED_S, said=self.everything
+            "pods without a node, and why", reported, timeout_s=PLACED_S, details=self.everything
         )
         if kueue:
             assert f"workload.kueue.x-k8s.io/{self.name}-0-{self.nth_epoch(epoch)}" in self._gang_objects()
@@ -236,7 +236,7 @@ class Resource:
             assert len({pod["spec"]["nodeName"] for pod in pods}) == len(pods) == 2
             return True
 
-        await until(f"epoch {epoch}, Ready", is_ready, timeout_s=PLACED_S, said=self.everything)
+        await until(f"epoch {epoch}, Ready", is_ready, timeout_s=PLACED_S, details=self.everything)
 
     async def delete(self) -> None:
         path = HETERO_INFERENCE.path(self.namespace, self.name)
@@ -246,7 +246,7 @@ class Resource:
         """Deletes the resource. Waits until the namespace has no resource, pod or object of a gang."""
         await self.delete()
         await until(
-            "the end of the resource and its objects", self._gone, timeout_s=GONE_S, said=self.everything
+            "the end of the resource and its objects", self._gone, timeout_s=GONE_S, details=self.everything
         )
 
     async def _gone(self) -> bool:
@@ -261,11 +261,11 @@ class Resource:
     def everything(self) -> str:
         """Returns the resource's state as text, for a failed test."""
         here = ("-n", self.namespace)
-        said = self.site.plane.kubectl(
+        output = self.site.plane.kubectl(
             "get", f"pods,events,{GANG_OBJECTS[self.site.gang]}", *here, "-o", "wide"
         )
         stored = self.site.plane.kubectl("get", "hinf", *here, "-o", "jsonpath={.items[*].status.conditions}")
-        return f"{said}\n{stored}\n{self.process.said}"
+        return f"{output}\n{stored}\n{self.process.output}"
 
 
 async def test_an_incomplete_gang_waits_and_a_complete_gang_serves(site: Site, resource: Resource) -> None:
@@ -289,7 +289,7 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
     async def replaced() -> bool:
         return uid not in await resource.uids()
 
-    await until("the end of the deleted pod", replaced, timeout_s=GONE_S, said=resource.everything)
+    await until("the end of the deleted pod", replaced, timeout_s=GONE_S, details=resource.everything)
     site.open_quota(both=True)
     await resource.ready(epoch=2 if site.gang is Gang.KUEUE else 1)  # Kueue evicts the whole group
     await resource.remove()
@@ -336,7 +336,7 @@ async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resourc
     async def ended_epoch() -> bool:
         return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
-    await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, said=resource.everything)
+    await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, details=resource.everything)
     # Kueue does not know nodes, and would admit the next epoch because its quota is two
     site.open_quota(both=False)
     site.plane.kubectl("delete", "node", OTHER_NODE)
@@ -346,7 +346,7 @@ async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resourc
         epochs = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in await resource.pods()}
         return epochs == {str(resource.nth_epoch(2))}
 
-    await until("the end of the lost pods", first_is_gone, timeout_s=GONE_S, said=resource.everything)
+    await until("the end of the lost pods", first_is_gone, timeout_s=GONE_S, details=resource.everything)
     await resource.remove()
 
 
@@ -362,7 +362,7 @@ async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
     """Waits until an operator works and has found the API of a gang scheduler."""
     await process.working()
     found = f"gang scheduler {gang.value}: the cluster serves its API"
-    await until("discovery", lambda: found in process.said, PLACED_S)
+    await until("discovery", lambda: found in process.output, PLACED_S)
 
 
 @pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)

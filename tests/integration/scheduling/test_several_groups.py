@@ -118,7 +118,7 @@ class Pair:
         return dict(found) if whole and await self.budget() == (3, 1) else {}
 
     async def apart(self) -> dict[str, set[str]]:
-        found: dict[str, set[str]] = await until("both groups", self.places, STEP_S, self.said)
+        found: dict[str, set[str]] = await until("both groups", self.places, STEP_S, self.details)
         assert not set.intersection(*found.values()), f"two groups on one node: {found}"
         return found
 
@@ -132,7 +132,7 @@ class Pair:
         command = ("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
         await asyncio.to_thread(self.plane.kubectl, *command, timeout_s=70)
 
-    def said(self) -> str:
+    def details(self) -> str:
         return self.plane.kubectl("get", "hinf,pods,pdb,nodes", "-n", self.namespace, "-o", "wide")
 
 
@@ -162,14 +162,14 @@ async def test_drains_and_lost_nodes_leave_at_least_one_serving_group(
             assert not load.failed, "two drains at the same time"
             for node in (first, second):
                 plane.kubectl("uncordon", node)
-            await until("both groups", pair.places, STEP_S, pair.said)
+            await until("both groups", pair.places, STEP_S, pair.details)
 
             # A rollout has replaced one group. The other group is not evicted before that group serves again.
             nodes.held = True
             change = {"spec": {"engine": {"maxModelLen": 256}}}
             await server.merge(HETERO_INFERENCE.path(namespace, "pair"), change)
-            serving = await until("one group is replaced", lambda: _lone_group(nodes), STEP_S, pair.said)
-            await until("the budget keeps the other", lambda: _is_kept(pair), STEP_S, pair.said)
+            serving = await until("one group is replaced", lambda: _lone_group(nodes), STEP_S, pair.details)
+            await until("the budget keeps the other", lambda: _is_kept(pair), STEP_S, pair.details)
             with pytest.raises(ClusterError, match="disruption budget"):
                 plane.kubectl(
                     "drain", serving, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=1s"
@@ -177,7 +177,7 @@ async def test_drains_and_lost_nodes_leave_at_least_one_serving_group(
             nodes.held = False
             plane.kubectl("uncordon", serving)
             await pair.apart()
-            await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.said)
+            await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.details)
 
             await _lose_each(pair, load, NODES)
             assert load.asked > 500
@@ -246,9 +246,9 @@ async def _scale_down_while_group_0_starts(pair: Pair, load: Clients) -> None:
     await pair.drain(node)
     pair.plane.kubectl("uncordon", node)
     await pair.server.merge(path, {"spec": {"replicas": 1}})
-    await until("group 1 still serves", lambda: _has_kept_group(pair), STEP_S, pair.said)
+    await until("group 1 still serves", lambda: _has_kept_group(pair), STEP_S, pair.details)
     pair.nodes.held = False
-    await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.said)
+    await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.details)
     assert not load.failed, load.failed[0]
     await pair.server.merge(path, {"spec": {"replicas": 2}})
     await pair.apart()
@@ -279,7 +279,7 @@ async def _lose_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> No
             "the operator has deleted its pods by force",
             functools.partial(_are_gone, pair, lost),
             STEP_S,
-            pair.said,
+            pair.details,
         )
         await pair.apart()
         await pair.nodes.find(node)
@@ -382,7 +382,7 @@ async def test_each_group_has_its_own_zone(
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
         await apply(server, namespace, "zoned", roles=roles, replicas=2)
-        found = await until("both groups are placed", places, STEP_S, lambda: process.said)
+        found = await until("both groups are placed", places, STEP_S, lambda: process.details)
     assert sorted(map(sorted, found.values())) == [["a"], ["b"]]
 
 
@@ -425,9 +425,9 @@ async def test_placeholder_pods_of_lower_priority_make_room(
         await process.working()
         await apply(server, namespace, "urgent", roles=roles)
 
-        def said() -> str:
-            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+        def details() -> str:
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.details
 
-        await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, said=said)
+        await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, details=details)
     listed = await server.get(POD.path(namespace))
     assert not [pod for pod in listed["items"] if pod["metadata"]["name"].startswith("placeholder")]

@@ -150,26 +150,26 @@ class _Finding(Exception):  # noqa: N818 - of a test
 
 async def _outcome(server: ApiServer, life: Life, result: Result) -> str:
     """Returns the outcome of a resource. Raises _Finding if the parts of the product disagree."""
-    said = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
-    if bool(life.refused) != bool(said):
-        raise _Finding(f"the spec classes report {life.refused!r}, the API server reports {said!r}")
+    reason = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
+    if bool(life.refused) != bool(reason):
+        raise _Finding(f"the spec classes report {life.refused!r}, the API server reports {reason!r}")
     if life.refused:
         return "refused"
     for manifest in life.objects:
-        said = await _refusal(server, _path(manifest), manifest)
-        if said:
-            return _refused_later(life, manifest, said)
+        reason = await _refusal(server, _path(manifest), manifest)
+        if reason:
+            return _refused_later(life, manifest, reason)
         result.objects += 1
     return "without a plan, in words" if life.unplanned else "planned"
 
 
-def _refused_later(life: Life, manifest: Any, said: str) -> str:
+def _refused_later(life: Life, manifest: Any, reason: str) -> str:
     """Returns the outcome of a resource of which the API server refuses an object.
 
     Only the API server checks references to other objects of a cluster. The status then has its message.
     """
-    refusal = f"the API server refuses {manifest['kind']} {manifest['metadata']['name']}: {said}"
-    if manifest["kind"] != "Pod" or not all(map(_OTHERS.match, _PROBLEM.findall(said) or [said])):
+    refusal = f"the API server refuses {manifest['kind']} {manifest['metadata']['name']}: {reason}"
+    if manifest["kind"] != "Pod" or not all(map(_OTHERS.match, _PROBLEM.findall(reason) or [reason])):
         raise _Finding(refusal)
     if not life.tells(refusal):
         raise _Finding(f"the status does not quote this refusal: {refusal}")

@@ -66,7 +66,7 @@ async def record(cluster: Cluster, folder: Path, log: Path) -> None:
             await process.working()
             for document in yaml.safe_load_all(RESOURCES.read_text()):
                 await server.create(HETERO_INFERENCE.path(NAMESPACE), document)
-            await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.said)
+            await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.output)
             failure = Failure(
                 reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9
             )
@@ -78,7 +78,7 @@ async def record(cluster: Cluster, folder: Path, log: Path) -> None:
                 ]
                 return await play_kubelet(server) and pair["status"]["groups"][1]["epoch"] > 1
 
-            await until("the second epoch", second_epoch, 60, lambda: process.said)
+            await until("the second epoch", second_epoch, 60, lambda: process.output)
             await process.stop()
         found = [item for kind in (HETERO_INFERENCE, *CHILDREN) for item in await listed(server, kind)]
     finally:

@@ -152,7 +152,7 @@ async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Clust
         async with operator(account, tmp_path / "first.log", **settings) as process:
             await process.working()
             await create(server, "kept")
-            chosen = await until("the mode", lambda: ready_mode(server, "kept"), 60, lambda: process.said)
+            chosen = await until("the mode", lambda: ready_mode(server, "kept"), 60, lambda: process.output)
             assert await process.stop() == 0
         assert chosen == "FeedForward"
         assert "FeedForward" in plane.kubectl("get", "hinf", "kept", "-n", NAMESPACE)
@@ -165,13 +165,13 @@ async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Clust
             epoch = status["groups"][0]["epoch"]
             await end_pod(server, NAMESPACE, f"kept-0-{epoch}-0", exit_code=137, message="")
             again = await until(
-                "the next epoch", lambda: ready_mode(server, "kept", epoch), 60, lambda: process.said
+                "the next epoch", lambda: ready_mode(server, "kept", epoch), 60, lambda: process.output
             )
             await create(server, "fresh")
             other = await until(
-                "another resource", lambda: ready_mode(server, "fresh"), 60, lambda: process.said
+                "another resource", lambda: ready_mode(server, "fresh"), 60, lambda: process.output
             )
-            assert "Traceback" not in process.said, process.said
+            assert "Traceback" not in process.output, process.output
         assert again == chosen, "the stored mode"
         assert other == "Pipeline", "the mode that this version would choose for this node"
         maps = (await server.get(CONFIG_MAP.path(NAMESPACE)))["items"]

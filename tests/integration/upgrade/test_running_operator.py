@@ -82,7 +82,7 @@ async def test_an_upgrade_changes_neither_pods_nor_keys(
                 await process.working()
                 for document in yaml.safe_load_all(RESOURCES.read_text()):
                     await server.create(HETERO_INFERENCE.path(NAMESPACE), document)
-                await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.said)
+                await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.output)
                 assert await process.stop() == 0
         before, of_groups = await pods(server), await secrets_of_groups(server)
         (key,) = (await keys(server)).values()
@@ -91,13 +91,13 @@ async def test_an_upgrade_changes_neither_pods_nor_keys(
         async with operator(account, tmp_path / "log", **settings(plane)) as process:
             await process.working()
             await settled(process)
-            assert await pods(server) == before, process.said
+            assert await pods(server) == before, process.output
             assert set((await keys(server)).values()) == {key}
             await check_next_epoch(server)
             assert await secrets_of_groups(server) == of_groups, "the same keys of groups"
             assert not {"RecordNotSigned", "KeyLost"} & await reasons(server)
-            assert "Traceback" not in process.said, process.said
-            assert " 403 " not in process.said, process.said
+            assert "Traceback" not in process.output, process.output
+            assert " 403 " not in process.output, process.output
     finally:
         await server.close()
 

@@ -123,10 +123,10 @@ async def settled(process: OperatorProcess) -> None:
         async def more() -> bool:
             return await process.metric(count) >= enough
 
-        await until("three reconciles of three resources", more, said=lambda: process.said)
+        await until("three reconciles of three resources", more, details=lambda: process.output)
         return await writes() == written
 
-    await until("reconciles that write nothing", quiet, timeout_s=40, said=lambda: process.said)
+    await until("reconciles that write nothing", quiet, timeout_s=40, details=lambda: process.output)
 
 
 def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
@@ -175,13 +175,13 @@ async def test_groups_of_an_older_version_continue_to_run(
     objects = recorded(version)
     async with upgraded(version, plane, objects, tmp_path) as (server, process, before):
         await settled(process)
-        assert await pods(server) == before, process.said
+        assert await pods(server) == before, process.output
         await check_as_recorded(server, objects)
         await check_codes(server)
         await check_next_epoch(server, process)
         await check_keys(server)
-        assert "Traceback" not in process.said, process.said
-        assert " 403 " not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
+        assert " 403 " not in process.output, process.output
 
 
 FORBIDDEN: dict[str, Any] = {
@@ -217,20 +217,20 @@ async def test_a_stricter_list_still_allows_status_writes_and_restarts_of_old_sp
             planned = await condition(server, path, "Planned")
             return planned["status"] == "False" and "VLLM_API_KEY" in planned["message"]
 
-        await until("the condition", says_so, said=lambda: process.said)
+        await until("the condition", says_so, details=lambda: process.output)
         assert (await condition(server, path, "Available"))["status"] == "True"
-        assert await pods(server) == before, process.said
+        assert await pods(server) == before, process.output
         await check_next_epoch(server, process)
         epoch = (await statuses(server))["pair"]["groups"][0]["epoch"]
         (container,) = (await pods(server))[f"pair-0-{epoch}-0"]["spec"]["containers"]
         assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "the object is unchanged"
         await server.merge(path, {"spec": {"suspend": True}})
-        await until("pods that go", lambda: all_go(server), said=lambda: process.said)
+        await until("pods that go", lambda: all_go(server), details=lambda: process.output)
         worse = [{"name": "HF_TOKEN", "value": "hunter2"}]
         with pytest.raises(ApiError, match=r"\(got HF_TOKEN\)\. Store the value"):
             await server.merge(path, {"spec": {"engine": {"env": worse}}})
-        assert "Traceback" not in process.said, process.said
-        assert " 422 " not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
+        assert " 422 " not in process.output, process.output
 
 
 async def condition(server: ApiServer, path: str, kind: str) -> dict[str, Any]:
@@ -291,7 +291,7 @@ async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
         group = (await statuses(server))["pair"]["groups"][0]
         return len(newer) == 2 and group["epoch"] > 1 and group["phase"] == "Ready"
 
-    await until("the second epoch", second_epoch, timeout_s=40, said=lambda: process.said)
+    await until("the second epoch", second_epoch, timeout_s=40, details=lambda: process.output)
     assert not [name for name in await pods(server) if name.startswith("pair-0-1-")]
 
 

@@ -156,7 +156,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
             plane.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", f"hinf/{NAME}", "--timeout=30s")
             yield Stack(plane=plane, prometheus=prometheus, group=group)
     except BaseException:
-        print(operator.said[-4000:])
+        print(operator.output[-4000:])
         print(plane.kubectl("get", "hinf", "-A", "-o", "jsonpath={.items[*].status}"))
         print(plane.kubectl("get", "pods", "-A"))
         raise

@@ -122,8 +122,8 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_as_expected(tmp_path: P
     shutil.copy(RULES, tmp_path)
     cases = Path(__file__).parents[2] / "watching" / "rules_test.yaml"
     shutil.copy(cases, tmp_path)
-    said = processes.run([promtool, "test", "rules", cases.name], cwd=tmp_path)
-    assert "SUCCESS" in said
+    output = processes.run([promtool, "test", "rules", cases.name], cwd=tmp_path)
+    assert "SUCCESS" in output
     alerts = {
         rule["alert"]
         for g in yaml.safe_load(RULES.read_text())["groups"]

@@ -35,7 +35,7 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("mistake", "message"),
     [
         (
             "twice",
@@ -45,5 +45,5 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
         ("more", "this rank must run all 3 passes that the stage's first rank announced (ran 2)"),
     ],
 )
-def test_names_a_call_that_was_not_announced(mistake: str, said: str, ran: Any) -> None:
-    assert said in ran[mistake]["error"]
+def test_names_a_call_that_was_not_announced(mistake: str, message: str, ran: Any) -> None:
+    assert message in ran[mistake]["error"]
