@@ -43,6 +43,7 @@ def _variables() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
+    """Yields the lines about the options of engine.args: allowed, limited, refused, and owned by plans."""
     yield "## Options of engine.args\n"
     yield "Write the full name, with hyphens or underscores. A flag such as `--enable-prefix-caching` may"
     yield "also be `--no-enable-prefix-caching`.\n"

@@ -195,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Logs nothing, to keep the tests' output short."""
 
     def _answer(self) -> None:
+        """Answers a request for content, for a repository's list, or for a file."""
         hub, path = self.server_hub, unquote(urlsplit(self.path).path)
         hub.seen.requests.append(f"{self.command} {path}")
         if hub.refuse_with is not None:
@@ -231,6 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _resolve(self, match: re.Match[str]) -> None:
+        """Sends a small file itself, and a redirect to the content host for a large one."""
         repository = self._repository(match["name"], match["revision"])
         if repository is None:
             return
@@ -257,6 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(*found, {"ETag": f'"{sha256}"'})
 
     def _file(self, path: str, content: bytes, headers: Mapping[str, str]) -> None:
+        """Sends a file, or the requested range of it."""
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
         end = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
@@ -274,6 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(path, content, start, end)
 
     def _stream(self, path: str, content: bytes, start: int, end: int) -> None:
+        """Sends the bytes of a file, with the delays and breaks that the test has set."""
         hub = self.server_hub
         while path in hub.held and not hub.closed:
             time.sleep(0.01)

@@ -163,6 +163,7 @@ def reference(model_dir: Path, prompts: Sequence[str] = PROMPTS) -> dict[str, di
 
 
 def _greedy(model_dir: Path, prompts: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+    """Generates greedy tokens. Raises if the two best tokens are so close that rounding could swap them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

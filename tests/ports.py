@@ -38,6 +38,7 @@ class _Ports:
         return port
 
     def _claim(self) -> Iterator[int]:
+        """Locks a random free block of ports, and returns its ports. Releases the oldest block if needed."""
         folder = Path(tempfile.gettempdir()) / f"heteroinfer-ports-{os.getuid()}"
         folder.mkdir(exist_ok=True)
         first_ports = list(range(FIRST_PORT, END_PORT, BLOCK_PORTS))

@@ -114,6 +114,8 @@ def _port_option() -> list[str]:
 
 
 def _check_tokens(up: RunningUp, url: str, references: dict[str, Any], progress: Progress) -> None:
+    """Sends all prompts at the same time, and compares the tokens with those of transformers."""
+
     def ask(prompt: str) -> list[int]:
         wanted = references[prompt]
         choice = up.complete(url, wanted["prompt_token_ids"], len(wanted["token_ids"]))

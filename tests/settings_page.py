@@ -70,6 +70,7 @@ def render_page() -> str:
 
 
 def _rows() -> Iterator[str]:
+    """Yields a row for each setting. Raises if the class docstring lacks a setting."""
     defaults = {each.name: each.default for each in fields(InstallationSettings)}
     entries = _ENTRY.findall(InstallationSettings.__doc__ or "")
     for field, name, text in entries:

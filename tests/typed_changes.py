@@ -21,6 +21,7 @@ class TypedChanges(Plugin):
 
 
 def _signature(context: MethodSigContext) -> FunctionLike:
+    """Returns the signature of `changed` for a model: each field is an optional keyword."""
     model, default = get_proper_type(context.type), context.default_signature
     if not isinstance(model, Instance) or not model.type.has_base(_BASE):
         return default

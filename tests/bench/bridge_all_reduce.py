@@ -96,6 +96,7 @@ def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[floa
 
 @torch.inference_mode()  # as vLLM's workers run
 def run(rank: int, port: int, device_name: str, threads: int, results: Any) -> None:
+    """Runs one rank: measures each way with each size. Rank 0 puts its times into `results`."""
     torch.set_num_threads(threads)
     device = torch.device(device_name)
     if device.type == "cuda":
@@ -128,6 +129,7 @@ def size_name(size: int) -> str:
 
 
 def table(measured: dict[tuple[int, str], list[float]]) -> str:
+    """Returns the Markdown table of all sizes. Its last column compares the bridge with the limit."""
     lines = [
         "| bf16 | plain p50 / p99 us | gloo | shared memory | plain : gloo | plain : shared memory | bar |",
         "|---|---|---|---|---|---|---|",
@@ -148,6 +150,7 @@ def table(measured: dict[tuple[int, str], list[float]]) -> str:
 
 
 def main() -> None:
+    """Starts both ranks, collects the times of rank 0, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=8, help="threads of the CPU rank")
     parser.add_argument("--cpu", action="store_true", help="run two CPU ranks")
@@ -162,7 +165,7 @@ def main() -> None:
     for process in ranks:
         process.start()
     measured: dict[tuple[int, str], list[float]] = {}
-    wanted = len(SIZES_BYTES) * 3
+    wanted = len(SIZES_BYTES) * 3  # each size in three ways
     while len(measured) < wanted:
         if not results.empty():
             size, way, seconds = results.get()

@@ -215,6 +215,7 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
     turns = ((turn, mode) for turn in itertools.count() for mode in modes)
 
     def one(number: int, turn: int, mode: Mode) -> None:
+        """Runs one group and records its life, unless the time is up or the program ends."""
         if options.seconds and time.monotonic() - began > options.seconds:
             return
         life = live(number, mode, endings[turn % len(endings)], site)

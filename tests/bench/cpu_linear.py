@@ -111,6 +111,7 @@ def measure(products: Sequence[Product], x: torch.Tensor, rounds: int) -> float:
 
 
 def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:
+    """Prints a row for each number of rows and threads: rates, ratio and errors of both kernels."""
     inputs = layers.weight.shape[1]
     x = torch.randn(max(args.rows), inputs, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     reference = x.float() @ layers.weight.float().t()
@@ -133,6 +134,7 @@ def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.N
 
 
 def describe(library: KernelLibrary) -> str:
+    """Describes the CPU, the huge pages, the OpenMP settings and the versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")
     flags = next((line.split() for line in lines if line.startswith("flags")), [])

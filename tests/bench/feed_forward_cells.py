@@ -375,6 +375,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        """Collects the lines of the process's output, and at its end an empty line."""
         assert self._process.stdout is not None
         with self._log.open("w") if self._log else contextlib.nullcontext() as log:
             for line in self._process.stdout:
@@ -595,6 +596,10 @@ def stock_part(given: Mapping[str, Any]) -> None:
     cells = 0
 
     def decode(requests: int, steps: int) -> dict[str, Any]:
+        """Decodes `requests` requests, and measures `steps` steps after WARM_STEPS steps.
+
+        Only steps in which every request gets a token count.
+        """
         nonlocal cells
         cells += 1
         sampling = vllm.SamplingParams(

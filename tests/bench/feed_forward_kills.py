@@ -240,8 +240,10 @@ def run(models: Sequence[Model], options: argparse.Namespace, logs: Path) -> lis
     turns = itertools.cycle(itertools.product(LANES, models))
 
     def one(number: int, lanes: int, model: Model) -> None:
+        """Runs one group, chooses the rank to kill, and records the result."""
         if options.seconds and time.monotonic() - began > options.seconds:
             return
+        # Ranks below options.tensor ask. The others are their feed-forward ranks.
         killed = options.tensor + number % (lanes * options.tensor)
         if options.also_asking and number % 7 == 6:
             killed = number % options.tensor

@@ -157,6 +157,7 @@ class Fuzz:
             found[case["format"]] = max(found.get(case["format"], 0.0), error)
 
     def _linear(self, case: dict[str, Any]) -> str:
+        """Computes a linear layer with guarded memory. Returns the fault as text, or ""."""
         import torch
 
         from tests.integration.kernels.coded_probe import Product, tune
@@ -187,6 +188,7 @@ class Fuzz:
         return "" if error <= 1 else f"error {error:.3g} of its limit"
 
     def _experts(self, case: dict[str, Any]) -> str:
+        """Computes a layer of experts with guarded memory. Returns the fault as text, or ""."""
         import torch
 
         from tests.integration.kernels.coded_experts_probe import Layer

@@ -45,6 +45,7 @@ class Layers:
         self.layers = [self._load(weights, number) for number in range(count)]
 
     def _load(self, weights: str, number: int) -> Any:
+        """Draws the weights of a layer, and loads them into a kt-kernel layer for bf16 or int8."""
         import torch
 
         draw = torch.Generator().manual_seed(number)

@@ -80,7 +80,7 @@ def time_experts(shape: str, requests: int) -> float:
     return statistics.median(taken[WARM_CALLS:])
 
 
-def say_experts(shape: str, options: argparse.Namespace) -> None:
+def print_experts_time(shape: str, options: argparse.Namespace) -> None:
     """Prints the time of a mixture's experts alone, in a process with as many threads as a rank."""
     requests = ",".join(map(str, options.requests))
     command = (
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         for shape in options.shapes:
             run(shape, options, Path(scratch))
             if "num_experts" in SHAPES[shape]:
-                say_experts(shape, options)
+                print_experts_time(shape, options)
     return 0
 
 

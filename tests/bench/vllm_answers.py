@@ -316,6 +316,7 @@ def _row(name: str, cores: int, is_cold: bool, runs: Sequence[Run]) -> str:
 
 
 def _one_process_for_all(command: Sequence[str], cache: Path) -> Iterator[str]:
+    """Yields times and memory of one process for all models, then the comparison of the answers."""
     for name in ("classes imported in it", "classes cached"):
         done = run(command, cores=max(CORES), cache=cache)
         lines = [line for line in _lines(done) if "name" in line]

@@ -88,6 +88,7 @@ def _images(targets: Sequence[str], load: bool) -> None:
 
 
 def _up(kind: str, with_images: bool, models: Path | None) -> None:
+    """Starts a cluster that stays, or prints the lines of one that runs already."""
     for state in all_states():
         if state.name.startswith(f"{kind}-") and not state.abandoned() and state.owner() is None:
             say(f"{state.name} runs already. `make cluster-down` stops it. Its lines:")

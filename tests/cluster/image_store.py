@@ -87,6 +87,7 @@ def _remove_unused(seeds: Path) -> None:
 
 
 def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
+    """Makes a seed with these images, from the nearest seed if there is one."""
     began = time.monotonic()
     draft = seed.with_name(f".{seed.name}")
     shutil.rmtree(draft, ignore_errors=True)  # of a build that was interrupted

@@ -144,6 +144,7 @@ def _ensure_base(buildah: list[str], base: str) -> None:
 
 
 def _build(buildah: list[str], image: Image, base: str) -> None:
+    """Builds an image with buildah, and copies it into the layout."""
     began = time.monotonic()
     target = image.reference.rpartition("/")[2].removesuffix(":test")
     say(f"building image {target} …")

@@ -143,6 +143,8 @@ def give_images(state: State, namespaces: Namespaces, seed: Path) -> None:
 
 
 def _wait_ready(cluster: NodeCluster) -> None:
+    """Waits until the node is Ready and the NetworkPolicy enforcer has made its first rules."""
+
     def ready() -> bool:
         nodes: dict[str, Any] = json.loads(cluster.kubectl("get", "nodes", "-o", "json"))
         conditions = [c for node in nodes["items"] for c in node["status"].get("conditions", [])]

@@ -103,6 +103,7 @@ def _rules(
     labels: Mapping[str, Mapping[str, str]],
     direction: str,
 ) -> Iterator[str]:
+    """Yields the nftables rules that accept what a policy allows for a pod in one direction."""
     into = direction == "Ingress"
     for rule in policy["spec"].get(direction.lower(), []):
         peers = list(

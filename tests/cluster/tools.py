@@ -186,6 +186,7 @@ def ensure_built(tool: Tool) -> Path:
 
 
 def _compile(tool: Tool, folder: Path) -> None:
+    """Compiles a tool with Go into a temporary folder, and moves it to `folder` if it is complete."""
     go = shutil.which("go")
     if go is None:
         raise ClusterError("`go` is not on the PATH. Install Go 1.25 or newer (https://go.dev/dl)")

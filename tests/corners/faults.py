@@ -60,6 +60,7 @@ async def delete_all_pods(lane: Lane, seen: Seen) -> None:
 
 
 async def evict_pod(lane: Lane, seen: Seen) -> None:
+    """Evicts a pod of the resource. Tries again while its budget refuses the eviction."""
     if seen.pods:
         name = some_pod(lane, seen)
         metadata = {"name": name, "namespace": lane.namespace}

@@ -122,6 +122,7 @@ class Lane:
         return await self.wait(what, name, settled)
 
     async def _speak_for_kubelets(self, pods: list[dict[str, Any]], resource: Mapping[str, Any]) -> None:
+        """Ends placed pods that inspect or fetch the model, and provisions claims of caches."""
         for pod in pods:
             labels, status = pod["metadata"].get("labels", {}), pod.get("status", {})
             ended = status.get("phase") in {"Succeeded", "Failed"}

@@ -97,6 +97,7 @@ async def run_lives(
 
 
 async def _live(lane: Lane, body: dict[str, Any], faults: list[Fault], result: Result) -> None:
+    """Runs one resource to its end. Each error becomes a finding."""
     path = HETERO_INFERENCE.path(lane.namespace)
     try:
         await lane.server.create(path, body, {"fieldValidation": "Strict"})
@@ -133,6 +134,10 @@ async def _clean(lane: Lane, name: str, result: Result) -> None:
 
 
 async def _strike(lane: Lane, name: str, fault: Fault, result: Result) -> None:
+    """Applies a fault to a stable resource, which must reach the same state again.
+
+    A resource that has used up its restarts is also accepted.
+    """
     before = await lane.settle(name)
     check(before, "before any fault")
     verdict, reason = judge(before)

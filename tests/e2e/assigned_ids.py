@@ -41,6 +41,7 @@ def assigned_ids(
     given: Counter[tuple[str, str]] = Counter()
 
     def give(pod: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the patch that adds the ids, or nothing if the pod sets an id itself."""
         spec, metadata = pod["spec"], pod["metadata"]
         contexts = [spec.get("securityContext") or {}]
         contexts += [each.get("securityContext") or {} for each in spec["containers"]]

@@ -142,6 +142,7 @@ class Folders:
 
 @pytest.fixture
 def folders(node_cluster: NodeCluster) -> Iterator[Folders]:
+    """Creates the folders on the node, and deletes them with the objects that use them."""
     made = [Path(tempfile.mkdtemp(prefix=f"heteroinfer-{name}-")) for name in ("cache", "notes")]
     for folder in made:
         folder.chmod(0o755)

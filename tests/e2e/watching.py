@@ -93,6 +93,7 @@ class Watch:
         return found
 
     def _run(self) -> None:
+        """Reads events until the context ends. Starts a new watch whenever one breaks."""
         while not self._ended.is_set():
             self._connection = HTTPSConnection(
                 self._site.address, self._site.api_port, context=self._context, timeout=1200

@@ -99,6 +99,7 @@ class Groups:
         self._threads.shutdown(wait=True)
 
     def _live(self, topology: Topology, running: _Running) -> None:
+        """Runs a group from its start to its release, in a thread of its own."""
         site = self._site
         plan = plan_of(topology, site.models[topology.dtype], devices_as_cpu=site.devices_as_cpu)
         try:

@@ -88,6 +88,7 @@ def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
 
 
 def _row(name: str, profile: ModelProfile) -> str:
+    """Returns a model's row: layers, size, KV cache, difference from vLLM, and its smallest group."""
     answer = recorded("cpu")[name]
     kinds = Counter(_LETTERS[kind.attention] for kind in profile.layers)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -110,6 +110,7 @@ def _layers(count: int) -> str:
 
 
 def _section(name: str, profile: ModelProfile, answers: list[tuple[str, list[str]]]) -> str:
+    """Returns a model's section. Situations with the same answer share one list."""
     scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
     experts = f", experts in {profile.expert_scheme}" if profile.expert_scheme else ""
     size = f"{(profile.total_bytes + profile.encoder_bytes) / 2**30:.0f} GiB"

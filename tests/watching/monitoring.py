@@ -173,6 +173,7 @@ def _wait_for_configuration(cluster: Cluster, jobs: set[str]) -> Path:
     (folder / "rules").mkdir(parents=True)
 
     def configured() -> bool:
+        """Writes the configuration and the rules, and returns whether they are complete."""
         try:
             secret = json.loads(
                 cluster.kubectl("get", "secret", f"prometheus-{_NAME}", "-n", NAMESPACE, "-o", "json")

@@ -109,6 +109,7 @@ def _draw_stat(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _draw_time(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws a panel over time, as lines or as stacked areas."""
     lines = [(_name(query, labels), samples) for query, series in shown for labels, samples in series]
     lines = sorted(lines, key=lambda line: -max(value for _, value in line[1]))[:_MAX_SERIES]
     if panel.stacked:
@@ -150,6 +151,7 @@ def _draw_bars(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _draw_stack(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws the last values of a panel as stacked bars, a bar for each rank."""
     (column,) = panel.columns
     names = sorted({labels[column] for _, series in shown for labels, _ in series}, reverse=True)
     left = [0.0] * len(names)

@@ -151,6 +151,7 @@ def variables(pid: int) -> dict[str, str]:
 def is_exiting(pid: int) -> bool:
     """Returns whether a process has begun to end. This is visible before its memory is freed."""
     try:
+        # After the name: the state, and six fields later the flags (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return True

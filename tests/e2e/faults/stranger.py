@@ -82,6 +82,7 @@ class Recorder:
                 self._note(self._socket.recv(65536))
 
     def _note(self, packet: bytes) -> None:
+        """Records the payload of an IPv4 TCP packet to the leader's control port, by its source port."""
         if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return
         header = (packet[0] & 15) * 4

@@ -120,6 +120,7 @@ def test_the_group_reacts_to_each_fault_as_expected(
 
 
 def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
+    """Checks that the fault ends the epoch with the expected culprit, and the next epoch serves in time."""
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     children = scene.children()
     with fault.inject(scene) as at:
@@ -181,6 +182,7 @@ def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
 
 
 def check_going_on(scene: Scene, fault: Fault, expected: GoesOn) -> Measured:
+    """Checks that a fault changes no pod, and that the group answers during it."""
     before, uids = scene.group, scene.pod_uids()
     with fault.inject(scene) as at:
         if expected.slowest_rank:
@@ -230,6 +232,8 @@ def check_operator_works(scene: Scene) -> None:
 
 
 def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
+    """Checks that a resource that cannot start reports the reason and has no pods. Deletes it."""
+
     def says(change: Change) -> bool:
         condition = condition_of(change.stored, expected.condition)
         return (
@@ -261,6 +265,8 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
 
 
 def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
+    """Checks a group of which an object is refused: it serves, loses a pod, restarts and suspends."""
+
     def says(change: Change) -> bool:
         reported = condition_of(change.stored, expected.condition)
         generation = change.stored["metadata"]["generation"]

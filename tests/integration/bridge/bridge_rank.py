@@ -238,6 +238,7 @@ class BridgeRank:
 
 
 def main(text: str) -> None:
+    """Runs a rank's scenario. Reports an expected error, and then exits with code 3."""
     config = json.loads(text)
     torch.set_num_threads(1)
     if config["device"].startswith("cuda"):

@@ -56,6 +56,7 @@ def random_calls(seed: int, count: int, world: int, max_elements: int) -> list[C
 
 
 def _random_call(draw: random.Random, index: int, world: int, max_elements: int) -> Call:
+    """Draws one call with a valid shape for its operation."""
     operation = draw.choice(OPERATIONS)
     shape = [draw.choice((1, 2, 3, 5, 8, 17)) for _ in range(draw.randint(1, 3))]
     dim = draw.randrange(len(shape))

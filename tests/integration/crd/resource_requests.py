@@ -56,6 +56,7 @@ class Server:
         return self._send("PUT", f"{_PATH}/{name}/status", body, dry_run=dry_run)
 
     def _send(self, method: str, path: str, body: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+        """Sends a request. Raises Refused if the API server finds the object invalid."""
         query = "fieldValidation=Strict" + ("&dryRun=All" if dry_run else "")
         response = self._pool.request(
             method,

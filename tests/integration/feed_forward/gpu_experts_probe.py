@@ -185,6 +185,7 @@ def found_layers() -> dict[str, Any]:
     recipe = Recipe(layers=layers, dtype="bfloat16", max_rows=8, unit=32)
 
     def offer(rank: int, *, by_experts: bool) -> OfferedWeights:
+        """Returns a rank's offer of five layers, with half of the columns or of the experts."""
         parts = []
         for number in (0, 1, 2, 3, 6):
             inner = layers[number].inner if by_experts else layers[number].inner // 2

@@ -81,6 +81,7 @@ class Mlp(torch.nn.Module):
         self.kind, self.changes = kind, changes
 
     def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """Computes the MLP, with the additional computation that `changes` names."""
         if self.changes == "norm":
             x = x * self.scale
         up, _ = self.up(2 * x if self.changes == "input" else x)

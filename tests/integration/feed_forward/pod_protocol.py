@@ -234,6 +234,7 @@ def _delayed(port: int, delay_s: float) -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, target: socket.socket) -> None:
+        """Copies data from a socket to another, each chunk after the delay."""
         waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
 
         def send() -> None:

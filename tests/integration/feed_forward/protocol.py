@@ -139,6 +139,7 @@ class Bench:
 
 
 def stress(count: int, lanes: int) -> dict[str, Any]:
+    """Sends `count` asks after the probe. Returns their results, times and counters."""
     bench = Bench(lanes)
     probe(bench.exchange, bench.slab.shape, torch.device("cpu"), lanes)
     start = time.monotonic()

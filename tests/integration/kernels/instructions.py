@@ -67,6 +67,7 @@ def emulated_library(*, cpu_has_them: bool = True) -> Path:
 
 
 def _build_emulated(folder: Path, *, cpu_has_them: bool) -> Path:
+    """Compiles the library with the emulated instructions."""
     for source in build.SOURCE.iterdir():
         # The compiler must not use instructions that this CPU lacks, and unrolled calls take minutes to
         # compile.

@@ -189,18 +189,9 @@ def choice() -> Any:
                 experts=experts, topk=topk, bias=bias, scoring=scoring, normalize=normalize, factor=2.5
             )
             logits = (3 * torch.randn(300, experts)).to(getattr(torch, dtype))
-            weights, ids = Chooser(library, routing).choose(logits)
-            wide = logits.double()
-            scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
-            corrected = scores if bias is None else scores + bias
-            best = corrected.topk(topk, -1).values
-            found = corrected.gather(-1, ids.long())
-            if not (torch.allclose(found, best, rtol=1e-6, atol=1e-6) and all_differ(ids)):
+            gaps[kind], is_best = compared_choice(library, routing, logits)
+            if not is_best:
                 others.append(kind)
-            expected = scores.gather(-1, ids.long())
-            if normalize:
-                expected = expected / expected.sum(-1, keepdim=True)
-            gaps[kind] = float((weights / (2.5 * expected) - 1).abs().max())
     plain = ExpertChoice(experts=20, topk=3, bias=None, scoring="softmax", normalize=True, factor=1.0)
     odd = torch.randn(4, 20)
     odd[1, 7], odd[2], odd[3, 19] = float("nan"), 1.0, float("inf")
@@ -214,6 +205,26 @@ def choice() -> Any:
         "none": scoreless(library),
         "refused": refused(library),
     }
+
+
+def compared_choice(
+    library: KernelLibrary, routing: ExpertChoice, logits: torch.Tensor
+) -> tuple[float, bool]:
+    """Returns the largest relative error of the weights, and whether the best experts are chosen.
+
+    The bias corrects the choice, but not the weights.
+    """
+    weights, ids = Chooser(library, routing).choose(logits)
+    wide = logits.double()
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    corrected = scores if routing.bias is None else scores + routing.bias
+    best = corrected.topk(routing.topk, -1).values
+    found = corrected.gather(-1, ids.long())
+    is_best = torch.allclose(found, best, rtol=1e-6, atol=1e-6) and all_differ(ids)
+    expected = scores.gather(-1, ids.long())
+    if routing.normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    return float((weights / (routing.factor * expected) - 1).abs().max()), is_best
 
 
 def scoreless(library: KernelLibrary) -> list[list[float]]:

@@ -21,6 +21,7 @@ LIFE_TIMEOUT_S = 10.0
 
 
 async def one_life(directory: Path, at: tuple[PodAddress, ...], *, failing: bool) -> int:
+    """Runs a supervisor until its rank fails, or until SIGTERM. Returns the exit code."""
     launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=at)
     settings = SupervisorSettings(
         base_env=os.environ,

@@ -52,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def answer_slowly(self) -> None:
+        """Sends lines until the trigger exists, or refuses the request during a drain."""
         if reporter.asked_to_drain():
             self.send_response(503)
             self.end_headers()

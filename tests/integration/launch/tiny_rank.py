@@ -35,6 +35,7 @@ from vllm_heteroinfer.pod.lost_peer import Lost
 
 
 def main() -> None:
+    """Runs the rank: it connects, loads, becomes ready unless `do` prevents this, and acts."""
     reporter = RankReporter.from_env(os.environ)
     rank = reporter.rank
     assert rank is not None

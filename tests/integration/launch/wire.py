@@ -32,6 +32,7 @@ class Wire:
         self._accepting.start()
 
     def _accept(self) -> None:
+        """Accepts connections, and swallows, refuses or relays each."""
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._server.accept()

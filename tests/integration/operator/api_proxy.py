@@ -143,6 +143,7 @@ class ApiProxy:
         return await self._forward(request, body)
 
     async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Forwards a request to the API server, and its answer to the client."""
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP_BY_HOP}
         async with self._session.request(
             request.method,

@@ -20,6 +20,7 @@ async def stream_server(
     ended = False
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection, and removes it from the open ones."""
         task = asyncio.current_task()
         assert task is not None
         serving[task] = writer

@@ -143,7 +143,7 @@ async def test_a_pod_that_loses_its_label_during_a_leader_query_is_kept(
 
 
 async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> None:
-    """Pods of a deleted resource disappeared one by one, and each was read while another one existed."""
+    """Pods disappear one by one. Earlier, a missing pod was read again while another pod existed."""
     owner = await create_resource(server, namespace)
     pods = [f"tiny-0-1-{index}" for index in range(8)]
     ranks = [{"rank": rank, "role": "cpu", "pod": name} for rank, name in enumerate(pods)]

@@ -100,6 +100,7 @@ class Behind:
 async def behind(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Behind]:
+    """Yields the operator's port behind a proxy, without reconciles of its own."""
     async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
         through = ApiServer(await load_configuration(str(proxy.kubeconfig)))
         owner = await create_resource(server, namespace)

@@ -84,6 +84,7 @@ class Fleet:
             await asyncio.sleep(0.05)
 
     async def _act_once(self) -> None:
+        """Updates the status of all pods once, and records groups with two epochs and serving groups."""
         listed = await self._server.get(POD.path(self.namespace))
         epochs: dict[str, set[str]] = {}
         serving: dict[str, bool] = {}

@@ -332,14 +332,14 @@ def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
         "spec": {"securityContext": context, "containers": [container]},
     }
 
-    def holds() -> bool:
+    def applies() -> bool:
         try:
             cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(fixed))
         except ClusterError as error:
             return "user ids are given by the namespace" in str(error)
         return False
 
-    return holds
+    return applies
 
 
 async def test_the_chart_can_leave_the_user_of_pods_unset(

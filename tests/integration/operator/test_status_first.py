@@ -253,6 +253,7 @@ def too_late(took: dict[str, float]) -> dict[str, float]:
 async def check(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, cases: Sequence[tuple[Case, str]]
 ) -> None:
+    """Kills a rank in every site while its case's requests fail, and checks the times of the statuses."""
     prefix = f"first-{time.monotonic_ns() % 10**8}"
     sites = [Site(namespace=f"{prefix}-{i}", case=case, mode=mode) for i, (case, mode) in enumerate(cases)]
     without = [Site(namespace=f"{prefix}-other-{i}") for i in range(WITHOUT_A_FAULT)]

@@ -41,6 +41,7 @@ class ScriptedServer:
     port: int = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answers a list with the scripted items, and a watch with the next scripted events."""
         if "watch" not in request.query:
             self.lists += 1
             body = {

@@ -65,6 +65,7 @@ class Kubelets:
             await asyncio.sleep(LOOK_S)
 
     async def _treat(self, pod: dict[str, Any]) -> None:
+        """Removes a pod in deletion, or makes a new worker pod run. Pods on lost nodes stay unchanged."""
         name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "")
         if not node or node in self.lost:
             return

@@ -203,6 +203,7 @@ class Resource:
         kueue = self.site.gang is Gang.KUEUE
 
         async def reported() -> list[str]:
+            """Returns the epoch's pods if both exist and the condition shows why none is placed."""
             every = await self.pods()
             number = self.nth_epoch(epoch)
             pods = [pod for pod in every if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(number)]

@@ -44,8 +44,7 @@ class Clients:
 
     Attributes:
         asked: number of requests so far.
-        failed: for each request without an answer from two endpoints in a row: the time, and the state of
-            the cluster.
+        failed: for each request that no endpoint could answer: the endpoints and the running pods.
     """
 
     def __init__(self, server: ApiServer, namespace: str, nodes: Kubelets) -> None:
@@ -68,14 +67,14 @@ class Clients:
 
     async def ask(self) -> None:
         """Sends requests until cancelled."""
-        misses, at = 0, 0
+        number = 0
         while True:
             ready = [name for names_ in self.slices.values() for name in names_]
-            at += 1
-            answered = bool(ready) and ready[at % len(ready)] in self._nodes.running
+            number += 1  # requests alternate between the endpoints
+            answered = bool(ready) and ready[number % len(ready)] in self._nodes.running
             self.asked += 1
-            misses = 0 if answered else misses + 1
-            if misses and not set(ready) & self._nodes.running.keys():
+            others_run = set(ready) & self._nodes.running.keys()
+            if not answered and not others_run:
                 self.failed.append(f"endpoints {ready}, running {sorted(self._nodes.running)}")
             await asyncio.sleep(0.01)
 

@@ -85,6 +85,10 @@ def live(body: dict[str, Any]) -> Life:
 
 
 def _live(body: dict[str, Any]) -> Life:
+    """Settles a resource until its groups serve, and returns the outcome.
+
+    Only the objects of the first and the last group are kept.
+    """
     # What the API server does to numbers and texts when it stores them.
     spec = json.loads(json.dumps(body["spec"]))
     world = _NamedWorld(

@@ -59,6 +59,7 @@ async def play_kubelet(server: ApiServer) -> bool:
 
 
 async def record(cluster: Cluster, folder: Path, log: Path) -> None:
+    """Runs the operator until all resources are Ready, ends one epoch, and writes all objects."""
     server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
     settings = {"watch_namespaces": NAMESPACE, "resync_seconds": "1"}
     try:

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def answers_at(group: Group, prefixes: Sequence[str]) -> dict[str, bool]:
-    """Returns which ports of a pod answer, by address and port."""
+    """Returns whether each port of each pod answers, by address and port."""
     found = {}
     for prefix in prefixes:
         for pod in group.plan.pods:
