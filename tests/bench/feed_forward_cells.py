@@ -699,6 +699,7 @@ class Cells:
         print(f"  ended after {time.monotonic() - self._began:.0f} s", flush=True)
 
     def _each(self, ask: Callable[[Running], dict[str, Any]], **cell: int) -> None:
+        """Measures a cell of every running way. Notes ways that fail, or for which no time is left."""
         for way, one in list(self.running.items()):
             if self.left_s() < self.options.cell_seconds:
                 self.note(way=way.name, kind=way.kind, off=way.off, **cell, failed="no time left")

@@ -368,10 +368,14 @@ def measure_nccl() -> dict[str, Any]:
 
 
 def memory_by_part(result: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the bytes of each part of a rank besides weights and KV cache."""
+    """Returns the bytes of each part of a rank besides weights and KV cache.
+
+    A part is the difference between two points of the start.
+    """
     points = result["points"]
 
     def outside(point: str) -> int:
+        """Returns the used bytes at a point that torch has not reserved."""
         return int(points[point]["used"] - points[point]["reserved"])
 
     profile = points["profiled"]["peak_allocated"] - points["before profile"]["allocated"]

@@ -62,6 +62,7 @@ class Arena:
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # PROT_READ | PROT_WRITE, and MAP_PRIVATE | MAP_ANONYMOUS
         address = libc.mmap(None, _ARENA + 2 * _PAGE, 3, 0x22, -1, 0)
         for guard in (address, address + _PAGE + _ARENA):
             if libc.mprotect(guard, _PAGE, 0):

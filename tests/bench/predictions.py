@@ -531,27 +531,32 @@ def run(options: argparse.Namespace, results: Results, calibration: Calibration,
                     with _telling(name):
                         future.result()
                 for name, future in futures:
-                    if future.exception() is not None:
-                        continue
-                    this = future.result()
-                    with _telling(name), this.closing:
-                        assert this.group is not None
-                        predictor = Predictor(
-                            name=name,
-                            model=this.model,
-                            planned=this.planned,
-                            cpus=cpus,
-                            tiny=options.devices_as_cpu,
-                            rates=rates,
-                        )
-                        try:
-                            measure_group(name, predictor, this.group, options, results)
-                        except Exception:
-                            print(this.group.logs()[-6000:], flush=True)
-                            raise
+                    if future.exception() is None:
+                        _measure_started(name, future.result(), rates, cpus, options, results)
     except BaseException:
         end_all(started)
         raise
+
+
+def _measure_started(
+    name: str, this: Started, rates: KernelRates, cpus: int, options: argparse.Namespace, results: Results
+) -> None:
+    """Measures a group that has started, and ends it. An error is printed with the end of its logs."""
+    with _telling(name), this.closing:
+        assert this.group is not None
+        predictor = Predictor(
+            name=name,
+            model=this.model,
+            planned=this.planned,
+            cpus=cpus,
+            tiny=options.devices_as_cpu,
+            rates=rates,
+        )
+        try:
+            measure_group(name, predictor, this.group, options, results)
+        except Exception:
+            print(this.group.logs()[-6000:], flush=True)
+            raise
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ def _run(chosen: argparse.Namespace) -> None:
 
 
 def _tested(*, record: bool) -> int:
+    """Records that the tests have passed, or reports whether they have. Returns the exit code."""
     if record:
         tested.record()
     elif not tested.is_tested():

@@ -262,6 +262,7 @@ def latents_decode() -> dict[str, bool]:
 
 
 def _decodes(dtype: Any) -> bool:
+    """Returns whether AMX's kernel for latent attention decodes three tokens like torch."""
     import torch
     from vllm import _custom_ops as ops
 

@@ -101,7 +101,8 @@ def change(module: Any) -> None:
         exchange._exchange = TracedSends(exchange._exchange, exchange.times)
 
     def ask(exchange: Any, layer: int, x: Any, *others: Any) -> Any:
-        if len(x) <= max(exchange._captured_rows, 64) or layer not in exchange._layers:
+        is_short = len(x) <= max(exchange._captured_rows, 64)
+        if is_short or layer not in exchange._layers:
             return original(exchange, layer, x, *others)
         steps.before(exchange, layer)
         answer = original(exchange, layer, x, *others)

@@ -87,6 +87,7 @@ def expected(call: Call, parts: list[torch.Tensor], rank: int) -> torch.Tensor |
 
 
 def perform(bridge: Bridge, call: Call, x: torch.Tensor) -> Any:
+    """Makes one call with the input `x`, and returns its result."""
     if call.step is not None:
         bridge.begin_step(call.step)
     if call.history is not None:

@@ -300,7 +300,7 @@ def strangers(options: argparse.Namespace) -> dict[str, Any]:
 
     They are a port scanner, a client with another epoch's key, and a client that repeats a line.
     """
-    del options
+    del options  # all cases have the same parameters
     listener, accepted = pod_link.Listener("127.0.0.1"), queue.Queue[Any]()
     accepting = threading.Thread(
         target=lambda: accepted.put(listener.accept(LAUNCH, 0, Deadline.after(60))), daemon=True

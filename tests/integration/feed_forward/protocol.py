@@ -193,7 +193,7 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
 
 def gave_up(count: int, lanes: int) -> dict[str, Any]:
     """Records in the slab that the device gave up the last lane. After that, every lane answers."""
-    del count
+    del count  # all cases have the same parameters
     slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -215,7 +215,7 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
 
 def given_up_late(count: int, lanes: int) -> dict[str, Any]:
     """Delays the last lane until the device gives up. The lane answers before the watch checks again."""
-    del count
+    del count  # all cases have the same parameters
     found = {}
     for case in ("seen late", "named by the device"):
         slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
@@ -264,7 +264,7 @@ def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
 
 def frozen(count: int, lanes: int) -> dict[str, Any]:
     """Freezes all processes while an ask runs, as the cgroup of a pod, and continues."""
-    del count
+    del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -303,7 +303,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
 
     Returns who names the lane: first the exchange, then the watch.
     """
-    del count
+    del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -326,7 +326,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
 
 def misfits(count: int, lanes: int) -> dict[str, Any]:
     """Returns the messages about asks that do not fit the slab, by their fault."""
-    del count
+    del count  # all cases have the same parameters
     fit = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
     dense = dataclasses.replace(fit, topk=0)
     x, ids = torch.ones((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int32)
@@ -349,7 +349,7 @@ def misfits(count: int, lanes: int) -> dict[str, Any]:
 
 def limits(count: int, lanes: int) -> dict[str, Any]:
     """Returns the time limits of lanes for one row and for a prompt, by their times in the warm-up."""
-    del count
+    del count  # all cases have the same parameters
     kinds = {"fast": (0.01, 1e-4), "slow layer": (0.5, 1e-4)}
     found = {}
     for name, (ask_s, row_s) in kinds.items():

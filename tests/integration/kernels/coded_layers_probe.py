@@ -92,6 +92,7 @@ def gaps(question: dict[str, Any]) -> Any:
 
 
 def _product(quantization: Any, dtype: torch.dtype, name: str) -> Any:
+    """Computes a layer's product. Returns its error, its kernel, and its bytes after packing."""
     from vllm.model_executor.layers.linear import LinearBase
 
     layer = LinearBase.__new__(LinearBase)

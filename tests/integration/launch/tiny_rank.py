@@ -61,6 +61,7 @@ def main() -> None:
 
 
 def connect(rank: int, ports: list[int]) -> list[socket.socket]:
+    """Connects to the rank before, and accepts a connection of the rank after."""
     peers = []
     with socket.create_server(("127.0.0.1", ports[rank])) as server:
         if rank > 0:

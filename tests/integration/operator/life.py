@@ -62,7 +62,10 @@ def pod_of(namespace: str, ordinal: int, index: int) -> str:
 
 
 async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
-    """Returns the names of the living worker pods of the nth epoch."""
+    """Returns the names of the living worker pods of the nth epoch.
+
+    Also records the epochs of all worker pods, for `nth_epoch`.
+    """
     found = [
         pod["metadata"]
         for pod in await stored(server, POD, namespace)

@@ -60,6 +60,7 @@ async def keys(server: ApiServer) -> dict[str, bytes]:
 
 
 async def secrets_of_groups(server: ApiServer) -> set[str]:
+    """Returns the names of all Secrets of groups, which have their keys."""
     return {each["metadata"]["name"] for each in await listed(server, SECRET)}
 
 
