@@ -56,7 +56,7 @@ class Figures:
         resources: number of HeteroInferences.
         pods: number of their pods.
         nodes: number of kwok nodes.
-        created_s: from the first resource's creation until the last pod was created.
+        created_s: seconds from the first resource's creation until the last pod was created.
         ready_s: seconds until the last group served.
         writes: writes of the operator until then, by verb and kind as in its metric.
         reconciles: reconciles of the operator until then.
@@ -67,7 +67,7 @@ class Figures:
         idle_cpu_s: CPU time of the operator in the idle phase.
         rss_bytes: resident memory after the idle phase.
         peak_bytes: peak of the resident memory.
-        restart_s: from the start of a new process to the end of its first resync.
+        restart_s: seconds from the start of a new process to the end of its first resync.
         restart_writes: its writes until there were no more.
         restart_touched: pods that were created, deleted or changed since before the old process ended.
     """

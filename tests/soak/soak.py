@@ -66,7 +66,7 @@ class Result:
         done: number of faults by name.
         before: number of objects by kind when all resources were Ready for the first time.
         after: number of objects by kind at the end, when all resources were Ready again.
-        settled_s: from the end of the chaos until all was Ready and as before, or None.
+        settled_s: seconds from the end of the chaos until all was Ready and as before, or None.
         not_ready: messages of the resources that are not Ready at the end.
         mixed: groups that had pods of two epochs at the same time.
         samples: samples of the operator's process.

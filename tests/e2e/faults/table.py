@@ -27,12 +27,13 @@ class Measured:
     """Measured seconds of one row; None if the row has no such time.
 
     Attributes:
-        ready_false_s: from the fault until Ready was False.
-        old_gone_s: from the fault until the last old pod was gone.
-        next_epoch_s: from then until the last pod of the next epoch was created.
-        ready_s: from the fault until the next epoch served.
-        said_s: from the fault until the status reported it.
-        well_s: from the fault until the operator worked as before.
+        ready_false_s: seconds from the fault until Ready was False.
+        old_gone_s: seconds from the fault until the last old pod was gone.
+        next_epoch_s: seconds from the end of the old pods until the last pod of the next epoch was
+            created.
+        ready_s: seconds from the fault until the next epoch served.
+        said_s: seconds from the fault until the status reported it.
+        well_s: seconds from the fault until the operator worked as before.
     """
 
     ready_false_s: float | None = None

@@ -221,7 +221,7 @@ class Published:
     Attributes:
         draw: draws the weights of a projection.
         config: builds vLLM's quantization configuration from the checkpoint's.
-        dtype: of inputs, outputs and unquantized parameters.
+        dtype: dtype of inputs, outputs and unquantized parameters.
         unit: number of neighbouring intermediate columns that one rank must have together.
     """
 

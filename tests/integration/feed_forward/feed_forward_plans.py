@@ -27,14 +27,14 @@ def feed_forward_plan(
 
     Args:
         model: folder of the model.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         remote: layers whose experts or MLPs the feed-forward ranks compute.
         shares: share of each feed-forward rank of a stage.
         pods: pod of each of these ranks, ascending. Default: pod 0, as for the ranks with attention.
         tensor: number of ranks with attention of each stage.
         stages: number of layers of each stage; one stage by default.
         by_experts: whether each feed-forward rank has whole experts, instead of columns of all experts.
-        device: of the ranks with attention.
+        device: device of the ranks with attention.
         ring_bytes: part of the GPU's memory for experts that the GPU computes itself.
         **engine: fields of EngineSettings to change.
     """

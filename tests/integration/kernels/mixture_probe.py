@@ -29,11 +29,11 @@ def build(
     """Builds and loads a mixture as vLLM does, with random weights.
 
     Args:
-        name: of the layer.
+        name: name of the layer.
         weights: dtype of the experts: bfloat16, float32 or fp8.
         gate: dtype of the gate's logits, or "" if the model passes logits.
         biased: whether a bias corrects the choice of experts.
-        options: of vLLM's factory.
+        options: options of vLLM's factory.
     """
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
