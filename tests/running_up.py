@@ -77,7 +77,7 @@ class RunningUp:
         """Waits for a line from number `after` on that matches, and returns the match.
 
         Raises:
-            UpError: there is none in time, or the command ended without one.
+            UpError: no line matched in time, or the command has ended.
         """
         deadline = monotonic() + timeout_s
         while True:

@@ -393,7 +393,7 @@ class Child:
         """Waits for the next line that begins with `word`, and returns the rest of the line.
 
         Raises:
-            RuntimeError: the process ended, or no such line came in time.
+            RuntimeError: the process has ended, or there was no such line in time.
         """
         deadline, at = time.monotonic() + timeout_s, 0
         with self._came:

@@ -82,7 +82,7 @@ def remove(name: str) -> None:
     kernel keeps a cgroup until the last process has freed its memory.
 
     Raises:
-        ClusterError: a process in it would not end, or a cgroup not go, within 20 s.
+        ClusterError: a process, or a cgroup, still exists after 20 s.
     """
 
     def removed() -> bool:

@@ -217,7 +217,7 @@ def api_server_down(state: State) -> Iterator[float]:
     that no client gets this port by chance.
 
     Raises:
-        ClusterError: it did not end, or did not come back.
+        ClusterError: the API server did not end, or did not start again.
     """
     program, (site, pki) = Program.of(state, API_SERVER), site_of(state)
     with socket.socket() as holder:
@@ -251,7 +251,7 @@ def start_control_plane(state: State, site: Site, pki: Pki) -> None:
     """Starts the four programs. Waits until a pod can be created in the namespace `default`.
 
     Raises:
-        ClusterError: one of them did not come up; the message ends with its log.
+        ClusterError: a program did not start. The message has the end of its log.
     """
     pki.write_kubeconfig("admin", site.server, state.kubeconfig)
     for name in (CONTROLLER_MANAGER, SCHEDULER):
@@ -264,7 +264,7 @@ def upgrade_control_plane(state: State, kubernetes: str) -> None:
     """Ends the programs of Kubernetes, and starts those of another minor version on the same etcd.
 
     Raises:
-        ClusterError: one of them did not end, or did not come up.
+        ClusterError: a program did not end, or did not start.
     """
     site, pki = site_of(state)
     for name in (SCHEDULER, CONTROLLER_MANAGER, API_SERVER):

@@ -14,7 +14,7 @@ def apply_crds(cluster: Cluster, *definitions: Mapping[str, Any]) -> None:
     """Applies CustomResourceDefinitions, and waits until the API server serves them.
 
     Raises:
-        ClusterError: the API server refused one, or one is not served after 30 s.
+        ClusterError: the API server refuses a definition, or does not serve it after 30 s.
     """
     text = "\n---\n".join(map(json.dumps, definitions))
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
@@ -27,7 +27,7 @@ def wait_established(cluster: Cluster, *names: str) -> None:
     `kubectl wait` gives up immediately if a CRD has no conditions yet, like every new one.
 
     Raises:
-        ClusterError: one of them is not served after 30 s, or does not exist.
+        ClusterError: a definition does not exist, or is not served after 30 s.
     """
 
     def established() -> bool:

@@ -44,7 +44,7 @@ def ensure_packages(needs: dict[str, str]) -> None:
     """Installs the missing packages once, without starting any service of a package.
 
     Raises:
-        ClusterError: something is missing and this is not Debian, or we are not root.
+        ClusterError: a program is missing, and this machine is not Debian or the user is not root.
     """
     missing = missing_packages(needs)
     if not missing:

@@ -31,7 +31,7 @@ def state_root() -> Path:
     """Returns the folder that has one folder for each running cluster. It is private to this user.
 
     Raises:
-        ClusterError: somebody else owns a folder of that name.
+        ClusterError: the folder belongs to another user.
     """
     root = Path(tempfile.gettempdir()) / f"heteroinfer-clusters-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)

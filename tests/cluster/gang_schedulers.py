@@ -32,7 +32,7 @@ def start_coscheduling(cluster: Cluster) -> None:
     """Starts the scheduler of scheduler-plugins with the name from its chart.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: the scheduler did not start.
     """
     folder = source_folder("scheduler-plugins", "sigs.k8s.io/scheduler-plugins")
     apply_crds(cluster, *_documents(folder / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"))
@@ -61,7 +61,7 @@ def start_volcano(cluster: Cluster) -> None:
     Waits until the queue `default` is open: the scheduler creates it, and the controllers open it.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: a program did not start, or the queue is not open.
     """
     folder = source_folder("volcano", "volcano.sh/volcano")
     apply_crds(cluster, *_documents(*(folder / "config/crd").glob("*/bases/*.yaml")))
@@ -88,7 +88,7 @@ def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
         quota: container resources that all pods of the queue may use, by name; see `set_kueue_quota`.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: Kueue did not start.
     """
     components = source_folder("kueue", "sigs.k8s.io/kueue") / "config/components"
     port, authority = free_port(), _issue_serving_certificate(cluster)

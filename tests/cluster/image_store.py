@@ -172,7 +172,7 @@ def import_images(ctr: Sequence[str], images: Sequence[Image], layout: Layout | 
     By default, the images are in the cache's layout.
 
     Raises:
-        ClusterError: ctr refused; the message holds what it said.
+        ClusterError: the import failed. The message has ctr's output.
     """
     present = set(processes.run([*ctr, "content", "ls", "-q"]).split())
     with subprocess.Popen(

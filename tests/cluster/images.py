@@ -48,7 +48,7 @@ def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:
     """Returns the images of these targets of the Dockerfile. Builds those that the cache lacks.
 
     Raises:
-        ClusterError: a tool is missing, or the build failed (its output went to stderr).
+        ClusterError: a tool is missing, or the build failed. Its output went to stderr.
     """
     debian.ensure_packages(debian.IMAGE_NEEDS)
     with locked(cache_folder() / "images" / ".lock"):

@@ -79,7 +79,8 @@ class JoinedNode:
         """Waits until the node is Ready.
 
         Raises:
-            ClusterError: it was not within a minute; the message ends with kubelet's log.
+            ClusterError: the node is not Ready after a minute. The message has the end of the kubelet's
+                log.
         """
         log = self.state.log("kubelet")
         processes.wait_until(f"node {self.name}", self.ready, timeout_s=READY_TIMEOUT_S, log=log)
@@ -90,7 +91,7 @@ def joined_node(cluster: NodeCluster) -> Iterator[JoinedNode]:
     """Gives a running cluster a second node until the context ends. It is Ready at the start.
 
     Raises:
-        ClusterError: it did not come up; nothing of it is left.
+        ClusterError: the node did not start. Nothing of it is left.
     """
     state = State.claim("joined-node", NODE_LIMIT)
     try:

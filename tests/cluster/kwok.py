@@ -168,7 +168,7 @@ def start_kwok(
     request to a pod fails immediately. See `build_stages` for `profile` and `finalizers`.
 
     Raises:
-        ClusterError: not root, or the nodes did not turn Ready.
+        ClusterError: the user is not root, or the nodes did not become Ready.
     """
     if os.geteuid() != 0:
         raise ClusterError("kwok's pods need a route, which only root may set. Run it as root")

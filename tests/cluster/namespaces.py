@@ -85,7 +85,7 @@ class Namespaces:
         """Runs a short command inside, and returns its output.
 
         Raises:
-            ClusterError: it failed.
+            ClusterError: the command failed.
         """
         return processes.run([*self.prefix, *command], timeout_s=timeout_s)
 

@@ -56,7 +56,7 @@ class NodeCluster(Cluster):
         The request takes the way of the kubelet's probes, which no NetworkPolicy stops.
 
         Raises:
-            OSError: nobody answers there.
+            OSError: the pod does not answer.
         """
         connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
         connection.sock = self.namespaces.connect(address, port, timeout_s)
@@ -85,7 +85,8 @@ def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
     """Starts a cluster whose only node is Ready and has these images. Up to 4 run on one machine.
 
     Raises:
-        ClusterError: not root, something is missing, or a program did not come up; nothing is left.
+        ClusterError: the user is not root, a tool is missing, or a program did not start. Nothing is
+            left.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         raise ClusterError("a node needs root on Linux, for namespaces, mounts and cgroups. Run it as root")

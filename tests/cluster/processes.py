@@ -87,7 +87,8 @@ def run(
     """Runs a short command, and returns its output.
 
     Raises:
-        ClusterError: it failed, is missing, or took longer than `timeout_s`; the message holds its stderr.
+        ClusterError: the command failed, is missing, or took longer than `timeout_s`. The message has its
+            stderr.
     """
     try:
         done = subprocess.run(
@@ -130,7 +131,7 @@ def wait_until(
     """Waits until `check()` is true. Calls it every 50 ms.
 
     Raises:
-        ClusterError: the time is up, or `process` died; the message ends with the tail of `log`.
+        ClusterError: the time is over, or `process` has ended. The message has the end of `log`.
     """
     deadline = time.monotonic() + timeout_s
     while not check():
@@ -169,7 +170,7 @@ def stop_gently(process: ProcessIdentity, timeout_s: float = 10) -> None:
     """Sends SIGTERM to a program, and waits for its end.
 
     Raises:
-        ClusterError: it still runs after `timeout_s`.
+        ClusterError: the program still runs after `timeout_s`.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGTERM)
@@ -182,7 +183,7 @@ def stop_marked(mark: Path, timeout_s: float = 20) -> None:
     """Kills every process with the mark, and waits until none is left.
 
     Raises:
-        ClusterError: one is still there after `timeout_s`.
+        ClusterError: a process still runs after `timeout_s`.
     """
     found: set[ProcessIdentity] = set()
 

@@ -30,7 +30,7 @@ class Program:
         """Starts the program, with its log in the state folder, and returns it.
 
         Raises:
-            ClusterError: it could not be started, or ended immediately.
+            ClusterError: the program could not be started, or ended immediately.
         """
         environment = dict(environment or {})
         identity = processes.spawn(command, mark=state.folder, log=state.log(name), environment=environment)
@@ -45,7 +45,7 @@ class Program:
         """Returns the program of this name as it was last started.
 
         Raises:
-            ClusterError: the cluster has none of that name.
+            ClusterError: the cluster has no program of this name.
         """
         try:
             record = json.loads(_file(state, name).read_text())
@@ -64,7 +64,7 @@ class Program:
         """Kills the program like a crash. Returns the Unix time just before.
 
         Raises:
-            ClusterError: it runs on after 10 s.
+            ClusterError: the program still runs after 10 s.
         """
         at = time.time()
         if self.identity.alive():

@@ -47,7 +47,7 @@ class Cluster:
         """Runs kubectl, and returns its output.
 
         Raises:
-            ClusterError: kubectl failed; the message holds what it said.
+            ClusterError: kubectl failed. The message has its output.
         """
         command = [str(tools.program(tools.KUBERNETES, "kubectl")), *arguments]
         return processes.run(command, stdin=stdin, timeout_s=timeout_s, environment=self.environment())
@@ -56,7 +56,7 @@ class Cluster:
         """Runs helm, and returns its output.
 
         Raises:
-            ClusterError: helm failed; the message holds what it said.
+            ClusterError: helm failed. The message has its output.
         """
         command = [str(tools.program(tools.HELM, "helm")), *arguments]
         return processes.run(command, stdin=stdin, timeout_s=timeout_s, environment=self.environment())
@@ -95,7 +95,7 @@ def start_control_plane_only(*, gang_scheduling: bool = False, kubernetes: str =
         kubernetes: minor version of another Kubernetes than that of all other tests, as in `1.36`.
 
     Raises:
-        ClusterError: it did not come up; nothing of it is left.
+        ClusterError: the control plane did not start. Nothing of it is left.
     """
     debian.ensure_packages(debian.CONTROL_PLANE_NEEDS)
     later = (tools.LATER_KUBERNETES[kubernetes],) if kubernetes else ()

@@ -63,7 +63,7 @@ class State:
         """Creates the folder of a new cluster, owned by this process. First removes clusters of dead owners.
 
         Raises:
-            ClusterError: `limit` clusters of that kind run already.
+            ClusterError: `limit` clusters of this kind run already.
         """
         with locked(state_root() / ".lock"):
             for left in all_states():
@@ -110,7 +110,8 @@ class State:
         """Ends every program of the cluster, and undoes every change. May be called again.
 
         Raises:
-            ClusterError: something would not go away; the folder stays, so that it can be tried again.
+            ClusterError: a change could not be undone. The folder stays, so that the call can be
+                repeated.
         """
         processes.stop_marked(self.folder)
         journal = self.folder / "journal"

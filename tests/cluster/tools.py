@@ -228,7 +228,7 @@ def source_folder(folder: str, module: str) -> Path:
     Tests use some files of other projects as data, such as their CRDs.
 
     Raises:
-        ClusterError: it could not be had, or is not what go.sum says.
+        ClusterError: the download failed, or the source does not match go.sum.
     """
     command = ["go", "mod", "download", "-json", module]
     output = run(

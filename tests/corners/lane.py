@@ -49,7 +49,7 @@ class Lane:
         """Returns a resource and its pods now, or None if it is gone. Checks the invariants that always hold.
 
         Raises:
-            Finding: two epochs of a group at the same time, or a name that two pods had when they ran.
+            Finding: a group has two epochs at the same time, or two pods that ran have the same name.
         """
         pods = (await self._get(POD.path(self.namespace)))["items"]
         try:
@@ -86,7 +86,7 @@ class Lane:
         """Waits until `accept` accepts the observation of a resource, and returns it.
 
         Raises:
-            Finding: none in time.
+            Finding: no observation was accepted in time.
         """
         until = time.monotonic() + timeout_s
         while True:
@@ -180,7 +180,7 @@ class Lane:
         """Waits until a deleted resource and everything that it owned are gone.
 
         Raises:
-            Finding: they are not in time.
+            Finding: objects are left at the time limit.
         """
         until = time.monotonic() + timeout_s
         while True:

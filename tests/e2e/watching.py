@@ -82,7 +82,7 @@ class Watch:
         """Waits for a change after `since` that `accept` accepts, and returns it.
 
         Raises:
-            AssertionError: none came in time; the message holds the last one that did.
+            AssertionError: no change was accepted in time. The message has the last change.
         """
         deadline = time.monotonic() + timeout_s
         while (found := self.find(accept, since=since)) is None:

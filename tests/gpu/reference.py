@@ -80,7 +80,8 @@ def make(
     """Runs a reference process, and returns its answers.
 
     Raises:
-        RuntimeError: it failed, took longer than TIMEOUT_S, or was given up; the message holds its log.
+        RuntimeError: the process failed, took longer than TIMEOUT_S, or was given up. The message has its
+            log.
     """
     command = [str(WORKER_PYTHON), "-m", "tests.gpu.reference", kind, str(model), str(out), *options]
     log = out.with_suffix(".log")
@@ -112,7 +113,7 @@ def by_transformers(model: Path) -> list[Answer]:
     """Returns greedy answers of transformers in float32 on the CPU, one prompt after another.
 
     Raises:
-        RuntimeError: two tokens are so close that the order of a sum decides; take another seed.
+        RuntimeError: two tokens are so close that the order of a sum decides. Use another seed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -79,7 +79,7 @@ def plant_fault(fault: PlantedFault, tree: Path) -> None:
     """Changes one file of a tree.
 
     Raises:
-        ValueError: the file no longer holds the text exactly once.
+        ValueError: the file does not contain the text exactly once.
     """
     path = tree / fault.path
     text = path.read_text()
@@ -95,7 +95,7 @@ def run_tests(fault: PlantedFault, tree: Path) -> dict[str, str]:
     """Runs the fault's tests in a tree. Returns the failed tests and pytest's short reason.
 
     Raises:
-        RuntimeError: pytest could not run them, or they did not end.
+        RuntimeError: pytest could not run the tests, or they did not end.
     """
     python = str(tree / ".venv/bin/python")
     env = {

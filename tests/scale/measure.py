@@ -71,7 +71,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
     """Runs all steps, and returns the figures.
 
     Raises:
-        AssertionError: a step was not done within its deadline, or the operator ended.
+        AssertionError: a step missed its deadline, or the operator ended.
     """
     ensure_tools([*tools.CONTROL_PLANE, tools.KWOK])
     logs.mkdir(parents=True)

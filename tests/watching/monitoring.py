@@ -55,7 +55,7 @@ class Prometheus:
         """Sends a query to the HTTP API, and returns the data of the answer.
 
         Raises:
-            ClusterError: it refused the query; the message holds both.
+            ClusterError: Prometheus refused the query. The message has the query and the answer.
         """
         query = urllib.parse.urlencode(parameters)
         try:
@@ -94,7 +94,7 @@ def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
         jobs: PodMonitors, as namespace/name, that the configuration must have.
 
     Raises:
-        ClusterError: a program did not start, or the configuration does not come.
+        ClusterError: a program did not start, or the configuration did not appear.
     """
     site = json.loads((cluster.state.folder / "site.json").read_text())
     server = f"https://{site['address']}:{site['api_port']}"

@@ -40,7 +40,7 @@ def find_turn(pods: Sequence[Change], epoch: int, count: int) -> Turn:
         count: pods of each epoch.
 
     Raises:
-        AssertionError: the pods of one of them did not all come, or not all go.
+        AssertionError: not all old pods are gone, or not all new pods exist.
     """
     gone = {change.name: change.at for change in pods if change.kind == "DELETED" and _epoch(change) == epoch}
     following = next(iter(find_epochs(pods, after=epoch)), 0)

@@ -47,7 +47,7 @@ class Server:
         Checks fields as strictly as `kubectl apply`.
 
         Raises:
-            Refused: it is not valid.
+            Refused: the object is invalid.
         """
         return self._send("POST", _PATH, body, dry_run=dry_run)
 

@@ -12,7 +12,7 @@ def tune(library: KernelLibrary, path: str | None = None, streams: int = -1, pre
         prefetch: distance in units of 2 KiB of a stream, or 4 KiB of an FP8 stream.
 
     Raises:
-        ValueError: this CPU or this library cannot do that.
+        ValueError: this CPU or this library does not support the setting.
     """
     index = -1 if path is None else PATHS.index(path)
     if not library.calls.heteroinfer_tune(index, streams, prefetch):

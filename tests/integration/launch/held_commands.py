@@ -48,7 +48,7 @@ def hold(mark: str, pod: int, seconds: float, found: Path) -> None:
     """Decides about loads, and never returns; see the module.
 
     Raises:
-        OSError: the kernel lacks CONFIG_FANOTIFY_ACCESS_PERMISSIONS, or this is not root.
+        OSError: the kernel lacks CONFIG_FANOTIFY_ACCESS_PERMISSIONS, or the user is not root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     watch = _check(libc.fanotify_init(FAN_CLASS_CONTENT, os.O_RDONLY | os.O_CLOEXEC))

@@ -72,7 +72,7 @@ def live(body: dict[str, Any]) -> Life:
     """Runs a resource on a played cluster that can hold it and has its model. Returns the outcome.
 
     Raises:
-        Crash: an error that is no refusal, or decisions that don't settle.
+        Crash: an unexpected error, or decisions that never settle.
     """
     try:
         parse_resource(body)

@@ -65,7 +65,7 @@ def keep_asking(group: Group, prompt: Sequence[int]) -> NoReturn:
     """Requests the tokens after a prompt again and again, so that a request always runs.
 
     Raises:
-        OSError, http.client.HTTPException: the group answered no more.
+        OSError, http.client.HTTPException: the group has ended.
     """
     while True:
         assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, (
