@@ -1,4 +1,4 @@
-"""Has fixtures for all tests, and settings for random examples."""
+"""Defines fixtures for all tests, and settings for random examples."""
 
 from hypothesis import settings
 

@@ -2,11 +2,15 @@
 
     python -m tests.bench.exchange_trace FILE
 
-Of each number of rows, the last step counts. Times are in ms per layer: the mean over all layers except the
-first and the last. `gap` is the time from an answer to the next ask. In `wait for copies`, the GPU only waits
-for experts. `answer` waits for CPUs and then reads their answer. `CPUs` is the time in which the slowest rank
-computes. `exchange` is the rest of the time from ask to answer if the CPUs end after the GPU. In `link idle`,
-nothing is copied.
+For each number of rows, the last step counts. Times are in ms per layer: the mean over all layers except the
+first and the last. The columns:
+
+- `gap`: from an answer to the next ask.
+- `wait for copies`: the GPU only waits for experts.
+- `answer`: the GPU waits for CPUs, and then reads their answer.
+- `CPUs`: the slowest rank computes.
+- `exchange`: the rest of the time from ask to answer, if the CPUs end after the GPU.
+- `link idle`: nothing is copied.
 """
 
 import json

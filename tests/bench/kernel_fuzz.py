@@ -1,23 +1,23 @@
-"""Random layers with coded weights, linear and of experts, against float64.
+"""Compares random layers with coded weights, linear and of experts, with float64.
 
     .venv-worker/bin/python -m tests.bench.kernel_fuzz [--layers 1000] [--seconds 60] [--seed 1] [--first 0]
         [--threads 2] [--jobs 16] [--asan] [--library FILE] [--totals FILE]
 
-Weights, inputs and outputs lie against pages that the process must not touch, at their end or at their
-start. Layers have random formats, sizes, rows, threads, elements, activations, biases and settings of the
-kernels; some have inputs or scales that are denormal, huge, infinite or NaN. Prints the number of layers, and
-the worst error of each format with float32 inputs: of linear layers as a part of 2^-20 of the sum of the
-sizes of all products, of experts as a part of 2^-14 of it. An output beyond its limit ends the run with its
-case. Each layer has a seed of its own, so `--first` and `--layers` repeat it; a crash shows the last printed
-number. The file of `--totals` adds up runs.
+Weights, inputs and outputs begin or end at pages that the process must not touch. Layers have random formats,
+sizes, rows, threads, elements, activations, biases and settings of the kernels. Some have inputs or scales
+that are denormal, huge, infinite or NaN.
 
-`--jobs` divides the layers into ranges, one for each process. A process that reaches `--seconds` before the
-end of its range counts only the layers that it checked. Use another `--seed` for each run that adds to the
-same totals.
+The program prints the number of layers, and the worst error of each format with float32 inputs. The error of
+a linear layer is a share of 2^-20 of the sum of the absolute values of all products; that of experts is a
+share of 2^-14 of this sum. An output beyond its limit ends the run with its case. Each layer has its own
+seed, so `--first` and `--layers` repeat it. After a crash, the last printed number shows the layer.
 
-`--asan` builds the kernels with AddressSanitizer, and uses plain memory instead of pages. On a host without a
-compiler, give a library that was built elsewhere: `--build-asan FILE` writes one with the runtime of
-AddressSanitizer beside it, and `--asan --library FILE` uses both. Needs the worker's Python.
+`--totals` adds the results of several runs in a file. Use another `--seed` for each of these runs. `--jobs`
+divides the layers into ranges, one for each process. A process that reaches `--seconds` before the end of its
+range counts only the layers that it checked. `--asan` builds the kernels with AddressSanitizer, and uses
+plain memory instead of pages. On a host without a compiler, use a library that was built elsewhere:
+`--build-asan FILE` writes a library with the runtime of AddressSanitizer beside it, and
+`--asan --library FILE` uses both. Needs the worker's Python.
 """
 
 import argparse

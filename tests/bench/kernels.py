@@ -1,14 +1,16 @@
 """Measures the GB/s of our CPU kernels' weights in each format, of the host's stream, and of vLLM's kernels.
 
-    python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64]
-        [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16] [--experts]
+    python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64] [--paths avx512_bf16,...]
+        [--threads N] [--rounds 9] [--dtype bf16] [--experts]
 
 Each line is a format on an instruction set, and each cell is the median of the rounds. A round measures the
-stream (a sum over 256 MiB by the same threads) just before the kernel. The share is of the smaller of the
-stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same run). The
-weights are many times as large as the caches. `--experts` measures a layer of EXPERTS experts, of which each
-token takes CHOICES, and counts each chosen expert once. vLLM's kernels for bf16 follow, and with AVX-512
-those for int4 without zero points. Needs the worker's Python.
+stream (a sum over 256 MiB with the same threads) just before the kernel. The share is relative to the smaller
+of the stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same
+run). The weights are many times as large as the caches.
+
+`--experts` measures a layer of EXPERTS experts, of which each token uses CHOICES, and counts each chosen
+expert once. The last lines are vLLM's kernels for bf16 and, with AVX-512, for int4 without zero points. Needs
+the worker's Python.
 """
 
 import argparse

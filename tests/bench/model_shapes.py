@@ -1,4 +1,4 @@
-"""Has configurations of published models without weights, because benchmarks use dummy weights."""
+"""Defines configurations of published models without weights, because benchmarks use dummy weights."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Has the command line of the test cluster: build, images, up, down, env, tested."""
+"""Runs the command line of the test cluster: build, images, up, down, env, tested."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Has the only error that the test cluster raises on purpose."""
+"""Defines the only error that the test cluster raises on purpose."""
 
 
 class ClusterError(Exception):

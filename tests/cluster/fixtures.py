@@ -1,4 +1,4 @@
-"""Has the pytest fixtures: `pytest_plugins = ["tests.cluster.fixtures"]` in a conftest.
+"""Defines the pytest fixtures: `pytest_plugins = ["tests.cluster.fixtures"]` in a conftest.
 
 Both clusters end with the test session. If the session is killed, the next start removes them.
 """

@@ -79,13 +79,13 @@ def build_table(result: Result) -> str:
     for (fault, before, after), count in sorted(result.lives.items()):
         words = before if before == after else f"{before} -> {after}"
         by_fault.setdefault(fault, Counter())[words] += count
-    lines = ["| fault | lives | what they did before, and after |", "|---|---|---|"]
+    lines = ["| fault | lives | state before and after the fault |", "|---|---|---|"]
     for fault, counts in by_fault.items():
         text = ", ".join(f"{count} {words}" for words, count in counts.most_common())
         lines.append(f"| {fault} | {counts.total()} | {text} |")
     if result.noticed_s:
         median = statistics.median(result.noticed_s)
-        lines.append(f"\nThe status said so of {len(result.noticed_s)} epochs that ended after "
+        lines.append(f"\nThe status reported the end of {len(result.noticed_s)} epochs after "
                      f"{median:.1f} s in the median, {max(result.noticed_s):.1f} s at most.")  # fmt: skip
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Has the faults. Each happens to a resource of a lane, and is reverted if it would stay."""
+"""Defines the faults. Each happens to a resource of a lane, and is reverted if it would stay."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""Has the fixtures of all end-to-end tests."""
+"""Defines the fixtures of all end-to-end tests."""
 
 import json
 import shutil

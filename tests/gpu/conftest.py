@@ -1,4 +1,4 @@
-"""Has the options, groups and references of the tests on a GPU machine.
+"""Defines the options, groups and references of the tests on a GPU machine.
 
 Runs in the worker's own environment: pytest and pytest-timeout, no other plugin. The tests of each topology
 run together, in the order of tests/gpu/topologies.py, on one group.
@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "gpus2: needs two GPUs; on fewer it is left out, and the summary says so"
+        "markers", "gpus2: needs two GPUs. With fewer, it is skipped, and the summary shows this"
     )
     config.addinivalue_line("markers", "gpu: needs a GPU, also in a dry run with --devices-as-cpu")
     as_cpu = config.getoption("--devices-as-cpu")

@@ -1,4 +1,4 @@
-"""Has every shape of group that must give the right tokens, and makes its plan and environments."""
+"""Defines every shape of group that must give the right tokens, and makes its plan and environments."""
 
 import os
 from collections.abc import Mapping, Sequence

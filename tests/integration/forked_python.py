@@ -41,7 +41,7 @@ class ForkedProcess:
     def wait(self, timeout_s: float) -> None:
         """Waits until the process has ended. Raises TimeoutError if it still runs."""
         if self._pidfd is not None and not select.select([self._pidfd], [], [], timeout_s)[0]:
-            raise TimeoutError(f"process {self.pid} runs on after {timeout_s} s")
+            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
 
     def kill(self) -> None:
         """Kills the process and the processes that it started."""

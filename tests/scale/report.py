@@ -1,4 +1,4 @@
-"""Has the figures of a run, their limits, and the page that shows them."""
+"""Defines the figures of a run, their limits, and the page that shows them."""
 
 import datetime
 import os

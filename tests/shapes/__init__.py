@@ -1,1 +1,1 @@
-"""Has published models without their weights: configs, tensors, and vLLM's recorded answers about them."""
+"""Lists published models without their weights: configs, tensors, and vLLM's recorded answers about them."""

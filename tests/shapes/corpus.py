@@ -1,4 +1,4 @@
-"""Has published models: their config.json, written from the architectures' definitions, and their tensors.
+"""Lists published models: their config.json, written from the architectures' definitions, and their tensors.
 
 This command writes a model without weights, as a sparse file with its header:
 

@@ -1,4 +1,4 @@
-"""Has models published in 2026: their config.json (`of_2026`), and names, types and sizes of their tensors.
+"""Lists models published in 2026: their config.json (`of_2026`), and names, types and sizes of their tensors.
 
 The numbers are from public sources. No checkpoint was downloaded: names of tensors are those that vLLM's
 classes read, and sizes without a source are assumed (encoders without numbers, tables of n-grams).

@@ -1,1 +1,1 @@
-"""Has the definitions of the chart's dashboards, their JSON, their pictures and their tests."""
+"""Defines the definitions of the chart's dashboards, their JSON, their pictures and their tests."""

@@ -1,4 +1,4 @@
-"""Has the fault matrix as data: the faults of a group of two ranks, and their expected outcomes.
+"""Defines the fault matrix as data: the faults of a group of two ranks, and their expected outcomes.
 
 A row has a fault and its outcome:
 

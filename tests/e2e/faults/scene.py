@@ -1,4 +1,4 @@
-"""Has the group of two ranks on two real nodes to which the faults happen, and observes it."""
+"""Defines the group of two ranks on two real nodes to which the faults happen, and observes it."""
 
 import json
 import time

@@ -99,7 +99,7 @@ class Recorder:
 
     @property
     def recorded(self) -> bytes:
-        """Returns what the follower sent on the newest connection whose begin was recorded."""
+        """Returns the data that the follower sent on the newest connection whose begin was recorded."""
         parts = next((parts for parts in reversed(self._parts.values()) if len(parts) > 1), {})
         return b"".join(parts[sequence] for sequence in sorted(parts))
 
@@ -110,7 +110,7 @@ class Recorder:
 
 
 def record(leader: str, follower: str) -> bytes:
-    """Returns what the follower sends when it connects again after the node has reset its connection."""
+    """Returns the data that the follower sends when it connects again after a reset by the node."""
     recorder = Recorder(leader)
     # SYNs pass: an attacker off the path can reset a connection by guessing its numbers, but cannot block the
     # next one.

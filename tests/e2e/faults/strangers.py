@@ -1,4 +1,4 @@
-"""Has the row of the matrix in which a stranger attacks a group's ports, and must not learn its secrets."""
+"""Runs the row of the matrix in which a stranger attacks a group's ports, and must not learn its secrets."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Has the calls and checks for every group of ranks, on CPUs and with a GPU."""
+"""Defines the calls and checks for every group of ranks, on CPUs and with a GPU."""
 
 from typing import Any
 

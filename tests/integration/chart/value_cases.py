@@ -1,4 +1,4 @@
-"""Has a test case for each value of the chart: what the value changes in the rendered objects."""
+"""Defines a test case for each value of the chart: what the value changes in the rendered objects."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -140,7 +140,7 @@ def check_end(group: Group, rank: int, hurt: Callable[[], object]) -> Failure:
     """Damages a rank while the group decodes. The group must end, and name the rank in time.
 
     Returns:
-        What the pod left as its failure.
+        The failure that the pod left.
     """
     with ThreadPoolExecutor(2) as pool:
         before = group.status().ranks[0].steps

@@ -1,18 +1,17 @@
-"""A rank as far as the supervisor knows one: it reports, computes, talks with its peers, and dies on cue.
+"""Replaces a rank: it reports to the supervisor, computes, talks with its peers, and dies on request.
 
-Peers are chained by TCP (rank r connects to rank r - 1), so that a death is felt by its
-neighbours as a real ConnectionResetError or EOF, as in a process group.
+The peers are chained by TCP (rank r connects to rank r - 1). So a neighbour notices a death by a real
+ConnectionResetError or EOF, as in a process group. Environment:
 
-Environment:
     TINY_PORTS: JSON list of a free port for each rank.
-    TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
-        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await` (nor is it, for the
-        next rank), `engine` (nor is it, for the engine), `crawl` (reads until the trigger), `grandchild`,
-        `allocate`, `chat`. From the trigger on: `wait_on_cue` (for rank 1), `mute` (its interpreter does
-        nothing any more), `give_up` (accuses rank 1), `raise_late` (as rank 1 may then), `nfs` (raises as a
-        file system that is gone does).
-    TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
-    TINY_TRIGGER: path of a file; `raise`, `exit3`, `accuse`, `mute`, `give_up` and `nfs` act when it exists.
+    TINY_DO: JSON object from rank to its behaviour once it is ready:
+        `idle` (default), `compute`, `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await`
+        (waits for the next rank instead), `engine` (waits for the engine instead), `crawl` (reads until the
+        trigger), `grandchild`, `allocate`, `chat`. From the trigger on: `wait_on_cue` (for rank 1), `mute`
+        (its interpreter stops), `give_up` (accuses rank 1), `raise_late` (rank 1 raises after that), `nfs`
+        (raises like a lost file system).
+    TINY_IMPORT: behaviour of a pod's first rank before it forks: `exit3`, `hang`, or `refuse` (no forks).
+    TINY_TRIGGER: path of a file. `raise`, `exit3`, `accuse`, `mute`, `give_up` and `nfs` wait for this file.
 """
 
 import ctypes

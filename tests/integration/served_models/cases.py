@@ -1,4 +1,4 @@
-"""Has the cases of served and refused models: two models of each attention kind, and one of each format.
+"""Defines the cases of served and refused models: two models of each attention kind, and one of each format.
 
 Data; stdlib only. Sizes are tiny, except where a CPU kernel supports only one size, which is then that of
 published models.

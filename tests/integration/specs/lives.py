@@ -89,7 +89,7 @@ def _live(body: dict[str, Any]) -> Life:
 
     Only the objects of the first and the last group are kept.
     """
-    # What the API server does to numbers and texts when it stores them.
+    # The API server changes numbers and texts in this way when it stores them.
     spec = json.loads(json.dumps(body["spec"]))
     world = _NamedWorld(
         spec=spec,
