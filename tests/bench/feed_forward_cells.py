@@ -134,16 +134,16 @@ class Running(Protocol):
     """A way that has been started."""
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Waits until it can be measured. Returns a note for the output."""
+        """Waits until the way can be measured. Returns facts about its start."""
 
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
-        """Measures one cell."""
+        """Measures one cell of this way."""
 
     def first_tokens(self, tokens: int) -> list[float]:
         """Returns the seconds until the first token of each of some prompts of this number of tokens."""
 
     def close(self) -> None:
-        """Ends the way's processes."""
+        """Ends the processes of the way."""
 
 
 @dataclass(slots=True)

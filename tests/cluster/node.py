@@ -51,9 +51,8 @@ class NodeCluster(Cluster):
     ) -> tuple[int, str]:
         """Sends a GET from the node to a pod, or a POST of JSON if there is a `body`.
 
-        Returns status and text.
-
-        The request takes the way of the kubelet's probes, which no NetworkPolicy stops.
+        Returns status and text. The request takes the way of the kubelet's probes, which no NetworkPolicy
+        stops.
 
         Raises:
             OSError: the pod does not answer.

@@ -211,9 +211,8 @@ class Soak:
     async def _settled(self, timeout_s: float) -> bool:
         """Waits until all resources are Ready again with as many objects as before.
 
-        Returns whether this happened.
-
-        Ready alone is not enough, because the operator may not have noticed the end of the last pod yet.
+        Returns whether this happened. Ready alone is not enough, because the operator may not have noticed
+        the end of the last pod yet.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -192,11 +192,11 @@ async def test_an_unanswered_create_that_failed_is_repeated_later(behind: Behind
     assert observation.never_created == {f"tiny-0-7-{index}" for index in range(3)}
     assert observation.never_requested == {"tiny-0-7-1", "tiny-0-7-2"}
 
-    async def made() -> bool:
+    async def all_created() -> bool:
         await behind.run(*creates)
         return await behind.pods() == [f"tiny-0-7-{index}" for index in range(3)]
 
-    await until("all three pods are created", made)
+    await until("all three pods are created", all_created)
     assert not (await behind.observe()).never_created
 
 

@@ -301,9 +301,8 @@ NO_FIXED_IDS = """
 def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
     """Makes a policy that refuses pods with a fixed user or group.
 
-    Returns a check whether it applies already.
-
-    OpenShift refuses ids outside the namespace's range, and fills in missing ids.
+    Returns a check whether it applies already. OpenShift refuses ids outside the namespace's range, and fills
+    in missing ids.
     """
     name = f"no-fixed-ids-{namespace}"
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}

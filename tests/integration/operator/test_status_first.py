@@ -111,7 +111,7 @@ class Watcher:
         self._version = ""
 
     async def begin(self) -> None:
-        """Waits until the watch misses no further change."""
+        """Reads the version from which `run` watches, so that it misses no later change."""
         listed = await self._server.get(HETERO_INFERENCE.path())
         self._version = listed["metadata"]["resourceVersion"]
 

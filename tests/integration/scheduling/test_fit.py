@@ -32,7 +32,7 @@ ZONE = "topology.kubernetes.io/zone"
 
 
 async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
-    """Waits until all pods of a group have a node, and returns the nodes."""
+    """Returns the nodes of a group's pods if every pod has a node, or nothing."""
     placed = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, name)]
     return set(placed) if len(placed) == 2 and all(placed) else set()
 

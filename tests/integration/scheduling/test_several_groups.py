@@ -318,7 +318,7 @@ async def test_the_loss_of_one_of_two_nodes_ends_two_of_four_groups(
     roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
 
     async def running(replicas: int) -> dict[str, dict[str, str]]:
-        """Waits until all pods of all groups run. Returns the node of each pod by group and uid."""
+        """Returns the node of each pod, by group and uid, if all pods run, or nothing."""
         found: dict[str, dict[str, str]] = defaultdict(dict)
         pods = await pods_of(server, namespace, "four")
         for pod in pods:
@@ -370,7 +370,7 @@ async def test_each_group_has_its_own_zone(
     roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
 
     async def places() -> dict[str, set[str]]:
-        """Waits until all pods are placed, and returns the zones of each group."""
+        """Returns the zones of each group if all four pods are placed, or nothing."""
         found: dict[str, set[str]] = defaultdict(set)
         pods = await pods_of(server, namespace, "zoned")
         for pod in pods:

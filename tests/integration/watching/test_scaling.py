@@ -94,7 +94,7 @@ def api_service(port: int) -> list[dict[str, Any]]:
     ]
 
 
-def waiting(plane: Cluster) -> float:
+def waiting_requests(plane: Cluster) -> float:
     """Returns the value of the custom metric, or -1 without a value."""
     try:
         (item,) = json.loads(plane.kubectl("get", "--raw", PATH))["items"]
@@ -118,7 +118,7 @@ def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster
         log = adapter.state.log("prometheus-adapter")
         processes.wait_until(
             "more than 8 waiting requests in the custom metrics API",
-            lambda: waiting(adapter) > 8,
+            lambda: waiting_requests(adapter) > 8,
             timeout_s=90,
             log=log,
         )
