@@ -93,7 +93,7 @@ def test_tokens_equal_those_of_the_reference(pair: Resource, model: tuple[Path, 
     check_tokens(pair, model[1])
 
 
-def test_the_columns_show_the_state(pair: Resource) -> None:
+def test_kubectl_columns_show_the_state(pair: Resource) -> None:
     def row() -> dict[str, str]:
         header, values = pair.cluster.kubectl("get", "hinf", "-n", NAMESPACE, pair.name).splitlines()
         starts = [word.start() for word in re.finditer(r"\S+", header)]
@@ -128,7 +128,7 @@ def test_each_rank_has_metrics(pair: Resource) -> None:
         assert float(limit.split()[-1]) > 0
 
 
-def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
+def test_the_groups_own_ports_are_closed_to_other_pods(pair: Resource) -> None:
     leader = pair.pods()[0]["status"]["podIP"]
     operator = pair.cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "name").strip()
 

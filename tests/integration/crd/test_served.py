@@ -77,7 +77,7 @@ def test_a_name_too_long_for_host_names_is_refused_with_a_message(cluster: Clust
     assert "(got 41 characters). Choose a shorter name" in message
 
 
-def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
+def test_kubectl_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     created = server.create(resource("columns"), dry_run=False)
     available, ready = (
         Condition(
