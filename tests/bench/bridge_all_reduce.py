@@ -84,7 +84,7 @@ def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[floa
         synchronize(device)
     estimate_s = (time.perf_counter() - start) / WARM_UP
     count = torch.tensor([min(MAX_ITERATIONS, max(MIN_ITERATIONS, int(BUDGET_S / estimate_s)))])
-    dist.broadcast(count, 0)
+    dist.broadcast(count, 0)  # both ranks must make the same number of calls
     seconds = []
     for _ in range(int(count)):
         start = time.perf_counter()

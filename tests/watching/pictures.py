@@ -99,6 +99,7 @@ def _scaled(unit: str, most: float) -> tuple[float, str]:
 
 
 def _draw_stat(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws a panel with one value, in the colour of the highest threshold that the value reaches."""
     axes.axis("off")
     ((query, series),) = shown
     labels, samples = series[0]
@@ -179,6 +180,7 @@ def _draw_table(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _write_rows(axes: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Writes a table with its head and at most seven rows."""
     for number, row in enumerate([head, *rows[:7]]):
         for column, text in enumerate(row):
             axes.text(

@@ -175,7 +175,7 @@ def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
     labels = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in scene.pair.pods()}
     assert labels == {str(epoch)}
     processes.wait_until(
-        f"the end of all processes except those of epoch {epoch}'s",
+        f"the end of all processes except those of epoch {epoch}",
         lambda: scene.process_epochs() == {epoch},
         timeout_s=CLEAN_S,
     )
@@ -234,7 +234,7 @@ def check_operator_works(scene: Scene) -> None:
 def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
     """Checks that a resource that cannot start reports the reason and has no pods. Deletes it."""
 
-    def says(change: Change) -> bool:
+    def is_expected(change: Change) -> bool:
         condition = condition_of(change.stored, expected.condition)
         return (
             change.name == expected.resource
@@ -244,7 +244,7 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
         )
 
     with fault.inject(scene) as at:
-        reported = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        reported = scene.resources.wait_for(f"{expected}", is_expected, expected.within_s, since=at)
         if expected.event:
             check_event(scene, expected.resource, expected.event, "")
     broken = Resource(cluster=scene.cluster, namespace=NAMESPACE, name=expected.resource)
@@ -267,7 +267,7 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
 def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     """Checks a group of which an object is refused: it serves, loses a pod, restarts and suspends."""
 
-    def says(change: Change) -> bool:
+    def is_expected(change: Change) -> bool:
         reported = condition_of(change.stored, expected.condition)
         generation = change.stored["metadata"]["generation"]
         got = reported.get("status"), reported.get("reason"), reported.get("observedGeneration")
@@ -280,14 +280,14 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
 
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     with fault.inject(scene) as at:
-        reported = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        reported = scene.resources.wait_for(f"{expected}", is_expected, expected.within_s, since=at)
         assert _says(reported, "Available") == "True", "the group keeps serving"
         scene.check_answer()
         with injections.delete_pod(1)(scene) as deleted:
             down = wait_available(scene, "False", expected.available_false_s + 10, since=deleted)
             up = wait_available(scene, "True", START_S, since=down.at)
         scene.check_answer()
-        assert says(up), "it is refused all the time"
+        assert is_expected(up), "it is refused all the time"
         assert scene.resources.find(lambda change: _ready(change) == "True", since=reported.at) is None
         turn = find_turn(scene.pods.changes, epoch, count)
         check_suspend(scene)

@@ -30,6 +30,7 @@ TYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.floa
 
 
 def _compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a format of compressed-tensors in 8-bit floats."""
     eight = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],

@@ -72,6 +72,7 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
     releases: list[str] = []
 
     def install_chart(*values: str) -> Installation:
+        """Installs the chart with these values, and returns the installation."""
         release = f"rel{next(_NUMBERS)}"
         sets = ("replicas=0", "crds.install=false", *values)
         options = ["-f", str(LEAST_VALUES), *(option for value in sets for option in ("--set", value))]
