@@ -19,6 +19,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
+        """Finds the module, and wraps its loader so that `change` runs after the module is loaded."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

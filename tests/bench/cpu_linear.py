@@ -69,6 +69,7 @@ def onednn_source() -> str:
 
 
 def onednn_product(weight: torch.Tensor) -> Product:
+    """Returns a function for a product with oneDNN: vLLM's, or torch's if vLLM's library is missing."""
     columns = weight.shape[0]
     if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
         return lambda x: torch.nn.functional.linear(x, weight)

@@ -159,6 +159,7 @@ class HostMeter:
 
 
 def _nvml_handle() -> Any:
+    """Returns NVML's handle of the first visible GPU."""
     try:
         from vllm.third_party import pynvml
 

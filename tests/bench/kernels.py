@@ -159,6 +159,7 @@ class VllmFloatBench:
         self._products = [self._product(dense.clone()) for _ in range(count)]
 
     def _product(self, weight: Any) -> Callable[[Any], Any]:
+        """Returns a function for a product with oneDNN, or with torch if oneDNN has none for this CPU."""
         torch, ops = self._torch, self._torch.ops._C
         try:
             handler = torch.tensor(ops.create_onednn_mm_handler(weight.t(), 32), dtype=torch.int64)

@@ -68,6 +68,7 @@ def ask(url: str, load: Load) -> float:
     """Returns the tokens a second of one round."""
 
     def one(prompt: Sequence[int]) -> int:
+        """Sends one request, and returns the number of its tokens."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),

@@ -273,6 +273,7 @@ def upgrade_control_plane(state: State, kubernetes: str) -> None:
 
 
 def _start_kubernetes(state: State, site: Site, pki: Pki) -> None:
+    """Starts the three programs of Kubernetes. Waits until a pod can be created."""
     apiserver = _start(state, site, API_SERVER, build_apiserver_command(site, pki))
     _wait_api_server(state, site, pki, apiserver)
     _start(state, site, SCHEDULER, build_scheduler_command(site, pki))

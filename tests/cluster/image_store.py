@@ -128,6 +128,7 @@ def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
 
 
 def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
+    """Imports the images into a containerd root. Returns the number of sent bytes."""
     socket = state.folder / "containerd.sock"
     config = state.folder / "containerd.toml"
     disabled = [*DISABLED_PLUGINS, *CRI_PLUGINS]

@@ -110,6 +110,7 @@ def _addresses(state: State) -> Addresses:
 
 
 def _join(cluster: NodeCluster, state: State) -> JoinedNode:
+    """Creates the namespaces and programs of the second node, and waits until it is Ready."""
     first, addresses = Addresses(number=cluster.state.number), _addresses(state)
     namespaces = create_namespaces(state)
     end_here(state, (addresses.link_range, addresses.pod_range))  # networks that the first node does not know

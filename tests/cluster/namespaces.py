@@ -137,6 +137,7 @@ def create_namespaces(state: State) -> Namespaces:
 
 
 def _mount_script(state: State) -> str:
+    """Returns the shell commands that set up the mounts of a node's namespaces."""
     lines = ["mount --make-rshared /", "mount -t tmpfs -o mode=755 tmpfs /run", "mkdir /run/lock"]
     for folder in ("lib", "log"):
         mine = state.folder / "var" / folder

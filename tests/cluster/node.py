@@ -104,6 +104,7 @@ def attach(state: State) -> NodeCluster:
 
 
 def _start(state: State, seed: Path) -> NodeCluster:
+    """Starts the control plane and the node's programs in new namespaces. Waits until the node is Ready."""
     addresses = Addresses(number=state.number)
     namespaces = create_namespaces(state)
     (state.folder / "holder.json").write_text(json.dumps(dataclasses.asdict(namespaces.holder)))

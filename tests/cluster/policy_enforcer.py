@@ -174,6 +174,7 @@ def _ports(ports: Iterable[Object], pod: Object | None) -> Iterator[str]:
 def _read(
     address: str, port: int, context: ssl.SSLContext
 ) -> tuple[list[Object], list[Object], list[Object]]:
+    """Returns the stored policies, pods and namespaces."""
     connection = http.client.HTTPSConnection(address, port, context=context, timeout=5)
     try:
 

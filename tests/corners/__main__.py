@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Result:
+    """Runs all resources, and prints each finding and the progress."""
     bodies = draw_bodies(options.count, number=options.seed)
     reported_at = time.monotonic()
     told = 0

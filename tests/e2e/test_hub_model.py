@@ -191,6 +191,7 @@ def test_a_model_of_a_hub_is_fetched_with_its_token_and_served_without_the_hub(
 def check_fetched_and_served(
     installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
 ) -> None:
+    """Checks the fetch with its progress, the serving without the hub, and the deletion."""
     add_quota(installed, NAMESPACE)
     hub.pause_after_bytes = PAUSE_BYTES
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifests(cache, hub.endpoint))

@@ -59,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers, and prepares the table of results. Fails without a GPU."""
     config.addinivalue_line(
         "markers", "gpus2: needs two GPUs. With fewer, it is skipped, and the summary shows this"
     )

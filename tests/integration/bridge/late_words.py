@@ -44,6 +44,7 @@ class LateWords(StreamSignal):
 
 
 def links(timeout_s: float) -> tuple[LateWords, list[SharedMemoryLink], list[CountingMeter]]:
+    """Returns a late stream, and the links and meters of two ranks of a new slab."""
     fd = os.memfd_create("late-words")
     os.posix_fallocate(fd, 0, slab_bytes(2))
     slab = BridgeSlab(fd, 2)
@@ -93,6 +94,7 @@ def late(peer_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the results of a late word, a failed device, and a word that is never written."""
     failed, (first, _), _ = links(timeout_s=30.0)
     failed.failed = True
     first.publish(HEADER, 0, failed)

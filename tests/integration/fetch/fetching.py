@@ -79,6 +79,10 @@ class Fetch:
         record = PodRecord(view=pod, key=owner, owner_uid="uid", ip="127.0.0.1", health_port=self._port)
 
         async def confirm(key: bytes) -> bool:
+            """Answers the fetch's question as an operator with this key.
+
+            Returns whether it had a question.
+            """
             asked: list[str] = []
 
             async def may_confirm(asking: PodRecord) -> bool:

@@ -67,6 +67,7 @@ def build_config(name: SchemeName, group: int) -> Any:
 
 
 def build_experts(config: Any, prefix: str) -> Any:
+    """Builds vLLM's experts of a layer."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
     runner = FusedMoEFactory(

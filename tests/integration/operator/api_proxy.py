@@ -165,6 +165,7 @@ class ApiProxy:
     async def _watch(
         self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse
     ) -> web.StreamResponse:
+        """Relays the parts of a watch until the watch ends, or until the test cuts it."""
         task = asyncio.current_task()
         assert task is not None
         self._watches[task] = request.path_qs

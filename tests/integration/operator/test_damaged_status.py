@@ -59,7 +59,10 @@ STOPS: Final[dict[str, _Damage]] = {
 
 
 async def damage(server: ApiServer, namespace: str, change: _Damage) -> None:
+    """Damages the stored status, while the operator may write it, too."""
+
     async def written() -> bool:
+        """Tries one write. Returns False after a conflict with another writer."""
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
         status = json.loads(json.dumps(resource["status"]))
         change(status)

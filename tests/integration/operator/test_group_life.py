@@ -229,6 +229,7 @@ async def test_reports_a_lost_label_until_it_is_restored(
         before = await pods(server, namespace)
 
         async def strike(pod: str, label: str, value: str | None, available: tuple[str, str]) -> None:
+            """Changes a label of a pod. The conditions must report this, and recover when it is restored."""
             path, made = POD.path(namespace, pod), before[pod]["metadata"]["labels"].get(label)
             await server.merge(path, {"metadata": {"labels": {label: value}}})
 

@@ -54,6 +54,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
 
 
 def may(cluster: Cluster, installed: Installation, verb: str, resource: str, namespace: str) -> bool:
+    """Returns whether the operator's account may use a verb on a resource."""
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
@@ -97,6 +98,7 @@ async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Righ
     slots = asyncio.Semaphore(16)
 
     async def allowed(group: str, name: str, verb: str, *, namespaced: bool) -> bool:
+        """Returns whether the account may use a verb on a resource of the API server."""
         resource, _, subresource = name.partition("/")
         attributes = {
             "group": group,

@@ -81,6 +81,7 @@ FIELD_MANAGER = {
 
 
 async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace: str, node: str) -> None:
+    """Creates foreign pods with extreme quantities, labels, owners and times."""
     for index, quantity in enumerate(QUANTITIES):
         resources = {"resources": {"requests": {"cpu": quantity, "example.com/x": "1e60"}}}
         resources["resources"]["limits"] = {"example.com/x": "1e60"}

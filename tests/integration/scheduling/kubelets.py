@@ -84,6 +84,7 @@ class Kubelets:
 
 
 def _running(address: str) -> dict[str, Any]:
+    """Returns the status of a running and ready worker pod with this address."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     state = {
         "name": names.CONTAINER_WORKER,

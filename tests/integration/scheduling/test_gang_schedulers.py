@@ -150,6 +150,7 @@ class Resource:
         self.name, self.cpu = name, cpu
 
     async def create(self) -> None:
+        """Creates the resource, with the gang scheduler of the site."""
         assert await served_gangs(self.server) == {self.site.gang}
         queue = {"queueName": KUEUE_QUEUE} if self.site.gang is Gang.KUEUE else {}
         resources = {"requests": {"cpu": self.cpu, "memory": "8Gi"}}

@@ -253,6 +253,7 @@ def _int4(weight: Any) -> Quantized:
 
 
 def _gptq(weight: Any) -> Quantized:
+    """Quantizes a weight to symmetric GPTQ with 4 bits."""
     import torch
 
     codes, scale = _symmetric(weight)
@@ -268,6 +269,7 @@ def _gptq(weight: Any) -> Quantized:
 
 
 def _awq(weight: Any) -> Quantized:
+    """Quantizes a weight to AWQ with 4 bits and a zero point for each group."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     least, most = groups.amin(2), groups.amax(2)
     scale = ((most - least) / 15).half()

@@ -33,6 +33,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def manifest(name: str, **parallelism: Any) -> str:
+    """Returns the manifest of a resource with these fields of `parallelism`."""
     role = {"name": "cpu", "device": "CPU", "pods": 2, "resources": {"requests": {"memory": "3Gi"}}}
     spec: dict[str, Any] = {"model": {"uri": "pvc://models/tiny"}, "roles": [role]}
     if parallelism:

@@ -190,6 +190,7 @@ def _say_ready(plane: Cluster) -> None:
 
 
 def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
+    """Returns the status of a running worker pod with this address."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "phase": "Running",

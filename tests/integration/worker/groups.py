@@ -352,6 +352,7 @@ def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: 
 def _launch(
     plan: Plan, log_dir: Path, addresses: tuple[PodAddress, ...] | None, startup_timeout_s: float
 ) -> PodLaunch:
+    """Returns the launch of a group's first pod."""
     log_dir.mkdir(parents=True, exist_ok=True)
     return PodLaunch(
         group="test/tiny/0",
@@ -372,6 +373,7 @@ def _start(
     cwd: Path,
     fds: Sequence[int] = (),
 ) -> Child:
+    """Starts a process with its output in a log file."""
     log = log_dir / f"{name}.log"
     env = {**env, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
     with log.open("wb") as out:
