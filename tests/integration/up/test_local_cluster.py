@@ -114,7 +114,7 @@ async def _cluster(
     on_change: Callable[[], None] = lambda: None,
     **env: str,
 ) -> AsyncIterator[Running]:
-    """Yields a cluster of this machine with one pod that runs `program`."""
+    """Yields a cluster of processes on this machine. Its pods run `program`."""
     scratch, log_dir = tmp_path / "scratch", tmp_path / "logs"
     scratch.mkdir()
     log_dir.mkdir()
