@@ -1,1 +1,1 @@
-"""Defines the definitions of the chart's dashboards, their JSON, their pictures and their tests."""
+"""Contains the definitions of the chart's dashboards, their JSON, their pictures and their tests."""
