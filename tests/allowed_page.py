@@ -1,4 +1,4 @@
-"""The page of allowed variables and options, from their lists: `python -m tests.allowed_page` writes it."""
+"""Writes the page of allowed variables and options from their lists: `python -m tests.allowed_page`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -43,6 +43,7 @@ def _variables() -> Iterator[str]:
 
 
 def _options() -> Iterator[str]:
+    """Yields the lines about the options of engine.args: allowed, limited, refused, and owned by plans."""
     yield "## Options of engine.args\n"
     yield "Write the full name, with hyphens or underscores. A flag such as `--enable-prefix-caching` may"
     yield "also be `--no-enable-prefix-caching`.\n"
@@ -70,7 +71,7 @@ def _options() -> Iterator[str]:
 
 
 def _allowed_form(option: str) -> str:
-    """Returns the option, or its form with `no-` if the option itself is refused."""
+    """Returns the option, or its form with `no-` if only that form is allowed."""
     return f"--no-{option.removeprefix('--')}" if next(find_refused([option]), None) else option
 
 

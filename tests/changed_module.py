@@ -1,4 +1,4 @@
-"""Changes a module of a test's pods once they import it. For sitecustomize.py on the PYTHONPATH of pods.
+"""Changes a module in a test's pods right after its import. For sitecustomize.py on the PYTHONPATH of pods.
 
 Pods do not have this package on their path, so they run this file: runpy.run_path(...)["change_on_import"].
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Finder:
-    """Finds one module, and changes it once it is loaded."""
+    """Finds one module, and changes it after it is loaded."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self._name, self._change = name, change
@@ -19,6 +19,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
+        """Finds the module, and wraps its loader so that `change` runs after the module is loaded."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

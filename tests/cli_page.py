@@ -1,4 +1,4 @@
-"""The page of the command line, from its parser: `python -m tests.cli_page` writes it."""
+"""Writes the page of the command line from its parser: `python -m tests.cli_page`."""
 
 import argparse
 from collections.abc import Iterable

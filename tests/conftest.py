@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for, and how random examples are drawn."""
+"""Defines fixtures for all tests, and settings for random examples."""
 
 from hypothesis import settings
 
@@ -6,6 +6,6 @@ from tests.cluster.fixtures import control_plane, node_cluster
 
 __all__ = ["control_plane", "node_cluster"]
 
-# Machines are noisy: pytest's own time limit ends what hangs, not hypothesis's 200 ms an example.
+# Machines are noisy, so only pytest's time limit ends a hanging example, not hypothesis's 200 ms.
 settings.register_profile("heteroinfer", deadline=None, max_examples=50)
 settings.load_profile("heteroinfer")

@@ -1,7 +1,7 @@
-"""A model hub on HTTP, as far as huggingface_hub's client asks one: listing, resolve, ranges, refusals.
+"""Serves a model hub over HTTP, as far as huggingface_hub's client needs: lists, downloads, ranges, refusals.
 
-Large files are answered by a redirect to another host name, as the hub does with its content
-network; what arrives there is noted, as is how many bytes of each file were sent.
+Large files are served by a redirect to another host name, like the hub's content network. The server records
+the requests to that host, and the number of bytes that it sent of each file.
 """
 
 import functools
@@ -23,7 +23,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LFS_FROM_BYTES = 10_000
-"""Smaller files are git's own, with a git hash; larger ones have a sha256 and are served elsewhere."""
+"""Smaller files are stored in git and have a git hash. Larger files have a sha256, and another host serves
+them."""
 SIGNATURE = "signature=not-to-be-logged"
 _API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)")
 _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
@@ -37,9 +38,9 @@ class Repository:
     """A model of the hub.
 
     Attributes:
-        files: content by path, of the newest commit.
-        token: that is asked for, or None where everybody may read.
-        gated: whether even those with a token must have accepted a licence.
+        files: content of the newest commit by path.
+        token: required token, or None if everybody may read the model.
+        gated: whether users with a token must have accepted a licence.
     """
 
     files: dict[str, bytes]
@@ -48,7 +49,7 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        """Returns the commit that holds exactly these files."""
+        """Returns the hash of a commit with exactly these files."""
         digest = hashlib.sha1(usedforsecurity=False)
         for path, content in sorted(self.files.items()):
             digest.update(f"{path} {_sha256(content)}".encode())
@@ -67,12 +68,12 @@ class Repository:
 
 @dataclass(slots=True)
 class Seen:
-    """What was asked of the hub.
+    """The requests that the hub has got.
 
     Attributes:
-        sent_bytes: of each file's content, by path.
-        requests: method and path, in order.
-        tokens_elsewhere: Authorization headers that reached the content host: there should be none.
+        sent_bytes: bytes sent of each file's content, by path.
+        requests: method and path of each request, in order.
+        tokens_elsewhere: Authorization headers that reached the content host. There should be none.
     """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -81,25 +82,26 @@ class Seen:
 
 
 class HubServer:
-    """The hub; a context manager that serves as long as it lasts.
+    """The hub, a context manager that serves until the context ends.
 
     Attributes:
-        repositories: by ORG/MODEL; may be changed while it serves.
-        seen: what was asked of it.
+        repositories: models by ORG/MODEL. Tests may change them at any time.
+        seen: the requests that it has got.
         closed: whether it has stopped.
-        bytes_per_s: of each file; 0 sends as fast as it can.
-        pause_after_bytes: each file stops there for as long as this is set, and then the connection is cut.
-        refuse_with: a status that every request gets, or None.
-        break_after_bytes: each connection is cut after so many bytes of a file, or None.
-        corrupt: paths that are sent with a wrong byte.
-        held: paths of which nothing is sent while they are in here.
-        refuse_ranges: whether parts of files are refused.
+        bytes_per_s: speed of each file; 0 sends as fast as possible.
+        pause_after_bytes: each file stops after this number of bytes while this is set. Then the
+            connection is closed.
+        refuse_with: status of every answer, or None.
+        break_after_bytes: each connection is closed after this number of bytes of a file, or None.
+        corrupt: paths whose content is sent with a wrong byte.
+        held: paths of which nothing is sent while they are in this set.
+        refuse_ranges: whether the server refuses requests for parts of files.
 
     Args:
-        host: to listen on.
-        content_host: another name of the same, where large files are fetched from.
-        port: 0 takes a free one.
-        certificate: files of a certificate and its key, with which it speaks TLS; None speaks without.
+        host: address to listen on.
+        content_host: another name of the same address, which serves large files.
+        port: port to listen on; 0 takes a free one.
+        certificate: files of a certificate and its key for TLS; None serves without TLS.
     """
 
     def __init__(
@@ -131,7 +133,8 @@ class HubServer:
         if certificate is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*certificate)
-            # A client that distrusts it ends its own connection only: the handshake is in that one's thread.
+            # The handshake runs in the connection's own thread, so a client without trust ends only its own
+            # connection.
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -148,7 +151,7 @@ class HubServer:
         self.close()
 
     def close(self) -> None:
-        """Stops serving; nobody listens then."""
+        """Stops serving and listening."""
         self.closed = True
         self._server.shutdown()
         self._server.server_close()
@@ -165,7 +168,7 @@ class HubServer:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keeps the tests' output free of clients that do not trust it."""
+        """Ignores errors of clients that do not trust the hub, to keep the tests' output short."""
         if not isinstance(sys.exception(), ssl.SSLError):
             super().handle_error(request, client_address)
 
@@ -189,9 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *_: object) -> None:
-        """Keeps the tests' output free of a line a request."""
+        """Logs nothing, to keep the tests' output short."""
 
     def _answer(self) -> None:
+        """Answers a request for content, for a repository's list, or for a file."""
         hub, path = self.server_hub, unquote(urlsplit(self.path).path)
         hub.seen.requests.append(f"{self.command} {path}")
         if hub.refuse_with is not None:
@@ -208,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND)
 
     def _repository(self, name: str, revision: str) -> Repository | None:
-        """Returns a model that the caller may read; answers instead otherwise."""
+        """Returns a model that the client may read. Otherwise sends a refusal, and returns None."""
         repository = self.server_hub.repositories.get(name)
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         known = {known.token for known in self.server_hub.repositories.values()} - {None}
@@ -228,6 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _resolve(self, match: re.Match[str]) -> None:
+        """Sends a small file itself, and a redirect to the content host for a large one."""
         repository = self._repository(match["name"], match["revision"])
         if repository is None:
             return
@@ -254,6 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(*found, {"ETag": f'"{sha256}"'})
 
     def _file(self, path: str, content: bytes, headers: Mapping[str, str]) -> None:
+        """Sends a file, or the requested range of it."""
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
         end = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
@@ -271,6 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(path, content, start, end)
 
     def _stream(self, path: str, content: bytes, start: int, end: int) -> None:
+        """Sends the bytes of a file, with the delays and breaks that the test has set."""
         hub = self.server_hub
         while path in hub.held and not hub.closed:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The largest status of a resource whose spec the CRD takes: every list full, every text and name long."""
+"""Builds the largest status of a resource that the CRD accepts: every list full, every text and name long."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -29,7 +29,7 @@ RESOURCE = "x" * 40
 
 
 def build_largest_status() -> HeteroInferenceStatus:
-    """Returns it, before anything is left out."""
+    """Builds the status before the operator leaves out any part."""
     groups = tuple(_group(index, MAX_RANKS // MAX_GROUPS) for index in range(MAX_GROUPS))
     conditions = tuple(
         Condition(
@@ -50,6 +50,7 @@ def build_largest_status() -> HeteroInferenceStatus:
 
 
 def _group(index: int, ranks: int) -> GroupStatus:
+    """Returns a group's status with the longest texts and all lists full."""
     return GroupStatus(
         index=index,
         revision="r" * 10,
@@ -77,6 +78,7 @@ def _failure(group: int, number: int) -> FailureStatus:
 
 
 def _rank(group: int, rank: int) -> RankEntry:
+    """Returns a rank's entry with the longest texts and numbers."""
     pod = f"{RESOURCE}-{group}-1795333237556-{rank}"
     return RankEntry(
         rank=rank,
@@ -95,6 +97,7 @@ def _rank(group: int, rank: int) -> RankEntry:
 
 
 def _plan(number: int) -> PlanStatus:
+    """Returns a plan's status with the longest texts and numbers."""
     ranks = tuple(
         RankPlan(
             rank=rank,

@@ -1,13 +1,14 @@
-"""A small Llama-shaped model with random weights and a trained tokenizer, and what it must answer.
+"""Makes a small Llama-shaped model with random weights and a trained tokenizer, and its expected tokens.
 
-Run it with the worker's Python, the one that has torch and transformers:
+Run it with the worker's Python, which has torch and transformers. The first command makes the model in DIR;
+the second one prints transformers' greedy tokens as JSON:
 
-    python -m tests.models DIR [--layers 8] [--seed 0] [...]   makes the model in DIR
-    python -m tests.models reference DIR                        prints transformers' greedy tokens as JSON
+    python -m tests.models DIR [--layers 8] [--seed 0] [...]
+    python -m tests.models reference DIR
 
-A model is built once for each recipe and kept in the cache folder; the reference is kept in
-the model's folder. Imports torch, transformers and tokenizers inside functions only, so that
-tests read `PROMPTS` and `cache_dir` where these are not installed.
+A model is built once for each recipe and kept in the cache folder; its expected tokens are kept in the
+model's folder. Imports torch, transformers and tokenizers inside functions only, so that tests can read
+`PROMPTS` and `cache_dir` without these packages.
 """
 
 import argparse
@@ -29,10 +30,10 @@ PROMPTS = (
     "def init_device(self):",
     "A GPU rank and a CPU rank form one group, and every token passes through both of them.",
 )
-"""What references are made for: English, Korean, code, and one that is longer than the others."""
+"""Prompts of the references: English, Korean, code, and a longer one."""
 
 REFERENCE_TOKENS = 32
-"""Tokens of each reference."""
+"""Number of tokens of each reference."""
 
 REFERENCE_FILE = "reference.json"
 
@@ -61,21 +62,21 @@ for step in range(32): token = model.forward(tokens, positions); tokens.append(t
 랭크 하나가 멈추면 그룹 전체가 멈추고, 같은 계획으로 다시 시작합니다.
 안녕하세요. 오늘은 날씨가 좋습니다. 서울에서 부산까지 기차로 두 시간 반이 걸립니다.
 """
-"""What the tokenizer is trained on; written for this file."""
+"""Text for the training of the tokenizer; written for this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that tells one test model from another.
+    """All settings that distinguish one test model from another.
 
     Attributes:
-        layers: transformer layers.
+        layers: number of transformer layers.
         hidden_size: width of the residual stream.
         intermediate_size: width of the MLP.
         heads: query heads.
         kv_heads: key/value heads.
-        vocab_size: rows of the embedding, special tokens and bytes included.
-        seed: of the random weights.
+        vocab_size: rows of the embedding, including special tokens and bytes.
+        seed: seed of the random weights.
         initializer_range: standard deviation of the weights. 0.15 is wide enough that the best token leads
             clearly: greedy answers do not hang on the rounding of float32. Rounding to bf16 alone then moves
             the best token's logprob by up to 0.26 (95 %), at 0.05 by 0.02.
@@ -91,24 +92,24 @@ class Recipe:
     initializer_range: float = 0.15
 
     def key(self) -> str:
-        """Returns 16 hex digits of the recipe and of this file, which makes models of it."""
+        """Returns 16 hex digits of a hash of the recipe and of this file, which makes models from it."""
         recipe = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(recipe.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def cache_dir() -> Path:
-    """Returns the folder of everything that is made or fetched once and kept."""
+    """Returns the folder of everything that is made or downloaded once and kept."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("HETEROINFER_CACHE") or Path(base) / "heteroinfer")
 
 
 def make_model(directory: Path, *, layers: int = 8, seed: int = 0, **sizes: Any) -> Path:
-    """Returns `directory`, holding the model of this recipe.
+    """Writes the model of this recipe into `directory`, and returns `directory`.
 
     Args:
-        directory: made if need be; files of the same names are replaced.
-        layers: transformer layers.
-        seed: of the random weights.
+        directory: made if needed. Files with the same names are replaced.
+        layers: number of transformer layers.
+        seed: seed of the random weights.
         **sizes: other fields of Recipe.
     """
     cached = cached_model(Recipe(layers=layers, seed=seed, **sizes))
@@ -120,7 +121,7 @@ def make_model(directory: Path, *, layers: int = 8, seed: int = 0, **sizes: Any)
 
 
 def cached_model(recipe: Recipe) -> Path:
-    """Returns the folder of this recipe's model in the cache, made if need be; do not write there."""
+    """Returns the folder of this recipe's model in the cache, and makes it if needed. Do not write there."""
     target = cache_dir() / "models" / recipe.key()
     if target.is_dir():
         return target
@@ -136,16 +137,16 @@ def cached_model(recipe: Recipe) -> Path:
         try:
             made.rename(target)
         except OSError:
-            if not target.is_dir():  # else another process made the same model meanwhile
+            if not target.is_dir():  # otherwise another process has made the same model in the meantime
                 raise
     return target
 
 
 def reference(model_dir: Path, prompts: Sequence[str] = PROMPTS) -> dict[str, dict[str, list[int]]]:
-    """Returns transformers' greedy tokens in float32: prompt -> prompt_token_ids, token_ids.
+    """Returns the greedy tokens of transformers in float32, by prompt: prompt_token_ids and token_ids.
 
-    End-of-sequence tokens do not end an answer: ask the server with `ignore_eos`.
-    Kept in the model's folder, beside the hash of the weights it was made of.
+    End-of-sequence tokens do not end an answer, so send requests with `ignore_eos`. The tokens are kept in
+    the model's folder with the hash of the weights.
     """
     kept = model_dir / REFERENCE_FILE
     weights = hashlib.sha256()
@@ -162,6 +163,7 @@ def reference(model_dir: Path, prompts: Sequence[str] = PROMPTS) -> dict[str, di
 
 
 def _greedy(model_dir: Path, prompts: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+    """Generates greedy tokens. Raises if the two best tokens are so close that rounding could swap them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -178,8 +180,8 @@ def _greedy(model_dir: Path, prompts: Sequence[str]) -> dict[str, dict[str, list
                 best = torch.topk(logits, 2).values
                 if float(best[0] - best[1]) < 1e-3:
                     raise RuntimeError(
-                        f"{model_dir}: the two best tokens after {prompt!r} + {len(token_ids)} are closer "
-                        "than float32 sums in another order may differ; take another seed"
+                        f"{model_dir}: the two best tokens after {prompt!r} + {len(token_ids)} are too "
+                        "close: float32 sums in another order could swap them. Use another seed"
                     )
                 token_ids.append(int(logits.argmax()))
                 out = model(torch.tensor([token_ids[-1:]]), past_key_values=out.past_key_values)
@@ -236,7 +238,7 @@ def _write_weights(directory: Path, recipe: Recipe) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes a model, or prints a model's reference."""
+    """Makes a model, or prints a model's expected tokens."""
     if argv[:1] == ["reference"]:
         parser = argparse.ArgumentParser(prog="python -m tests.models reference")
         parser.add_argument("model_dir", type=Path)

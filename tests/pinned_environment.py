@@ -1,4 +1,4 @@
-"""An environment of Python for programs whose pins would clash with ours."""
+"""Makes a Python environment for programs whose pinned packages conflict with ours."""
 
 import hashlib
 import shutil

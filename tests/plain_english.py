@@ -46,7 +46,7 @@ PATTERNS = {
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields each text for people with its line: strings of five words and comments, or a page's lines."""
+    """Yields each text for people with its line: strings of five words, comments, and lines of a page."""
     if path.suffix != ".py":
         yield from enumerate(path.read_text().splitlines(), 1)
         return
@@ -98,7 +98,7 @@ def record(now: Mapping[str, int], recorded: Mapping[str, int]) -> dict[str, int
     risen = sum(now.values()) > sum(recorded.values())
     compared = {name: count for name, count in now.items() if risen or name in recorded}
     if wrong := worse(compared, recorded):
-        raise SystemExit(f"write these files in plainer English (--hits FILE lists the hits): {wrong}")
+        raise SystemExit(f"write these files in plainer English. List the hits with --hits FILE: {wrong}")
     return dict(now)
 
 

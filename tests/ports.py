@@ -1,4 +1,4 @@
-"""Ports for programs that take one by number."""
+"""Finds free ports for programs that need a port number."""
 
 import contextlib
 import fcntl
@@ -12,21 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FIRST_PORT, END_PORT = 10000, 20000
-"""Below what the kernel gives to others unasked (ip_local_port_range) and what `heteroinfer up` takes."""
+"""Below the kernel's own range of ports (ip_local_port_range), and apart from the ports of
+`heteroinfer up`."""
 BLOCK_PORTS = 50
 HELD_BLOCKS = 2
-"""The latest: a program listens seconds after it got its ports; until then nobody else may get them."""
+"""Seconds after which a port may be given away again. A program listens seconds after it got its port."""
 
 
 class _Ports:
-    """Blocks of ports that this process alone gives away: who has the lock of its file has a block."""
+    """Blocks of ports that only this process gives away.
+
+    The process that holds the lock of a block's file has the block.
+    """
 
     def __init__(self) -> None:
         self._held: deque[int] = deque()
         self._left: Iterator[int] = iter(())
 
     def next(self) -> int:
-        """Returns a port that no other process has been given for long."""
+        """Returns a port that no other process has got for a long time."""
         port = next(self._left, None)
         if port is None:
             self._left = self._claim()
@@ -34,6 +38,7 @@ class _Ports:
         return port
 
     def _claim(self) -> Iterator[int]:
+        """Locks a random free block of ports, and returns its ports. Releases the oldest block if needed."""
         folder = Path(tempfile.gettempdir()) / f"heteroinfer-ports-{os.getuid()}"
         folder.mkdir(exist_ok=True)
         first_ports = list(range(FIRST_PORT, END_PORT, BLOCK_PORTS))
@@ -57,7 +62,7 @@ _lock = threading.Lock()
 
 
 def _start_anew() -> None:
-    """A forked process has blocks of its own."""
+    """Gives a forked process its own blocks."""
     global _ports, _lock
     _ports, _lock = _Ports(), threading.Lock()
 
@@ -66,7 +71,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that are free, and that nobody else got from here lately."""
+    """Returns free loopback ports that no caller has got recently."""
     found: list[int] = []
     with _lock:
         while len(found) < count:
@@ -78,12 +83,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Returns one such port."""
+    """Returns one free loopback port."""
     return free_ports(1)[0]
 
 
 def contiguous_ports(count: int) -> int:
-    """Returns the first of `count` such ports that are neighbours; at most BLOCK_PORTS."""
+    """Returns the first of `count` neighbouring free ports. `count` is at most BLOCK_PORTS."""
     while True:
         ports = free_ports(count)
         if ports[-1] == ports[0] + count - 1:

@@ -1,7 +1,7 @@
-"""`make quickstart`: from a file to served tokens on this machine, shown and checked.
+"""Runs `make quickstart`: from a file to served tokens on this machine.
 
-Does what a user would do, by the same commands, and ends with 0 only if every token is
-the one that transformers gives in float32, and if no process is left.
+The program runs the same commands as a user. It ends with 0 only if every token equals the token of
+transformers in float32, and if no process is left.
 """
 
 import json
@@ -32,11 +32,11 @@ _STEPS = 6
 
 
 class QuickstartError(Exception):
-    """What went wrong, in words."""
+    """A step of the quickstart has failed. The text is the reason."""
 
 
 class Progress:
-    """Numbered steps with the time since the start."""
+    """Prints numbered steps with the time since the start."""
 
     def __init__(self) -> None:
         self._start = monotonic()
@@ -51,7 +51,7 @@ class Progress:
 
 
 def main() -> int:
-    """Runs the quickstart; returns the exit code."""
+    """Runs the quickstart, and returns the exit code."""
     progress = Progress()
     try:
         model_dir, references = _make_model(progress)
@@ -103,7 +103,7 @@ def _serve_and_check(progress: Progress, model_dir: Path, references: dict[str, 
 
 
 def _port_option() -> list[str]:
-    """Returns nothing while the usual port is free, else another port."""
+    """Returns nothing if the usual port is free, or the option for another port."""
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -114,6 +114,8 @@ def _port_option() -> list[str]:
 
 
 def _check_tokens(up: RunningUp, url: str, references: dict[str, Any], progress: Progress) -> None:
+    """Sends all prompts at the same time, and compares the tokens with those of transformers."""
+
     def ask(prompt: str) -> list[int]:
         wanted = references[prompt]
         choice = up.complete(url, wanted["prompt_token_ids"], len(wanted["token_ids"]))
@@ -132,7 +134,7 @@ def _check_tokens(up: RunningUp, url: str, references: dict[str, Any], progress:
 
 
 def _print_ranks(up: RunningUp) -> None:
-    """Prints the ranks: moving averages of the leader's view, and totals of each rank's own metrics."""
+    """Prints the ranks: moving averages from the leader's report, and totals from each rank's own metrics."""
     table = Table(box=None)
     for heading in ("rank", "role", "device", "layers", "steps"):
         table.add_column(heading)
@@ -154,7 +156,7 @@ def _print_ranks(up: RunningUp) -> None:
 
 
 def _sum(text: str, histogram: str) -> float:
-    """Returns the seconds that a histogram has counted, over all its labels."""
+    """Returns the seconds in a histogram, summed over all labels."""
     found = re.findall(rf"^{re.escape(histogram)}_sum\S* (\S+)$", text, re.MULTILINE)
     if not found:
         raise QuickstartError(f"/metrics has no {histogram}")
@@ -167,7 +169,7 @@ def _stop(up: RunningUp) -> None:
     if code != 0:
         raise QuickstartError(f"heteroinfer up exited with {code} after Ctrl-C, expected 0")
     if left := started.wait_gone(GONE_TIMEOUT_S):
-        raise QuickstartError(f"processes {left} live on after `heteroinfer up` has ended")
+        raise QuickstartError(f"processes {left} still run after `heteroinfer up` has ended")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`heteroinfer up` as a user runs it: a process, its lines of output, and what it started."""
+"""Runs `heteroinfer up` as a user does, and gives access to its output and processes."""
 
 import json
 import os
@@ -30,16 +30,16 @@ METRICS = re.compile(r"metrics of rank (?P<rank>\d+): (?P<url>\S+)")
 
 
 class UpError(Exception):
-    """`heteroinfer up` did not do what it should; the text ends with its last lines."""
+    """`heteroinfer up` did not behave as expected. The text ends with its last lines of output."""
 
 
 class RunningUp:
-    """One `heteroinfer up`; leave it by stop(), or by the context manager, which kills.
+    """One running `heteroinfer up`. End it with stop(), or with the context manager, which kills it.
 
     Args:
-        arguments: of the command line, after `up`.
-        env: besides this process's own.
-        on_line: reported each line of output.
+        arguments: arguments of the command line after `up`.
+        env: variables that are added to this process's environment.
+        on_line: called with each line of output.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class RunningUp:
             self.process.stdout.close()
 
     def wait_line(self, pattern: re.Pattern[str], timeout_s: float, *, after: int = 0) -> re.Match[str]:
-        """Returns the first match in the lines from number `after` on.
+        """Waits for a line from number `after` on that matches, and returns the match.
 
         Raises:
-            UpError: there is none in time, or the command ended without one.
+            UpError: no line matched in time, or the command has ended.
         """
         deadline = monotonic() + timeout_s
         while True:
@@ -89,20 +89,24 @@ class RunningUp:
                     return found
             if ended:
                 raise UpError(
-                    f"ended with {self.process.returncode} before {pattern.pattern!r}:\n{self.tail()}"
+                    f"ended with exit code {self.process.returncode} before {pattern.pattern!r}:\n"
+                    f"{self.tail()}"
                 )
             if monotonic() > deadline:
                 raise UpError(f"no {pattern.pattern!r} within {timeout_s:g} s:\n{self.tail()}")
             sleep(POLL_S)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S, *, after: int = 0) -> str:
-        """Returns the base URL of the API (without /v1) once the group serves, and all its URLs are out."""
+        """Waits until the group serves and all URLs are printed.
+
+        Returns the base URL of the API (without /v1).
+        """
         url = self.wait_line(ENDPOINT, timeout_s, after=after)["url"]
         self.wait_line(LAST_OF_URLS, REPORT_TIMEOUT_S, after=after)
         return url
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Returns the exit code; raises UpError if it does not end in time."""
+        """Waits for the exit code, and returns it. Raises UpError if the process does not end in time."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -111,7 +115,7 @@ class RunningUp:
         return code
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Sends a signal, SIGINT as Ctrl-C does; returns the exit code."""
+        """Sends a signal, by default SIGINT like Ctrl-C, and returns the exit code."""
         self.process.send_signal(number)
         return self.wait_exit()
 
@@ -120,12 +124,12 @@ class RunningUp:
         return "\n".join(self.lines[-count:])
 
     def group_report(self) -> GroupReport:
-        """Returns what the newest leader says of group 0."""
+        """Returns the newest leader's report of group 0."""
         url = [found["url"] for line in self.lines if (found := STATUS.search(line))][-1]
         return GroupReport.from_json(_get(url))
 
     def metrics(self) -> dict[int, str]:
-        """Returns each rank's /metrics, by rank, of the newest epoch."""
+        """Returns the text of each rank's /metrics, by rank, in the newest epoch."""
         urls = {int(found["rank"]): found["url"] for line in self.lines if (found := METRICS.search(line))}
         return {rank: _get(url) for rank, url in urls.items()}
 
@@ -135,7 +139,7 @@ class RunningUp:
         return {int(match["rank"]): (match["role"], match["device"], match["layers"]) for match in found}
 
     def complete(self, url: str, prompt: str | list[int], max_tokens: int = 32) -> dict[str, Any]:
-        """Returns the greedy completion of a prompt: `text` and `token_ids`, among others."""
+        """Returns the greedy completion of a prompt, with `text` and `token_ids`."""
         body = {
             "model": self.wait_line(ENDPOINT, 0.0)["model"],
             "prompt": prompt,
@@ -152,7 +156,7 @@ class RunningUp:
         return choice
 
     def processes(self) -> "Processes":
-        """Returns every process that it has started and that lives now."""
+        """Returns all living processes that it has started."""
         return Processes.below(self.process.pid)
 
     def _read(self) -> None:
@@ -163,7 +167,7 @@ class RunningUp:
 
 
 class Processes:
-    """Processes by id and start time, so that an id that is used again is not taken for the old one."""
+    """Processes by id and start time, because the kernel reuses ids."""
 
     def __init__(self, started: Mapping[int, int]) -> None:
         self.started = dict(started)
@@ -181,14 +185,14 @@ class Processes:
 
     @classmethod
     def of(cls, pids: Iterable[int]) -> "Processes":
-        """Returns those of these processes that live now."""
+        """Returns the living processes with these ids."""
         return cls({pid: fields[2] for pid in pids if (fields := _stat(pid)) is not None})
 
     def __bool__(self) -> bool:
         return bool(self.started)
 
     def living(self) -> list[int]:
-        """Returns those that have not ended; a zombie has."""
+        """Returns the processes that still run. A zombie has ended."""
         return [
             pid
             for pid, started in self.started.items()
@@ -196,7 +200,7 @@ class Processes:
         ]
 
     def wait_gone(self, timeout_s: float) -> list[int]:
-        """Returns those that live after `timeout_s`; immediately when there are none."""
+        """Waits until all have ended, at most `timeout_s`. Returns those that still run."""
         deadline = monotonic() + timeout_s
         while (left := self.living()) and monotonic() < deadline:
             sleep(POLL_S)
@@ -208,7 +212,7 @@ def _pids() -> list[int]:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """Returns state, parent and start time; None once it is gone (proc_pid_stat(5))."""
+    """Returns state, parent and start time of a process, or None after its end (proc_pid_stat(5))."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""Where HeteroInfer enters vLLM without replacing anything; patches/registry.py has what is replaced.
+"""Lists where HeteroInfer enters vLLM without replacing code. patches/registry.py lists replaced code.
 
-docs/contributor/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
-Stdlib only.
+docs/contributor/patches.md is made from this table. A test looks up each target in the pinned vLLM. Stdlib
+only.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ VLLM_VERSION: Final = "0.32.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One point of vLLM that is entered.
+    """One entry point into vLLM.
 
     Attributes:
         target: `module:attribute` that must exist.
-        kind: how it is entered, from the most to the least official.
-        used_by: our module.
-        why: what it is needed for.
+        kind: way of entry, ordered from the most to the least official.
+        used_by: module of ours that uses it.
+        why: reason for its use.
     """
 
     target: str

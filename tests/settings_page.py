@@ -1,4 +1,4 @@
-"""The page of the operator's environment variables: `python -m tests.settings_page` writes it.
+"""Writes the page of the operator's environment variables: `python -m tests.settings_page`.
 
 Names, meanings, defaults and allowed values come from the operator's settings.
 """
@@ -47,7 +47,7 @@ CHART_VALUES: Final = {
     "LOG_FORMAT": "logFormat",
     "POD_SECURITY": "assignedUserIds, workerPods",
 }
-"""The values of the chart that decide a variable, by its name without HETEROINFER_."""
+"""The chart's values that set a variable, by the variable's name without HETEROINFER_."""
 _ENTRY: Final = re.compile(r"^ {8}(\w+): HETEROINFER_(\w+): (.+\n(?: {12}.+\n)*)", re.MULTILINE)
 _EXPECTED: Final = re.compile(r" must be (.+) \(got ", re.DOTALL)
 
@@ -70,6 +70,7 @@ def render_page() -> str:
 
 
 def _rows() -> Iterator[str]:
+    """Yields a row for each setting. Raises if the class docstring lacks a setting."""
     defaults = {each.name: each.default for each in fields(InstallationSettings)}
     entries = _ENTRY.findall(InstallationSettings.__doc__ or "")
     for field, name, text in entries:
@@ -87,7 +88,7 @@ def _rows() -> Iterator[str]:
 
 
 def _allowed(variable: str) -> str:
-    """Returns the values that the operator expects, from its error about a value that no variable allows."""
+    """Returns the values that the operator accepts, from its error about a value that no variable accepts."""
     try:
         InstallationSettings.from_env({variable: "! !"})
     except HeteroInferError as error:

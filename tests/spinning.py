@@ -1,4 +1,4 @@
-"""Processes that keep CPUs busy, as another pod's would."""
+"""Runs processes that keep CPUs busy, like those of another pod."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 @contextlib.contextmanager
 def spinning(on: Sequence[Collection[int]]) -> Iterator[None]:
-    """Has a process spin on each of these sets of CPUs, until the context ends.
+    """Runs a busy process on each of these sets of CPUs, until the context ends.
 
     Args:
-        on: a set for each process.
+        on: a set of CPUs for each process.
     """
     others = [subprocess.Popen([sys.executable, "-c", "while True: 0"]) for _ in on]
     try:

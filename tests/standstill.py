@@ -1,9 +1,11 @@
-"""Tests that failed while this machine stood still: they say nothing of bounds of seconds, and are run again.
+"""Finds failed tests that ran while this machine stood still.
 
-`.ci/tests` loads this as a plugin of pytest. A process for each CPU wants a turn there each TURN_S, in which
-it writes a byte, as programs write their logs. A turn that comes late was late for others on that CPU, too:
-host or scheduler gave it away, for seconds and not always with the rest of them, or the disk took no bytes.
-What fails without such a turn has failed; so has what fails again.
+Such failures prove nothing, so the tests run again.
+
+`.ci/tests` loads this module as a plugin of pytest. For each CPU, a process asks for a turn each TURN_S, and
+writes a byte in it, as programs write their logs. A late turn shows that others on that CPU were late, too:
+the host or the scheduler gave the CPU away for seconds, or the disk accepted no bytes. A test that fails
+without a late turn has failed, and so has a test that fails again.
 """
 
 import os
@@ -21,19 +23,19 @@ from heteroinfer_contract.parent_death import die_with_parent
 
 TURN_S = 0.05
 LATE_S = 0.2
-"""A turn that is late by more is a standstill."""
+"""A turn that is later than this, in seconds, is a standstill."""
 EXCUSED_S = 0.5
-"""Standstills of so much in all, in seconds, excuse a test."""
+"""Sum of standstills, in seconds, that excuses a failed test."""
 RUN_AGAIN = 75
-"""Exit status of a run of which every failure is excused (EX_TEMPFAIL)."""
+"""Exit status of a run in which every failure is excused (EX_TEMPFAIL)."""
 ENV_FILE = "HETEROINFER_STANDSTILLS"
 
 
 def watch(file: Path) -> None:
-    """Writes a line `BEGIN END` for each standstill of a CPU, on the monotonic clock; for ever."""
+    """Writes a line `BEGIN END` for each standstill of a CPU, in monotonic time. Never returns."""
     own, *others = os.sched_getaffinity(0)
     first = os.getpid()
-    for cpu in others:  # a process for each: one that stands still holds up no other
+    for cpu in others:  # One process for each CPU, so that a standstill of one CPU does not delay the others.
         if os.fork() == 0:
             die_with_parent(first)
             own = cpu
@@ -53,7 +55,7 @@ def watch(file: Path) -> None:
 
 
 def stood_still_s(lines: str, begin_s: float, end_s: float) -> float:
-    """Returns for how long a CPU or more of the machine stood still between two times, in seconds."""
+    """Returns the seconds between two times in which at least one CPU stood still."""
     still_s, until_s = 0.0, begin_s
     for begin, end in sorted(tuple(map(float, line.split())) for line in lines.splitlines()):
         still_s += max(0.0, min(end_s, end) - max(until_s, begin))
@@ -62,11 +64,11 @@ def stood_still_s(lines: str, begin_s: float, end_s: float) -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-again", type=Path, help="where the tests to run once more are listed")
+    parser.addoption("--run-again", type=Path, help="file that lists the tests to run again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The first process of a run watches, for those that it starts, too (pytest-xdist)."""
+    """Starts the watch in the first process of a run, also for the processes of pytest-xdist."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Watcher(config.getoption("--run-again")))
 
@@ -75,13 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Says of each failed part of a test for how long the machine stood still since the test began."""
+    """Records for each failed part of a test the seconds of standstill since the test began."""
     report = yield
     began_s = item.stash.setdefault(_BEGAN, time.monotonic() - call.duration)
     if report.failed:
         lines = Path(os.environ[ENV_FILE]).read_text()
         still_s = stood_still_s(lines, began_s, time.monotonic())
-        # Travels to the first process. A node's id leaves out what is above the root.
+        # This property reaches the first process. A test's id does not contain the path above the root.
         test = "::".join([str(item.path), *item.nodeid.split("::")[1:]])
         report.user_properties.append((_FAILED, (test, still_s)))
         report.sections.append(("the machine", f"stood still for {still_s:.2f} s while this test ran"))
@@ -105,7 +107,7 @@ class _Watcher:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            # Without the property, the process that ran it has died: nothing excuses that.
+            # Without the property, the process that ran the test has died. A standstill does not excuse that.
             known: dict[str, Any] = dict(report.user_properties)
             test, still_s = known.get(_FAILED, (report.nodeid, 0.0))
             self._failed[test] = min(still_s, self._failed.get(test, still_s))

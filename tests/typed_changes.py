@@ -1,6 +1,6 @@
-"""A plugin of mypy: `model.changed(field=value)` is checked like the constructor of its model.
+"""Makes mypy check `model.changed(field=value)` like the constructor of the model.
 
-Pydantic's `model_copy(update=...)` takes any dictionary: mypy saw neither a misspelt field nor a wrong type.
+Pydantic's `model_copy(update=...)` accepts any dictionary, so mypy would not see a wrong field or type.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ class TypedChanges(Plugin):
 
 
 def _signature(context: MethodSigContext) -> FunctionLike:
+    """Returns the signature of `changed` for a model: each field is an optional keyword."""
     model, default = get_proper_type(context.type), context.default_signature
     if not isinstance(model, Instance) or not model.type.has_base(_BASE):
         return default
@@ -36,5 +37,5 @@ def _signature(context: MethodSigContext) -> FunctionLike:
 
 
 def plugin(version: str) -> type[TypedChanges]:
-    """Returns the plugin, as mypy asks for it."""
+    """Returns the plugin class. mypy calls this function."""
     return TypedChanges

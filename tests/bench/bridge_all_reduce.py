@@ -1,10 +1,10 @@
-"""Measures the all-reduce of one GPU rank and one CPU rank on one host: a plain way, and the bridge's two.
+"""Measures the all-reduce of one GPU rank and one CPU rank on one host, in three ways.
 
     PYTHONPATH=worker_image/src python3 -m tests.bench.bridge_all_reduce [--threads 8] [--cpu]
 
-Needs torch only. The plain way is `.cpu()`, gloo's all_reduce, `.cuda()`. Times are those of the GPU rank,
-and include a synchronize of its stream. The CPU rank calls as fast as it can. The results are checked.
-`--cpu` runs two CPU ranks, for a machine without a GPU.
+Needs torch only. The ways are a plain one (`.cpu()`, gloo's all_reduce, `.cuda()`) and the bridge's two
+transports. The times are those of the GPU rank, and include a synchronization of its stream. The CPU rank
+calls as fast as it can. The results are checked. `--cpu` runs two CPU ranks, for a machine without a GPU.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from vllm_heteroinfer.distributed.meter import Meter
 KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = [8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB, 16 * MIB, 64 * MIB]
 BUDGET_S = 1.5
-"""For each way and size; at least MIN_ITERATIONS of them, at most MAX_ITERATIONS."""
+"""Seconds for each way and size, with MIN_ITERATIONS to MAX_ITERATIONS calls."""
 MIN_ITERATIONS, MAX_ITERATIONS = 20, 1000
 WARM_UP = 10
 TIMEOUT_S = 60.0
@@ -64,14 +64,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def check(all_reduce: AllReduce, size: int, device: torch.device) -> None:
-    """Raises if a sum is not what torch makes of the same numbers on one device."""
+    """Raises if a sum differs from torch's sum of the same numbers on one device."""
     parts = [
         torch.randn(size // 2, generator=torch.Generator().manual_seed(size + rank)).bfloat16()
         for rank in range(2)
     ]
     got = all_reduce(parts[dist.get_rank()].to(device, copy=True)).cpu()
     if not torch.equal(got, parts[0] + parts[1]):
-        raise AssertionError(f"{size} bytes on {device}: got another sum than torch.add")
+        raise AssertionError(f"{size} bytes on {device}: the sum differs from torch.add")
 
 
 def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[float]:
@@ -84,7 +84,7 @@ def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[floa
         synchronize(device)
     estimate_s = (time.perf_counter() - start) / WARM_UP
     count = torch.tensor([min(MAX_ITERATIONS, max(MIN_ITERATIONS, int(BUDGET_S / estimate_s)))])
-    dist.broadcast(count, 0)
+    dist.broadcast(count, 0)  # both ranks must make the same number of calls
     seconds = []
     for _ in range(int(count)):
         start = time.perf_counter()
@@ -96,6 +96,7 @@ def measure(all_reduce: AllReduce, size: int, device: torch.device) -> list[floa
 
 @torch.inference_mode()  # as vLLM's workers run
 def run(rank: int, port: int, device_name: str, threads: int, results: Any) -> None:
+    """Runs one rank: measures each way with each size. Rank 0 puts its times into `results`."""
     torch.set_num_threads(threads)
     device = torch.device(device_name)
     if device.type == "cuda":
@@ -103,7 +104,7 @@ def run(rank: int, port: int, device_name: str, threads: int, results: Any) -> N
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     by_gloo, by_memory = (build_bridge(rank, device, share_host=share) for share in (False, True))
-    in_place = device.type == "cpu"  # as the plain way is there
+    in_place = device.type == "cpu"  # the plain way uses this address
     ways: dict[str, AllReduce] = {
         "plain": plain_all_reduce,
         by_gloo.path: lambda x: by_gloo.all_reduce(x, in_place=in_place),
@@ -128,6 +129,7 @@ def size_name(size: int) -> str:
 
 
 def table(measured: dict[tuple[int, str], list[float]]) -> str:
+    """Returns the Markdown table of all sizes. Its last column compares the bridge with the limit."""
     lines = [
         "| bf16 | plain p50 / p99 us | gloo | shared memory | plain : gloo | plain : shared memory | bar |",
         "|---|---|---|---|---|---|---|",
@@ -148,9 +150,10 @@ def table(measured: dict[tuple[int, str], list[float]]) -> str:
 
 
 def main() -> None:
+    """Starts both ranks, collects the times of rank 0, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=8, help="of the CPU rank")
-    parser.add_argument("--cpu", action="store_true", help="two CPU ranks")
+    parser.add_argument("--threads", type=int, default=8, help="threads of the CPU rank")
+    parser.add_argument("--cpu", action="store_true", help="run two CPU ranks")
     options = parser.parse_args()
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -162,7 +165,7 @@ def main() -> None:
     for process in ranks:
         process.start()
     measured: dict[tuple[int, str], list[float]] = {}
-    wanted = len(SIZES_BYTES) * 3
+    wanted = len(SIZES_BYTES) * 3  # each size in three ways
     while len(measured) < wanted:
         if not results.empty():
             size, way, seconds = results.get()

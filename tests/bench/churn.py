@@ -35,14 +35,14 @@ from pathlib import Path
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, Mode, Plan
-from tests.bench.leftovers import SHARED_MEMORY, Holdings, observe, shared_memory_of_nobody, wait_gone
+from tests.bench.leftovers import SHARED_MEMORY, Holdings, observe, unheld_shared_memory, wait_gone
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.conftest import Reference, make
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON, Group, build_plan, start_group
 
 END_TIMEOUT_S = 20.0
-"""From the signal until nothing is left; a supervisor gives its API server 3 s, and the kernel time to take
-memory back."""
+"""Seconds from the signal until nothing is left. A supervisor gives its API server 3 s, and the kernel needs
+time to free memory."""
 TOKENS = 16
 LAYERS = 8
 
@@ -62,14 +62,14 @@ ENDINGS = "TERM,RANK_0,TERM,FOLLOWER,TERM,RANK_1,TERM,LEADER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One group, from start to end.
+    """The life of one group, from its start to its end.
 
     Attributes:
-        mode: of its plan.
+        mode: mode of its plan.
         ending: how it was ended.
-        ready_s: from its start until it would answer; None if it never did.
-        ended_s: from the signal until nothing of it was left; None if something was.
-        failure: what went wrong, in words; empty if nothing did.
+        ready_s: seconds from its start until it would answer a request, or None.
+        ended_s: seconds from the signal until nothing of it was left, or None if something was.
+        failure: the failure as text, or "".
     """
 
     mode: str
@@ -81,15 +81,15 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What all groups share.
+    """The parameters of all groups.
 
     Attributes:
         model: folder of the model.
-        reference: what it must answer.
+        reference: expected answers of the model.
         gpu: whether one of the two ranks is on a GPU.
-        env: of every pod.
-        start_timeout_s: after which a start is a hang.
-        logs: a folder for each group is made in it, and kept if the group failed.
+        env: variables of every pod.
+        start_timeout_s: seconds after which a start counts as a hang.
+        logs: each group gets a folder in it, which stays if the group failed.
         alive: groups that run now.
     """
 
@@ -108,7 +108,7 @@ def plan_of(mode: Mode, site: Site) -> Plan:
         layers = range(LAYERS)
         device = Device.GPU if site.gpu else Device.CPU
         return feed_forward_plan(site.model, num_layers=LAYERS, remote=layers, device=device, eager_gpu=True)
-    # A stage is led by its GPU rank; a pipeline ends with its GPU stage, which has the head.
+    # The GPU rank leads a stage. A pipeline ends with its GPU stage, which has the head.
     devices = [Device.GPU, Device.CPU] if mode is Mode.TENSOR else [Device.CPU, Device.GPU]
     return build_plan(
         site.model,
@@ -123,7 +123,7 @@ def plan_of(mode: Mode, site: Site) -> Plan:
 
 
 def live(number: int, mode: Mode, ending: Ending, site: Site) -> Life:
-    """Runs one group; never raises: what goes wrong is in the result."""
+    """Runs one group. Never raises: a failure is in the result."""
     folder = site.logs / f"{number:04d}-{mode.value}-{ending.name}"
     life = Life(mode=mode.value, ending=ending.value)
     try:
@@ -136,13 +136,14 @@ def live(number: int, mode: Mode, ending: Ending, site: Site) -> Life:
             life = replace(life, ended_s=end(group, ending))
             site.alive.remove(group)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
-        return replace(life, failure=f"{folder}: {error}")  # with the last lines of each pod's log
+        # the text contains the last lines of each pod's log
+        return replace(life, failure=f"{folder}: {error}")
     shutil.rmtree(folder)
     return life
 
 
 def check_answer(group: Group, reference: Reference, number: int) -> None:
-    """Asks one prompt; raises AssertionError if the answer is not the model's."""
+    """Sends one prompt. Raises AssertionError if the answer differs from the expected one."""
     answers = list(reference.values())
     answer = answers[number % len(answers)]
     got = group.complete(answer["prompt_token_ids"], TOKENS)
@@ -151,13 +152,16 @@ def check_answer(group: Group, reference: Reference, number: int) -> None:
 
 
 def end(group: Group, ending: Ending) -> float:
-    """Returns after how many seconds nothing of the group was left; raises AssertionError if something is."""
-    held = hold(group)
+    """Ends a group. Returns the seconds until nothing of the group was left.
+
+    Raises AssertionError if something stays, or if an exit code is wrong.
+    """
+    held = observe_held(group)
     start = time.monotonic()
     if ending is Ending.TERM:
         group.terminate()
     else:
-        os.kill(victim(group, ending), signal.SIGKILL)
+        os.kill(process_to_kill(group, ending), signal.SIGKILL)
     for child in group.children:
         try:
             child.process.wait(max(0.1, start + END_TIMEOUT_S - time.monotonic()))
@@ -176,8 +180,8 @@ def end(group: Group, ending: Ending) -> float:
     return ended_s
 
 
-def hold(group: Group) -> Holdings:
-    """Returns what a group holds; raises AssertionError if that is less than it must be."""
+def observe_held(group: Group) -> Holdings:
+    """Returns the resources that a group holds. Raises AssertionError if one is missing."""
     held = observe([child.process.pid for child in group.children], group.log_dir)
     ports = set(held.ports.values())
     api, health = group.addresses[0].api_port, {address.health_port for address in group.addresses}
@@ -189,8 +193,8 @@ def hold(group: Group) -> Holdings:
     return held
 
 
-def victim(group: Group, ending: Ending) -> int:
-    """Returns the process that is killed."""
+def process_to_kill(group: Group, ending: Ending) -> int:
+    """Returns the process that the ending kills."""
     if ending is Ending.LEADER:
         return group.children[0].process.pid
     if ending is Ending.FOLLOWER:
@@ -199,7 +203,10 @@ def victim(group: Group, ending: Ending) -> int:
 
 
 def run(site: Site, options: argparse.Namespace) -> list[Life]:
-    """Returns every life; prints each as it ends. A signal ends the groups that are alive, and then this."""
+    """Runs all groups, prints each as it ends, and returns their lives.
+
+    A signal ends the running groups, and then this program.
+    """
     began = time.monotonic()
     lock, stopped = threading.Lock(), threading.Event()
     lives: list[Life] = []
@@ -208,10 +215,11 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
     turns = ((turn, mode) for turn in itertools.count() for mode in modes)
 
     def one(number: int, turn: int, mode: Mode) -> None:
+        """Runs one group and records its life, unless the time is up or the program ends."""
         if options.seconds and time.monotonic() - began > options.seconds:
             return
         life = live(number, mode, endings[turn % len(endings)], site)
-        if stopped.is_set():  # ended by this program's own end, which says nothing of it
+        if stopped.is_set():  # this program's own end has ended the group, so the result proves nothing
             return
         with lock:
             lives.append(life)
@@ -238,7 +246,7 @@ def run(site: Site, options: argparse.Namespace) -> list[Life]:
 
 
 def describe(life: Life) -> str:
-    """Returns a life as one line, or what failed."""
+    """Returns a life as one line, with its failure."""
     times = ", ".join(
         f"{what} {seconds:.1f} s"
         for what, seconds in (("ready", life.ready_s), ("gone", life.ended_s))
@@ -248,7 +256,7 @@ def describe(life: Life) -> str:
 
 
 def to_markdown(lives: Sequence[Life]) -> str:
-    """Returns the table: a row for each mode and ending, and one for all."""
+    """Returns a table with a row for each mode and ending, and one for all."""
     keys = sorted({(life.mode, life.ending) for life in lives})
     rows = [
         _row(mode, ending, [x for x in lives if (x.mode, x.ending) == (mode, ending)])
@@ -274,7 +282,10 @@ def _percentiles(seconds: Sequence[float]) -> tuple[str, str]:
 
 
 def environment(*, gpu: bool) -> dict[str, str]:
-    """Returns what every pod gets; compilers keep their work outside of the group's own folders."""
+    """Returns the variables of every pod.
+
+    Compilers store their results outside of the group's own folders.
+    """
     caches = Path(tempfile.gettempdir()) / "heteroinfer-churn"
     env = {
         "OMP_NUM_THREADS": "1",
@@ -293,12 +304,14 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--parallel", type=int, default=5, help="groups alive at the same time")
     parser.add_argument("--modes", default="Pipeline,Tensor")
-    parser.add_argument("--endings", default=ENDINGS, help="taken in turn; default: %(default)s")
-    parser.add_argument("--gpu", action="store_true", help="one rank of each group on a GPU")
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
-    parser.add_argument("--seconds", type=float, help="start no more groups after so long")
-    parser.add_argument("--results", type=Path, help="add to these results, and report all of them")
-    parser.add_argument("--logs", type=Path, help="of groups that failed; default: a new folder")
+    parser.add_argument("--endings", default=ENDINGS, help="used in turn; default: %(default)s")
+    parser.add_argument("--gpu", action="store_true", help="run one rank of each group on a GPU")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a start counts as a hang"
+    )
+    parser.add_argument("--seconds", type=float, help="start no more groups after this time")
+    parser.add_argument("--results", type=Path, help="append to these results, and print all of them")
+    parser.add_argument("--logs", type=Path, help="folder for logs of failed groups; default: a new folder")
     options = parser.parse_args()
     if Mode.FEED_FORWARD.value in options.modes and Ending.FOLLOWER.name in options.endings:
         parser.error(f"mode FeedForward has one pod: give --endings without {Ending.FOLLOWER.name}")
@@ -323,9 +336,9 @@ def main() -> int:
     if options.results:
         lives = [Life(**json.loads(line)) for line in options.results.read_text().splitlines()]
     print(to_markdown(lives))
-    orphaned = shared_memory_of_nobody(before)
+    orphaned = unheld_shared_memory(before)
     if orphaned:
-        print(f"FAILED: left in /dev/shm, and nobody has it: {', '.join(map(str, orphaned))}")
+        print(f"FAILED: files in /dev/shm that no process holds: {', '.join(map(str, orphaned))}")
     return 1 if orphaned or any(life.failure for life in lives) else 0
 
 

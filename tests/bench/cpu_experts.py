@@ -24,11 +24,11 @@ from tests.bench.model_shapes import SHAPES
 SHAPE = SHAPES["qwen3-30b-a3b"]
 EXPERTS, TOPK = SHAPE["num_experts"], SHAPE["num_experts_per_tok"]
 DRAWS = 16
-"""Of rows and their experts, taken in turn."""
+"""Random draws of inputs and experts, which are used in turn."""
 
 
 def draw_rows(rows: int) -> list[tuple[Any, ...]]:
-    """Returns inputs, experts and weights of calls, and how many experts each reads."""
+    """Draws inputs, experts and weights of calls, and counts the experts that each call reads."""
     import torch
 
     draw = torch.Generator().manual_seed(rows)
@@ -42,13 +42,14 @@ def draw_rows(rows: int) -> list[tuple[Any, ...]]:
 
 
 class Contenders:
-    """The same layers in the form of each of the two.
+    """The same layers for our kernels and for the compared ones.
 
     Args:
         weights: "bf16" or "fp8".
-        count: of layers.
-        against: another build of our library, in place of vLLM's kernels.
-        private: whether the other one is ours too, with weights in private memory.
+        count: number of layers.
+        against: another build of our library, which replaces vLLM's kernels.
+        private: whether the comparison is between weights in a memfd and in private memory, both with our
+            kernels.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Contenders:
         from vllm.platforms.cpu import CpuPlatform
 
         torch.cpu._init_amx()
-        CpuPlatform.import_kernels()  # also where the build is for GPUs
+        CpuPlatform.import_kernels()  # also if vLLM's build is for GPUs
         import vllm._custom_ops as ops
 
         from vllm_heteroinfer.kernels import library, linear
@@ -80,7 +81,7 @@ class Contenders:
         self.ours: list[Any] = []
         self.theirs: list[Any] = []
         for _ in range(count):
-            # Small numbers; FP8 has scales of them.
+            # Small numbers, because FP8 has scales.
             dense = [
                 (torch.randn(shape, generator=draw) * (16 if self.fp8 else 0.02)).to(
                     FP8 if self.fp8 else torch.bfloat16
@@ -116,11 +117,11 @@ class Contenders:
                 self.theirs.append([ops.cpu_prepack_moe_weight(w, self.isa) for w in dense])
 
     def run_ours(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
-        """Computes a layer by our kernels."""
+        """Computes a layer with our kernels."""
         self._experts(self._library, y, x, self.ours[layer], weights=weights, ids=ids)
 
     def run_theirs(self, layer: int, y: Any, x: Any, ids: Any, weights: Any) -> None:
-        """Computes a layer by what ours are compared with."""
+        """Computes a layer with the compared kernels."""
         if self._against:
             self._experts(self._against, y, x, self.theirs[layer], weights=weights, ids=ids)
             return
@@ -144,14 +145,14 @@ class Contenders:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Returns how long a call takes, in seconds."""
+    """Returns the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def compare(both: Contenders, rows: int, rounds: int) -> str:
-    """Returns a line of the table."""
+    """Measures both kernels in turn, and returns a line of the table."""
     torch = both._torch
     drawn = draw_rows(rows)
     rates: list[list[float]] = [[], []]
@@ -164,9 +165,9 @@ def compare(both: Contenders, rows: int, rounds: int) -> str:
         taken = [0.0, 0.0]
         for which in (0, 1) if number % 2 else (1, 0):
             run, y = runs[which]
-            given = x.clone()  # which vLLM's may overwrite
+            given = x.clone()  # a copy, because vLLM's kernels may overwrite it
             taken[which] = timed(functools.partial(run, layer, y, given, ids, weights))
-        if number < 2:  # threads wake, buffers grow
+        if number < 2:  # the first calls start threads and allocate buffers
             continue
         largest = outputs[1].float().abs().max()
         gap = max(gap, float((outputs[0].float() - outputs[1].float()).abs().max() / largest))
@@ -191,8 +192,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--against", type=Path, help="another build of our own library")
-    parser.add_argument("--against-private", action="store_true", help="weights in a memfd and not")
+    parser.add_argument("--against", type=Path, help="compare with this build of our own library")
+    parser.add_argument(
+        "--against-private",
+        action="store_true",
+        help="compare weights in a memfd with weights in private memory",
+    )
     options = parser.parse_args(argv)
     import torch
 

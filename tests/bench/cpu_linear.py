@@ -32,7 +32,7 @@ SHAPES = {
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
 }
-"""Of a Llama of 8B: columns (n), inputs (k)."""
+"""Layers of a Llama with 8B weights: columns (n), inputs (k)."""
 FLAGS = ("avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -40,12 +40,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """Several weights of one shape, each in the form that every contender reads.
+    """Several weights of one shape, in the form that each compared kernel reads.
 
     Attributes:
-        weight: the first one, [n, k], bf16.
-        ours: a product for each copy, by our kernels.
-        theirs: a product for each copy, by oneDNN.
+        weight: the first weight, [n, k], bf16.
+        ours: for each copy, a product with our kernels.
+        theirs: for each copy, a product with oneDNN.
     """
 
     weight: torch.Tensor
@@ -54,14 +54,14 @@ class Layers:
 
     @property
     def nbytes(self) -> int:
-        """Returns what a round over all copies reads, in bytes."""
+        """Returns the bytes that a round over all copies reads."""
         return self.weight.nbytes * len(self.ours)
 
 
 def onednn_source() -> str:
-    """Returns whose oneDNN is measured, after loading it."""
+    """Loads vLLM's oneDNN if possible, and returns the name of the measured oneDNN."""
     name = "vllm._C" if torch.cpu._is_avx512_bf16_supported() else "vllm._C_AVX512"
-    with contextlib.suppress(ImportError):  # _C_AVX512 holds no module of its name, only the ops
+    with contextlib.suppress(ImportError):  # _C_AVX512 has no module of its name, only operations
         __import__(name)
     if hasattr(torch.ops._C, "create_onednn_mm_handler"):
         return f"{name} (onednn_mm)"
@@ -69,6 +69,7 @@ def onednn_source() -> str:
 
 
 def onednn_product(weight: torch.Tensor) -> Product:
+    """Returns a function for a product with oneDNN: vLLM's, or torch's if vLLM's library is missing."""
     columns = weight.shape[0]
     if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
         return lambda x: torch.nn.functional.linear(x, weight)
@@ -100,17 +101,18 @@ def build_layers(shape: str, total_bytes: int) -> Layers:
 
 
 def measure(products: Sequence[Product], x: torch.Tensor, rounds: int) -> float:
-    """Returns the median time of a round over all copies, in seconds."""
+    """Returns the median seconds of a round over all copies."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         for product in products:
             product(x)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first one wakes threads and fills buffers
+    return statistics.median(times[1:])  # the first round starts threads and allocates buffers
 
 
 def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.Namespace) -> None:
+    """Prints a row for each number of rows and threads: rates, ratio and errors of both kernels."""
     inputs = layers.weight.shape[1]
     x = torch.randn(max(args.rows), inputs, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     reference = x.float() @ layers.weight.float().t()
@@ -133,6 +135,7 @@ def compare(library: KernelLibrary, layers: Layers, shape: str, args: argparse.N
 
 
 def describe(library: KernelLibrary) -> str:
+    """Describes the CPU, the huge pages, the OpenMP settings and the versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "?")
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
@@ -158,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights of each shape")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="GB of weights of each shape")
     parser.add_argument("--quick", action="store_true", help="5 rounds over 0.9 GB")
     args = parser.parse_args(argv)
     if args.quick:

@@ -2,11 +2,15 @@
 
     python -m tests.bench.exchange_trace FILE
 
-Of each number of rows, the last step counts. Times are in ms per layer: the mean over all layers except the
-first and the last. `gap` is the time from an answer to the next ask. In `wait for copies`, the GPU only waits
-for experts. `answer` waits for CPUs and then reads their answer. `CPUs` is the time in which the slowest rank
-computes. `exchange` is the rest of the time from ask to answer if the CPUs end after the GPU. In `link idle`,
-nothing is copied.
+For each number of rows, the last step counts. Times are in ms per layer: the mean over all layers except the
+first and the last. The columns:
+
+- `gap`: from an answer to the next ask.
+- `wait for copies`: the GPU only waits for experts.
+- `answer`: the GPU waits for CPUs, and then reads their answer.
+- `CPUs`: the slowest rank computes.
+- `exchange`: the rest of the time from ask to answer, if the CPUs end after the GPU.
+- `link idle`: nothing is copied.
 """
 
 import json
@@ -24,13 +28,13 @@ COLUMNS = (
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """Returns the last step of each number of rows, by rows."""
+    """Returns the last step for each number of rows."""
     steps = (json.loads(line) for line in file.read_text().splitlines())
     return [step for _, step in sorted({step["rows"]: step for step in steps}.items())]
 
 
 def of_layers(spans: Iterable[Sequence[Any]]) -> dict[int, dict[str, list[Span]]]:
-    """Returns the spans by layer and work."""
+    """Returns the spans by layer and kind of work."""
     layers: dict[int, dict[str, list[Span]]] = {}
     for work, layer, begin, end in spans:
         layers.setdefault(layer, {}).setdefault(work, []).append((begin, end))
@@ -43,13 +47,13 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def between(spans: Sequence[Span]) -> float:
-    """Returns the time between spans, which do not overlap."""
+    """Returns the time between spans, which must not overlap."""
     ordered = sorted(spans)
     return sum(max(0.0, after[0] - before[1]) for before, after in pairwise(ordered))
 
 
 def summarize(step: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the mean of each column over the step's layers without the first and the last."""
+    """Returns the mean of each column over the step's layers, without the first and the last."""
     layers = of_layers(step["spans"])
     numbers = sorted(layers)
     busy_ms = max(step["busy_ns"]) / 1e6 / len(numbers)
@@ -83,7 +87,7 @@ def summarize(step: Mapping[str, Any]) -> dict[str, float]:
 
 
 def to_table(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Returns a row for each step."""
+    """Returns a table with a row for each step."""
     lines = ["| rows | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for step in steps:
         cells = (f"{value:.2f}" for value in summarize(step).values())

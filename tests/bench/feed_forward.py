@@ -3,8 +3,8 @@
     python -m tests.bench.feed_forward exchange [--asks N]    the exchange in a CUDA graph; checksums
     python -m tests.bench.feed_forward frozen                 when a kernel gives up a lane, as JSON
 
-Needs one GPU and a Python with vLLM's CUDA and CPU builds. `tests.bench.feed_forward_cells` measures whole
-steps.
+Needs one GPU and a Python with vLLM's CUDA and CPU builds. A lane is the place of a feed-forward rank in the
+slab; here, a small process serves it. `tests.bench.feed_forward_cells` measures whole steps.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def echo_lane(offer: str, lane: int, ready: Any) -> None:
-    """A lane in C++ that gives back what it is asked, until stopped."""
+    """Serves a lane in C++: it returns the inputs of each ask until it is stopped."""
     from vllm_heteroinfer.feed_forward import slab_library
     from vllm_heteroinfer.feed_forward.slab import Offer, connect
 
@@ -30,7 +30,7 @@ def echo_lane(offer: str, lane: int, ready: Any) -> None:
 
 
 class Exchange:
-    """A CudaExchange with C++ lanes of its own."""
+    """A CudaExchange and the processes of its lanes."""
 
     def __init__(self, hidden: int, max_rows: int, lanes: int = 1, *, limit_s: float = 60.0) -> None:
         import torch
@@ -52,7 +52,7 @@ class Exchange:
         self.asks = CudaExchange(self.slab, torch.device("cuda:0"), limit_s=limit_s)
 
     def close(self) -> None:
-        """Ends the lanes."""
+        """Ends the processes of the lanes."""
         import torch
 
         torch.cuda.synchronize()
@@ -63,7 +63,7 @@ class Exchange:
 
 
 def graph_of(layers: int, step: Callable[[], Any]) -> Any:
-    """Returns a captured graph of `step`, which has run once before."""
+    """Runs `step` once, and returns a captured CUDA graph of it."""
     import torch
 
     del layers
@@ -79,7 +79,7 @@ def graph_of(layers: int, step: Callable[[], Any]) -> Any:
 
 
 def replay_us(graph: Any, layers: int) -> float:
-    """Returns the median time of a layer of a graph, in us."""
+    """Returns the median microseconds of a layer in a graph."""
     import torch
 
     for _ in range(5):
@@ -95,7 +95,7 @@ def replay_us(graph: Any, layers: int) -> float:
 
 
 def exchange(options: argparse.Namespace) -> None:
-    """Measures the exchange by size of rows; counts padded rows; checks many exchanges."""
+    """Measures the exchange by number of rows, checks padded rows, and checks many exchanges."""
     import torch
 
     layers = 48
@@ -123,7 +123,7 @@ def exchange(options: argparse.Namespace) -> None:
 
 
 def padded_rows(bench: Exchange) -> None:
-    """Checks that padded rows are asked of nobody and come back as zeros."""
+    """Checks that no rank gets padded rows, and that their results are zeros."""
     import torch
 
     x = torch.randn((8, 2048), device="cuda", dtype=torch.bfloat16)
@@ -143,7 +143,7 @@ def padded_rows(bench: Exchange) -> None:
 
 
 def many(bench: Exchange, asks: int) -> None:
-    """Replays a graph of exchanges with rows that change each time; counts wrong words on the device."""
+    """Replays a graph of exchanges with new rows each time, and counts wrong words on the device."""
     import torch
 
     layers, rows = 1000, 1
@@ -196,10 +196,10 @@ FROZEN_S = 3.0
 
 
 def frozen(options: argparse.Namespace) -> None:
-    """Stops the last of three lanes during an ask, and prints when the kernel gave up, and whom.
+    """Stops the last of three lanes during an ask. Prints when the kernel gave up, and which lane.
 
-    Without a watch the device's clock decides. With a watch, the watch must have made the checks of the
-    limit: a watch without checks is frozen with its pod.
+    Without a watch, the device's clock decides. With a watch, the watch must have made the number of checks
+    of the limit, because a watch without checks is frozen with its pod.
     """
     import torch
 
@@ -212,7 +212,7 @@ def frozen(options: argparse.Namespace) -> None:
         x = torch.ones((4, 2048), device="cuda", dtype=torch.bfloat16)
         ids = torch.zeros((4, 8), dtype=torch.int32, device="cuda")
         weights = torch.zeros((4, 8), device="cuda")
-        assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
+        assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a lane's answer is wrong"
         if case != "no watch":
             bench.slab.add_check()
         stopped = bench.lanes[-1].pid or 0

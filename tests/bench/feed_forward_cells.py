@@ -3,18 +3,24 @@
     python -m tests.bench.feed_forward_cells ours:24 gpu uva:24 [--requests 1,4,16,64] [--fp8] [...]
     python -m tests.bench.feed_forward_cells ours:6 ours:6:OMP_NUM_THREADS=14,OMP_PROC_BIND=true uva:6 gpu
 
-A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]: `ours` (variables are for our pods), `shared` (ours, and the
-GPU computes a part of the experts of prompts), or stock vLLM: `gpu` (all on the GPU), `uva`,
-`prefetch`. Ours start first, one after the other, since they measure the CPUs when they start; then
-stock's. All but the one that is measured are idle. Dummy weights, uniform routing, bf16 or FP8 block. A
-step is the time between steps while all requests decode. Before each cell of ours a process with the
-lane's variables reads memory (the stream), and once one copies pinned memory to the GPU (the link): a
-stock cell that beats the link is void, and nothing that copies whole layers can take less than their
-bytes over it.
+A way is KIND[:LAYERS OFF[:NAME=VALUE,...]]. Kinds:
 
-What is measured is printed and appended to `--results` at the same time; the tables come last, also after
-`--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds; `--cpu` runs ours and
-`gpu` on the CPU with a tiny shape, to try the program. That Python also needs pydantic, and operator/src.
+- `ours`: our group. The variables are for its pods.
+- `shared`: our group, whose GPU computes a part of the experts of prompts.
+- `gpu`: stock vLLM with all experts on the GPU.
+- `uva`, `prefetch`: stock vLLM with offloaded experts.
+
+Our groups start first, one after another, because they measure the CPUs at their start. Then the stock ones
+start. During a measurement, all other ways are idle. Weights are random, routing is uniform, and the format
+is bf16 or FP8 in blocks. A step is the time between two steps while all requests decode.
+
+Before each cell of ours, a process with the rank's variables measures the rate of memory (the stream). Once,
+a process copies pinned memory to the GPU (the link). A stock cell that is faster than the link is void,
+because copying whole layers cannot take less time than their bytes over the link.
+
+Results are printed and appended to `--results` at the same time. The tables are printed at the end, also
+after `--deadline-seconds`. Needs one GPU and a Python with vLLM's CUDA and CPU builds, pydantic, and
+operator/src. `--cpu` runs `ours` and `gpu` on the CPU with a tiny shape, to try the program.
 """
 
 import argparse
@@ -45,7 +51,7 @@ from tests.integration.worker.groups import Group, start_group
 
 MAX_SEQS, BLOCK = 64, 32
 MAX_LEN, PROMPTS_MAX_LEN = 512, 4096
-"""Of a run of decode steps, and at least of one that times first tokens too."""
+"""Seconds of a run of decode steps, at least, if it also times first tokens."""
 OURS = ("ours", "shared")
 PROMPT_TOKENS = 16
 PROMPT_TRIES = 3
@@ -57,10 +63,10 @@ WARM_STEPS = 8
 POLL_S = 0.02
 CELL_LIMIT_S = 150.0
 ABOUT_MS, DENSE_MS = {1: 1.0, 4: 3.0, 16: 8.0, 64: 14.0}, 5.0
-"""Of a layer off the GPU, for how many tokens a cell asks beyond those that are measured."""
+"""Seconds for a layer off the GPU, from which a cell derives the tokens beyond the measured ones."""
 EXCHANGE_MS = 0.02
 SLACK = 1.15
-"""A layer's bound is so many times its active bytes at the stream's rate, and an exchange."""
+"""A layer's bound is this factor of its active bytes at the stream's rate, plus an exchange."""
 OUR_COLUMNS = (
     "| way | N | compute of CPU ranks, ms/layer | active bytes, MB/layer "
     "| reading rate of HeteroInfer's CPU ranks, GB/s | memory bandwidth of the host, GB/s | bound, ms/layer "
@@ -90,7 +96,7 @@ def prompts(requests: int) -> list[list[int]]:
 
 
 def long_prompts(tokens: int) -> list[list[int]]:
-    """Returns prompts of so many tokens whose first blocks differ."""
+    """Returns prompts of this number of tokens. Their first blocks differ."""
     return [[(seed * 31 + 7 * j) % 500 + 1 for j in range(tokens)] for seed in range(PROMPT_TRIES)]
 
 
@@ -100,8 +106,8 @@ class Way:
 
     Attributes:
         kind: ours, gpu, uva or prefetch.
-        off: layers whose feed-forward parts are off the GPU.
-        env: of our pods.
+        off: number of layers whose experts or MLPs are off the GPU.
+        env: variables of our pods.
     """
 
     kind: str
@@ -110,7 +116,7 @@ class Way:
 
     @classmethod
     def parse(cls, text: str) -> "Way":
-        """Returns what KIND[:OFF[:NAME=VALUE,...]] means."""
+        """Parses KIND[:OFF[:NAME=VALUE,...]]."""
         kind, off, env = (*text.split(":", 2), "", "")[:3]
         pairs = tuple(
             (name, value) for name, _, value in (pair.partition("=") for pair in env.split(",")) if name
@@ -119,7 +125,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Returns it as it was asked for."""
+        """Returns the way as the user wrote it."""
         parts = [self.kind, str(self.off) if self.off else "", ",".join("=".join(pair) for pair in self.env)]
         return ":".join(parts).rstrip(":")
 
@@ -128,21 +134,21 @@ class Running(Protocol):
     """A way that has been started."""
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Returns what there is to say of it once it can be measured."""
+        """Waits until the way can be measured. Returns facts about its start."""
 
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
-        """Returns one cell."""
+        """Measures one cell of this way."""
 
     def first_tokens(self, tokens: int) -> list[float]:
-        """Returns the seconds until one token follows a prompt of so many, for each of some prompts."""
+        """Returns the seconds until the first token of each of some prompts of this number of tokens."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the processes of the way."""
 
 
 @dataclass(slots=True)
 class Ours:
-    """A group of ours."""
+    """Our group."""
 
     way: Way
     options: argparse.Namespace
@@ -153,7 +159,7 @@ class Ours:
     _group: Group | None = None
 
     def start(self) -> None:
-        """Starts it, and a process that reads memory as its lane would."""
+        """Starts the group, and a process that reads memory like its feed-forward rank."""
         options = self.options
         ring_mib = options.ring_mib if self.way.kind == "shared" else 0
         plan = plan_of(self.model, self.way.off, options, ring_mib=ring_mib)
@@ -169,18 +175,18 @@ class Ours:
 
     @property
     def trace(self) -> Path:
-        """The file with the timelines of long steps."""
+        """Returns the file with the timelines of long steps."""
         return self.logs / "trace.jsonl"
 
     def _tracing(self) -> dict[str, str]:
-        """Returns the variables that make the rank with the GPU write timelines."""
+        """Returns the variables that make the GPU rank write timelines."""
         if not self.options.trace or self.way.kind != "shared":
             return {}
         path = os.pathsep.join(filter(None, [str(TRACING), os.environ.get("PYTHONPATH", "")]))
         return {"PYTHONPATH": path, "EXCHANGE_TRACE": str(self.trace.resolve())}
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._group is not None
         assert self.stream is not None
         ready = self._group.wait_ready(timeout_s)
@@ -188,7 +194,7 @@ class Ours:
         return {"ready_s": ready, **pages(self._group.rank_pid(1))}
 
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._group is not None
         assert self.stream is not None
         found = self.stream.ask({}, 60.0)
@@ -197,7 +203,7 @@ class Ours:
         return {**found, **measure_group(self._group, requests, steps, about_s, max_len)}
 
     def first_tokens(self, tokens: int) -> list[float]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._group is not None
         times = []
         for prompt in long_prompts(tokens):
@@ -207,7 +213,7 @@ class Ours:
         return times
 
     def close(self) -> None:
-        """As `Running`."""
+        """See `Running`."""
         if self.stream is not None:
             self.stream.close()
         self._stack.close()
@@ -222,7 +228,7 @@ class Ours:
 
 
 def max_len_of(options: argparse.Namespace) -> int:
-    """Returns the longest request of a run."""
+    """Returns the number of tokens of the longest request of a run."""
     longest = max([*options.prompts, PROMPTS_MAX_LEN - BLOCK]) + BLOCK
     return longest if options.prompts else MAX_LEN
 
@@ -230,7 +236,7 @@ def max_len_of(options: argparse.Namespace) -> int:
 def plan_of(
     model: Path, off: int, options: argparse.Namespace, share: int = BY_RATE, ring_mib: int = 0
 ) -> Plan:
-    """Returns a plan of one GPU rank, and feed-forward ranks of `off` layers that are spread as in a plan."""
+    """Returns a plan with one GPU rank. Feed-forward ranks have `off` layers, spread as in a real plan."""
     plan = feed_forward_plan(
         model,
         num_layers=options.layers,
@@ -251,7 +257,7 @@ def plan_of(
 
 
 def lane_counters(group: Group, rank: int) -> dict[str, float]:
-    """Returns a feed-forward rank's sums."""
+    """Returns the sums of a feed-forward rank's counters."""
     total = scrape(group, rank).total
     return {
         "compute_s": total(names.FEED_FORWARD_COMPUTE_SECONDS_TOTAL),
@@ -263,26 +269,26 @@ def lane_counters(group: Group, rank: int) -> dict[str, float]:
 
 
 def on_cpu(plan: Plan) -> Plan:
-    """Returns a plan for a try without a GPU."""
+    """Returns the plan for a try without a GPU."""
     asking = replace(plan.ranks[0], device=Device.CPU, kv_cache_bytes=GIB // 4, ring_bytes=0)
     ranks = (asking, *plan.ranks[1:])
     return replace(plan, ranks=ranks)
 
 
 def routing(shape: str) -> dict[str, str]:
-    """Returns the variables of uniform routing, for a mixture of experts."""
+    """Returns the variables for uniform routing, if the model is a mixture of experts."""
     return ROUTING if SHAPES[shape].get("num_experts") else {}
 
 
 def measure_group(group: Group, requests: int, steps: int, about_s: float, max_len: int) -> dict[str, Any]:
-    """Returns a step's time and the first lane's share of it, while `requests` decode.
+    """Returns the time of a step while `requests` decode, and the share of the first feed-forward rank.
 
     Args:
-        group: that has nothing else to do.
-        requests: at the same time.
-        steps: to measure.
-        about_s: what a step takes, to ask for few tokens beyond those that are measured.
-        max_len: of a request, in tokens.
+        group: a group without other requests.
+        requests: number of concurrent requests.
+        steps: number of steps to measure.
+        about_s: expected seconds of a step, so that requests need few tokens beyond the measured ones.
+        max_len: tokens of the longest request.
     """
     tokens = min(max_len - 32, WARM_STEPS + steps + 12 + int(0.8 / max(0.002, about_s)))
     threads = [
@@ -298,10 +304,10 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float, max_l
         thread.start()
     while count() < first + WARM_STEPS and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    time.sleep(0.3)  # lanes tell their counters four times a second
+    time.sleep(0.3)  # ranks publish their counters four times a second
     begin = count()
     while (before := count()) == begin and time.monotonic() < deadline:
-        time.sleep(POLL_S / 10)  # to the edge of a step
+        time.sleep(POLL_S / 10)  # until the counters change, at the end of a step
     start, lanes = time.perf_counter(), lane_counters(group, 1)
     now, end = before, start
     while now < before + steps and time.monotonic() < deadline and any(t.is_alive() for t in threads):
@@ -326,7 +332,7 @@ def measure_group(group: Group, requests: int, steps: int, about_s: float, max_l
 
 
 def pages(pid: int) -> dict[str, float]:
-    """Returns how much of a process's memory is in huge pages, in GiB."""
+    """Returns the GiB of a process's memory that are in huge pages."""
     found = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -336,16 +342,16 @@ def pages(pid: int) -> dict[str, float]:
     return found
 
 
-# Processes of our own
+# Child processes of this program
 
 
 class Child:
-    """A part of this module in a process of its own: a line of JSON is asked, a line RESULT answers."""
+    """Runs a part of this module in a process. Questions are lines of JSON, answers are lines RESULT."""
 
     def __init__(
         self, part: str, given: Mapping[str, Any], env: Mapping[str, str], log: Path | None = None
     ) -> None:
-        """Starts it; its output goes on to `log`."""
+        """Starts the process. Its output is appended to `log`."""
         command = [
             sys.executable,
             "-m",
@@ -369,6 +375,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        """Collects the lines of the process's output, and at its end an empty line."""
         assert self._process.stdout is not None
         with self._log.open("w") if self._log else contextlib.nullcontext() as log:
             for line in self._process.stdout:
@@ -383,10 +390,10 @@ class Child:
             self._came.notify_all()
 
     def wait(self, word: str, timeout_s: float) -> str:
-        """Returns the rest of the next line that begins with `word`.
+        """Waits for the next line that begins with `word`, and returns the rest of the line.
 
         Raises:
-            RuntimeError: the process ended, or no such line came in time.
+            RuntimeError: the process has ended, or there was no such line in time.
         """
         deadline, at = time.monotonic() + timeout_s, 0
         with self._came:
@@ -405,27 +412,27 @@ class Child:
                     )
 
     def ask(self, what: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Returns the answer to one line."""
+        """Sends one line, and returns the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
         found: dict[str, Any] = json.loads(self.wait("RESULT", timeout_s))
         return found
 
-    def said(self, word: str) -> str:
-        """Returns the last line so far that has `word` in it."""
+    def last_line_with(self, word: str) -> str:
+        """Returns the last line so far that contains `word`."""
         with self._came:
             return next((line.strip() for line in reversed(self._lines) if word in line), "")
 
     def close(self) -> None:
-        """Ends it and all that it started."""
+        """Ends the process and everything that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait(30)
 
 
 def answering(answer: Any) -> None:
-    """Answers lines of JSON until there are no more."""
+    """Answers lines of JSON until stdin ends."""
     print("READY", flush=True)
     for line in sys.stdin:
         print("RESULT " + json.dumps(answer(**json.loads(line))), flush=True)
@@ -499,7 +506,7 @@ class Stock:
     _child: Child | None = None
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts its process."""
         options = self.options
         given = {
             "model": str(self.model),
@@ -511,28 +518,28 @@ class Stock:
         }
         self.logs.mkdir(parents=True, exist_ok=True)
         env = {**STOCK_ENV, **routing(options.shape)}
-        if options.cpu:  # where vLLM's simulated routing has ids that its experts do not take
+        if options.cpu:  # if vLLM's simulated routing has ids that vLLM's experts refuse
             env = {**STOCK_ENV, "CUDA_VISIBLE_DEVICES": "-1"}
         self._child = Child("stock", given, env, self.logs / "stock.log")
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._child is not None
         start = time.monotonic()
         self._child.wait("READY", timeout_s)
         text = (self.logs / "stock.log").read_text(errors="replace")
-        said = [
+        notes = [
             line.split("]")[-1].strip() for line in text.splitlines() if "ffload" in line and "otal" in line
         ]
-        return {"ready_s": round(time.monotonic() - start, 1), "said": " | ".join(said)[-200:]}
+        return {"ready_s": round(time.monotonic() - start, 1), "said": " | ".join(notes)[-200:]}
 
     def measure(self, requests: int, steps: int) -> dict[str, Any]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._child is not None
         return self._child.ask({"requests": requests, "steps": steps}, CELL_LIMIT_S)
 
     def first_tokens(self, tokens: int) -> list[float]:
-        """As `Running`."""
+        """See `Running`."""
         assert self._child is not None
         return [
             float(self._child.ask({"prompt": prompt}, CELL_LIMIT_S)["first_s"])
@@ -540,13 +547,13 @@ class Stock:
         ]
 
     def close(self) -> None:
-        """As `Running`."""
+        """See `Running`."""
         if self._child is not None:
             self._child.close()
 
 
 def offload(way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns vLLM's settings of a stock way."""
+    """Returns vLLM's settings for a stock way."""
     what = "experts" if SHAPES[options.shape].get("num_experts") else "mlp"
     per_layer = off_bytes(options.shape, fp8=options.fp8)
     if way.kind == "uva":
@@ -563,12 +570,12 @@ def offload(way: Way, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stock_part(given: Mapping[str, Any]) -> None:
-    """Serves with stock vLLM, its engine stepped by hand."""
+    """Serves with stock vLLM, and runs its engine step by step."""
     import vllm
 
     settings: dict[str, Any] = {
         "kv_cache_memory_bytes": GIB // 4 if given["cpu"] else int(given["kv_gib"] * GIB),
-        "gpu_memory_utilization": 0.1,  # others are on the GPU, and the KV cache's size is given
+        "gpu_memory_utilization": 0.1,  # other processes use the GPU, so the size of the KV cache is fixed
         "compilation_config": json.loads(CAPTURE),
         **{k: set(v) if isinstance(v, list) else v for k, v in given["offload"].items()},
     }
@@ -589,6 +596,10 @@ def stock_part(given: Mapping[str, Any]) -> None:
     cells = 0
 
     def decode(requests: int, steps: int) -> dict[str, Any]:
+        """Decodes `requests` requests, and measures `steps` steps after WARM_STEPS steps.
+
+        Only steps in which every request gets a token count.
+        """
         nonlocal cells
         cells += 1
         sampling = vllm.SamplingParams(
@@ -621,7 +632,7 @@ def stock_part(given: Mapping[str, Any]) -> None:
 
 
 class Cells:
-    """A run: every way that has been started, and what was found so far."""
+    """One run: the started ways, and the results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self._began = options, time.monotonic()
@@ -629,7 +640,7 @@ class Cells:
         self.running: dict[Way, Any] = {}
 
     def note(self, **values: Any) -> None:
-        """Prints and keeps what was found."""
+        """Prints a result, and appends it to the file."""
         values = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
         self.found.append(values)
         print("CELL " + json.dumps(values), flush=True)
@@ -643,7 +654,7 @@ class Cells:
         return float(self.options.deadline_seconds - (time.monotonic() - self._began))
 
     def start(self) -> None:
-        """Starts every way, and waits until each can be measured; those that cannot are noted."""
+        """Starts every way, and waits until each can be measured. Notes those that fail."""
         options = self.options
         folder = Path(tempfile.mkdtemp(prefix="hi-shape-"))
         model = make_shape(folder, options.shape, options.layers, fp8=options.fp8)
@@ -663,7 +674,7 @@ class Cells:
         print(f"  all started after {time.monotonic() - self._began:.0f} s", flush=True)
 
     def _bring_up(self, ways: Sequence[Way]) -> None:
-        """Starts ways at the same time, and notes what each says or why it failed."""
+        """Starts ways at the same time. Notes the note or the error of each."""
         with ThreadPoolExecutor(max(1, len(ways))) as pool:
             limit_s = min(self.options.start_timeout, self.left_s())
             starts = {way: pool.submit(bring_up, self.running[way], limit_s) for way in ways}
@@ -675,7 +686,7 @@ class Cells:
                 self.fail(way, error)
 
     def fail(self, way: Way, error: BaseException, **more: Any) -> None:
-        """Notes a way that failed, and ends it."""
+        """Notes a failed way, and ends it."""
         self.note(way=way.name, kind=way.kind, off=way.off, failed=str(error)[-3000:], **more)
         self.running.pop(way).close()
 
@@ -688,6 +699,7 @@ class Cells:
         print(f"  ended after {time.monotonic() - self._began:.0f} s", flush=True)
 
     def _each(self, ask: Callable[[Running], dict[str, Any]], **cell: int) -> None:
+        """Measures a cell of every running way. Notes ways that fail, or for which no time is left."""
         for way, one in list(self.running.items()):
             if self.left_s() < self.options.cell_seconds:
                 self.note(way=way.name, kind=way.kind, off=way.off, **cell, failed="no time left")
@@ -701,17 +713,17 @@ class Cells:
 
 
 def step_ms(requests: int, steps: int, one: Running) -> dict[str, Any]:
-    """Returns one cell of a way."""
+    """Measures one cell of a way."""
     return one.measure(requests, steps)
 
 
 def first_ms(tokens: int, one: Running) -> dict[str, Any]:
-    """Returns the first token of each try, in ms."""
+    """Returns the milliseconds until the first token of each try."""
     return {"first_ms": [round(seconds * 1e3, 1) for seconds in one.first_tokens(tokens)]}
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Starts every way, measures cell by cell; returns what was found."""
+    """Starts every way, measures cell by cell, and returns the results."""
     cells = Cells(options)
     with closing_all(cells.running), contextlib.suppress(KeyboardInterrupt):
         cells.start()
@@ -720,7 +732,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bring_up(one: Any, timeout_s: float) -> dict[str, Any]:
-    """Starts a way; returns what it says when it is ready."""
+    """Starts a way. Returns its note when it is ready."""
     one.start()
     found: dict[str, Any] = one.wait_ready(timeout_s)
     return found
@@ -728,7 +740,7 @@ def bring_up(one: Any, timeout_s: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def closing_all(running: Mapping[Way, Running]) -> Iterator[None]:
-    """Ends what still runs."""
+    """Ends the remaining ways at the end of the context."""
     try:
         yield
     finally:
@@ -740,7 +752,7 @@ def closing_all(running: Mapping[Way, Running]) -> Iterator[None]:
 
 
 def to_markdown(cells: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
-    """Returns a row for each cell, and one for each cell of ours beside stock's."""
+    """Returns a row for each cell, and a row for each cell of ours beside the stock ones."""
     link = next((cell["link_gb_s"] for cell in cells if cell.get("link")), 0.0)
     measured = [cell for cell in cells if "step_ms" in cell]
     alone = {cell["N"]: cell["step_ms"] for cell in measured if cell["kind"] == "gpu"}
@@ -774,7 +786,7 @@ def to_markdown(cells: Sequence[Mapping[str, Any]], options: argparse.Namespace)
 
 
 def beyond(cell: Mapping[str, Any], alone: Mapping[int, float]) -> float | None:
-    """Returns what a layer off the GPU takes more than the GPU alone, in ms."""
+    """Returns the additional milliseconds of a layer off the GPU, compared with the GPU alone."""
     if not cell["off"] or cell["N"] not in alone:
         return None
     return (cell["step_ms"] - alone[cell["N"]]) / cell["off"]
@@ -783,7 +795,7 @@ def beyond(cell: Mapping[str, Any], alone: Mapping[int, float]) -> float | None:
 def is_void(
     cell: Mapping[str, Any], alone: Mapping[int, float], link: float, options: argparse.Namespace
 ) -> str:
-    """Returns "void" for a stock cell that moved more than the link can."""
+    """Returns "void" for a stock cell that moved more bytes than the link can."""
     if cell["kind"] not in {"uva", "prefetch"} or not link:
         return ""
     moved = off_bytes(options.shape, fp8=options.fp8) * cell["off"]
@@ -800,7 +812,7 @@ def our_row(
     link: float,
     options: argparse.Namespace,
 ) -> str:
-    """Returns a cell of ours beside its bound and the best of stock."""
+    """Returns a row of a cell of ours, with its bound and the best stock way."""
     bound = SLACK * cell["active_mb"] / max(1e-9, cell["stream_gb_s"]) + EXCHANGE_MS
     layer = beyond(cell, alone)
     stock = [
@@ -809,7 +821,7 @@ def our_row(
         if other["kind"] in {"uva", "prefetch"} and (other["N"], other["off"]) == (cell["N"], cell["off"])
     ]
     steps = [other["step_ms"] for other in stock if not is_void(other, alone, link, options)]
-    # What copies whole layers cannot be faster than the link, measured or not.
+    # Ways that copy whole layers cannot be faster than the link, measured or not.
     if link and not any(other["kind"] == "prefetch" for other in stock):
         steps.append(off_bytes(options.shape, fp8=options.fp8) * cell["off"] / link / 1e6)
     shown = ["-"] * 4
@@ -847,25 +859,33 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_cells")
     parser.add_argument("ways", nargs="+", help="KIND[:LAYERS OFF[:NAME=VALUE,...]]")
-    parser.add_argument("--part", help="of this program itself: a process that answers")
+    parser.add_argument("--part", help="for this program's own child processes")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--requests", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--prompts", type=numbers, default=[], help="also time first tokens of such lengths")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a batch, of every way")
-    parser.add_argument("--ring-mib", type=int, default=1024, help="of `shared`")
-    parser.add_argument("--kv-gib", type=float, default=4.0, help="KV cache of each way on the GPU")
-    parser.add_argument("--trace", action="store_true", help="show where the time of `shared` goes")
+    parser.add_argument(
+        "--prompts", type=numbers, default=[], help="also time first tokens of prompts with these lengths"
+    )
+    parser.add_argument("--chunk", type=int, default=2048, help="largest number of tokens of a batch")
+    parser.add_argument("--ring-mib", type=int, default=1024, help="MiB of the GPU's ring in `shared`")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="GiB of KV cache of each way on the GPU")
+    parser.add_argument("--trace", action="store_true", help="show the parts of the time of `shared`")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=13, help="of a lane without OMP_NUM_THREADS")
+    parser.add_argument(
+        "--threads", type=int, default=13, help="threads of a feed-forward rank without OMP_NUM_THREADS"
+    )
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--stream-gib", type=float, default=3.0)
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="later is left out")
-    parser.add_argument("--deadline-seconds", type=float, default=540.0, help="no cell begins near it")
-    parser.add_argument("--cell-seconds", type=float, default=70.0, help="of the longest cell")
-    parser.add_argument("--results", type=Path, help="add every cell to this file")
-    parser.add_argument("--cpu", action="store_true", help="a try without a GPU")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a way is left out"
+    )
+    parser.add_argument(
+        "--deadline-seconds", type=float, default=540.0, help="begin no cell shortly before this time"
+    )
+    parser.add_argument("--cell-seconds", type=float, default=70.0, help="seconds of the longest cell")
+    parser.add_argument("--results", type=Path, help="append each cell to this file")
+    parser.add_argument("--cpu", action="store_true", help="try the program without a GPU")
     options = parser.parse_args()
     if options.part:
         parts = {"stream": stream_part, "link": link_part, "stock": stock_part}

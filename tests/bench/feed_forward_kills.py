@@ -2,16 +2,25 @@
 
     python -m tests.bench.feed_forward_kills --kills 50 --parallel 8 [--tensor 2] [--seconds 270] [--cpu]
 
-So many groups live side by side on one GPU, and when one has ended the next one starts. A group must
-first answer as transformers does, greedily in float32, from CUDA graphs: so each epoch shows that the
-one before left the GPU usable. Then requests keep it decoding, and after a random time one of its feed-
-forward ranks gets SIGKILL (with --also-asking sometimes the rank that asks). It must be named within 2
-s, every process, port and shared memory of the group must go, and at the end the GPU's memory must be
-what it was. With --tensor 2 two ranks ask, each its own lanes. Groups take turns in architectures (two
-mixtures of experts, one with shared experts, and a dense model) and in having one or two feed-forward
-ranks. With --freeze S each group is frozen for S seconds under load before the kill, must go on, and
-must answer as before. With --copies the GPU computes half of the experts of mixtures in every step, so
-that ranks die while it copies from their memory. Exits 1 after any failure.
+`--parallel` groups run on one GPU at the same time. When one has ended, the next one starts. A group must
+first give the answers of transformers, greedily in float32, from CUDA graphs. So each group shows that the
+one before left the GPU usable. Then it decodes requests, and after a random time, one of its feed-forward
+ranks gets SIGKILL (with --also-asking, sometimes the asking rank). The group must name the rank within 2 s.
+Every process, port and shared memory of the group must disappear, and at the end, the GPU must have as much
+free memory as before.
+
+Groups alternate between architectures (two mixtures of experts, one with shared experts, and a dense model),
+and between one and two feed-forward ranks. Options:
+
+- `--tensor 2`: two ranks ask, each with its own feed-forward ranks.
+- `--freeze S`: before the kill, each group is frozen for S seconds under load, and must continue with the
+right
+  answers.
+- `--copies`: the GPU computes half of the experts of mixtures in every step, so that ranks die while it
+copies
+  from their memory.
+
+Exits 1 after any failure.
 """
 
 import argparse
@@ -33,7 +42,7 @@ from pathlib import Path
 from heteroinfer_contract import metric_names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.plan import BY_RATE, Device
-from tests.bench.leftovers import SHARED_MEMORY, observe, shared_memory_of_nobody, wait_gone
+from tests.bench.leftovers import SHARED_MEMORY, observe, unheld_shared_memory, wait_gone
 from tests.gpu.scrape import scrape
 from tests.integration.feed_forward import tiny_models
 from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
@@ -50,7 +59,7 @@ END_TIMEOUT_S = 20.0
 LONG_ANSWER = 400
 FIXED_DIVISION = REPOSITORY / "tests/gpu/fixed_division"
 DRIVERS_OWN_MIB = 64
-"""A group's smallest context on a GPU takes several times as much."""
+"""MiB. A group's smallest context on a GPU is several times as large."""
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "llama")
 MIXTURES = ARCHITECTURES[:2]
 RING_BYTES = 1 << 20
@@ -59,20 +68,20 @@ LANES = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One group's life.
+    """The life of one group.
 
     Attributes:
-        number: of it.
-        architecture: of its model.
-        lanes: feed-forward ranks of each rank that asks.
-        killed: the rank.
-        ready_s: from its start until it served.
-        tokens: whether it answered as transformers does.
-        frozen_s: for how long the group was frozen under load before the kill.
-        after_s: under load, until the kill.
-        named_s: from the kill until the failure that names the rank.
-        gone_s: from the kill until nothing was left.
-        failure: what went wrong; empty if nothing did.
+        number: number of the group.
+        architecture: architecture of its model.
+        lanes: number of feed-forward ranks of each asking rank.
+        killed: killed rank.
+        ready_s: seconds from its start until it served.
+        tokens: whether its answers equal those of transformers.
+        frozen_s: seconds for which the group was frozen under load before the kill.
+        after_s: seconds under load until the kill.
+        named_s: seconds from the kill until the failure that names the rank.
+        gone_s: seconds from the kill until nothing was left.
+        failure: the failure as text, or "".
     """
 
     number: int
@@ -90,7 +99,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A tiny model and what transformers answers with it."""
+    """A tiny model and its expected answers."""
 
     architecture: str
     folder: Path
@@ -98,7 +107,7 @@ class Model:
 
 
 def environment(*, cpu: bool, copies: bool) -> dict[str, str]:
-    """Returns what every pod gets; compilers keep their work for the groups that follow."""
+    """Returns the variables of every pod. Compilers store their results for later groups."""
     folders = [str(FIXED_DIVISION), os.environ.get("PYTHONPATH", "")]
     division = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "GPU_PART": "0.5"} if copies else {}
     caches = Path(tempfile.gettempdir()) / "heteroinfer-kills"
@@ -113,11 +122,11 @@ def environment(*, cpu: bool, copies: bool) -> dict[str, str]:
 
 
 ALIVE: list[Group] = []
-"""Groups that run now, to be ended with this program."""
+"""Groups that run now. This program ends them at its own end."""
 
 
 def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> Kill:
-    """Runs one group to its end; never raises: what goes wrong is in the result."""
+    """Runs one group to its end. Never raises: a failure is in the result."""
     folder = logs / f"{kill.number:04d}-{kill.architecture}-{kill.lanes}"
     first = tiny_models.first_remote_layer(kill.architecture)
     plan = feed_forward_plan(
@@ -126,7 +135,7 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
         remote=range(first, tiny_models.LAYERS),
         shares=[BY_RATE] * kill.lanes * options.tensor,
         tensor=options.tensor,
-        # Two GPUs divide the 64 columns of these experts; ranks cannot divide 32.
+        # Two GPUs divide the 64 columns of these experts, and ranks cannot divide 32 columns.
         by_experts=kill.architecture in MIXTURES and options.tensor * kill.lanes > 2,
         device=Device.CPU if options.cpu else Device.GPU,
         eager_gpu=options.copies,
@@ -148,14 +157,14 @@ def live(kill: Kill, model: Model, options: argparse.Namespace, logs: Path) -> K
             if options.freeze:
                 got = answers_over_freeze(group, options.freeze)
                 kill = replace(kill, tokens=got == model.expected, frozen_s=options.freeze)
-                assert kill.tokens, f"got tokens {got} over a freeze, expected {model.expected}"
-            return strike(group, kill)
+                assert kill.tokens, f"got tokens {got} during a freeze, expected {model.expected}"
+            return kill_rank_and_check(group, kill)
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         return replace(kill, failure=f"{folder}: {str(error)[-3000:]}")
 
 
-def strike(group: Group, kill: Kill) -> Kill:
-    """Kills the rank under load; raises AssertionError for what must not be."""
+def kill_rank_and_check(group: Group, kill: Kill) -> Kill:
+    """Kills the rank under load. Raises AssertionError if the group does not end as required."""
     over = threading.Event()
 
     def load(prompt: Sequence[int]) -> None:
@@ -172,7 +181,7 @@ def strike(group: Group, kill: Kill) -> Kill:
     try:
         wait_for_steps(group)
         if group.plan.ranks[0].ring_bytes:
-            assert scrape(group, 0).total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0, "no expert was copied"
+            assert scrape(group, 0).total(metric_names.GPU_EXPERT_BYTES_TOTAL) > 0, "the GPU copied no expert"
         after_s = random.Random().uniform(0.0, 1.5)
         time.sleep(after_s)
         sent, start = time.time(), time.monotonic()
@@ -180,7 +189,9 @@ def strike(group: Group, kill: Kill) -> Kill:
         try:
             group.children[0].process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the pod still runs {END_TIMEOUT_S} s after it\n{group.logs()}") from None
+            raise AssertionError(
+                f"the pod still runs {END_TIMEOUT_S}s after the kill\n{group.logs()}"
+            ) from None
         left = wait_gone(held, group.log_dir, group.scratch, start + END_TIMEOUT_S)
         gone_s = time.monotonic() - start
     finally:
@@ -195,7 +206,7 @@ def strike(group: Group, kill: Kill) -> Kill:
 
 
 def wait_for_steps(group: Group) -> None:
-    """Returns once the group decodes."""
+    """Waits until the group decodes."""
     before, deadline = group.status().ranks[0].steps, time.monotonic() + 60
     while group.status().ranks[0].steps < before + 3:
         assert time.monotonic() < deadline, f"no steps under load\n{group.logs()}"
@@ -203,7 +214,7 @@ def wait_for_steps(group: Group) -> None:
 
 
 def wrong_words(failure: Failure | None, killed: int, named_s: float | None) -> list[str]:
-    """Returns what is wrong with what the pod left as its failure, in words."""
+    """Returns a description of a wrong failure that the pod left, or ""."""
     wrong = []
     if failure is None or failure.rank != killed or failure.reason is not FailureReason.RANK_EXITED:
         wrong.append(f"got {failure}, expected rank {killed} named as exited")
@@ -213,24 +224,26 @@ def wrong_words(failure: Failure | None, killed: int, named_s: float | None) -> 
 
 
 def gpu_memory() -> int:
-    """Returns the memory used of all GPUs in MiB, as the driver says; 0 without any."""
+    """Returns the used MiB of all GPUs by the driver, or 0 without a GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30).stdout
+        printed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return sum(int(line) for line in said.split())
+    return sum(int(line) for line in printed.split())
 
 
 def run(models: Sequence[Model], options: argparse.Namespace, logs: Path) -> list[Kill]:
-    """Returns every life; prints each as it ends."""
+    """Runs all groups, prints each as it ends, and returns their lives."""
     began, lock = time.monotonic(), threading.Lock()
     kills: list[Kill] = []
     turns = itertools.cycle(itertools.product(LANES, models))
 
     def one(number: int, lanes: int, model: Model) -> None:
+        """Runs one group, chooses the rank to kill, and records the result."""
         if options.seconds and time.monotonic() - began > options.seconds:
             return
+        # Ranks below options.tensor ask. The others are their feed-forward ranks.
         killed = options.tensor + number % (lanes * options.tensor)
         if options.also_asking and number % 7 == 6:
             killed = number % options.tensor
@@ -263,7 +276,7 @@ def run(models: Sequence[Model], options: argparse.Namespace, logs: Path) -> lis
 
 
 def describe(kill: Kill) -> str:
-    """Returns a life as one line, or what failed."""
+    """Returns a life as one line, with its failure."""
     times = ", ".join(
         f"{what} {seconds:.2f} s"
         for what, seconds in (
@@ -281,7 +294,7 @@ def describe(kill: Kill) -> str:
 
 
 def to_markdown(kills: Sequence[Kill]) -> str:
-    """Returns a row for each kind of group, and one for all."""
+    """Returns a table with a row for each kind of group, and one for all."""
     head = (
         "| model | lanes | groups | right tokens | failures | ready, s | named at most, s | gone at most, s |"
     )
@@ -311,15 +324,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.feed_forward_kills")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--parallel", type=int, default=8, help="groups alive at the same time")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that ask, one GPU each")
-    parser.add_argument("--seconds", type=float, help="start no more groups after so long")
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds; later is a hang")
-    parser.add_argument("--also-asking", action="store_true", help="every seventh time the rank that asks")
-    parser.add_argument("--freeze", type=float, help="freeze each group for so many seconds before its kill")
-    parser.add_argument("--results", type=Path, help="add every life to this file")
-    parser.add_argument("--logs", type=Path, help="of the groups; default: a new folder")
-    parser.add_argument("--cpu", action="store_true", help="the rank that asks on a CPU too")
-    parser.add_argument("--copies", action="store_true", help="the GPU copies experts of mixtures")
+    parser.add_argument("--tensor", type=int, default=1, help="number of asking ranks, with a GPU each")
+    parser.add_argument("--seconds", type=float, help="start no more groups after this time")
+    parser.add_argument(
+        "--start-timeout", type=float, default=240.0, help="seconds after which a start counts as a hang"
+    )
+    parser.add_argument(
+        "--also-asking", action="store_true", help="kill the asking rank in every seventh group"
+    )
+    parser.add_argument("--freeze", type=float, help="seconds for which to freeze each group before its kill")
+    parser.add_argument("--results", type=Path, help="append each result to this file")
+    parser.add_argument("--logs", type=Path, help="folder for the groups' logs; default: a new folder")
+    parser.add_argument("--cpu", action="store_true", help="run the asking rank on a CPU")
+    parser.add_argument("--copies", action="store_true", help="let the GPU copy experts of mixtures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = options.logs or Path(tempfile.mkdtemp(prefix="kills-"))
@@ -335,9 +352,10 @@ def main() -> int:
         kills = run(models, options, logs)
     time.sleep(1.0)
     print(to_markdown(kills))
-    orphaned, after = shared_memory_of_nobody(before), gpu_memory()
+    orphaned, after = unheld_shared_memory(before), gpu_memory()
     print(
-        f"GPU memory before {memory!r}, after {after!r}; in /dev/shm and nobody's: {list(map(str, orphaned))}"
+        f"GPU memory before {memory!r}, after {after!r}; files in /dev/shm that no process holds: "
+        f"{list(map(str, orphaned))}"
     )
     wrong = bool(orphaned) or memory != after or any(kill.failure for kill in kills)
     return 1 if wrong or not kills else 0

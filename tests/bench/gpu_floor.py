@@ -35,13 +35,14 @@ class Case:
     """One start of one rank.
 
     Attributes:
-        shape: of tests.bench.model_shapes.
-        layers: of the whole model.
-        stage: of the pipeline, from 0.
-        stages: of it; the rank has its even share of the layers.
-        seqs: requests of a step at most; CUDA graphs are captured up to twice as many tokens.
-        tokens: of a step at most.
-        eager: without CUDA graphs and compiled code.
+        shape: name of a shape in tests.bench.model_shapes.
+        layers: number of layers of the whole model.
+        stage: index of the stage in the pipeline.
+        stages: number of stages. The rank has its equal share of the layers.
+        seqs: largest number of requests of a step. CUDA graphs are captured for up to twice as many
+            tokens.
+        tokens: largest number of tokens of a step.
+        eager: whether there are no CUDA graphs and no compiled code.
     """
 
     shape: str
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Returns it in one word."""
+        """Returns its name as one word."""
         how = "-eager" * self.eager
         where = f"stage{self.stage}of{self.stages}"
         return f"{self.shape}-{self.layers}-{where}-{self.seqs}seqs-{self.tokens}tokens{how}"
@@ -85,21 +86,21 @@ CASES: Final = (
     replace(_WIDE, seqs=256, eager=True),
     replace(_MIXTURE, stages=2, layers=16),
 )
-"""Those first that tell most."""
+"""The most informative cases first."""
 TINY: Final = (
     Case(shape="tiny-llama", layers=2),
     Case(shape="tiny-llama", layers=4, stages=2),
     Case(shape="tiny-llama", layers=4, stage=1, stages=2),
     Case(shape="tiny-moe", layers=2, eager=True),
 )
-"""Of a dry run without a GPU."""
+"""Cases of a dry run without a GPU."""
 
 
 class DeviceMeter:
-    """Memory of the GPU, in bytes, as the driver has it and as torch has it."""
+    """Reads the memory of the GPU in bytes, by the driver and by torch."""
 
     def __init__(self) -> None:
-        """Reads what is in use before this process has a context."""
+        """Reads the used memory before this process has a context."""
         self._handle = _nvml_handle()
         self._before = self._driver_used()
 
@@ -111,7 +112,7 @@ class DeviceMeter:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def read(self) -> dict[str, int]:
-        """Returns what this process uses now."""
+        """Returns the memory that this process uses now."""
         import torch
 
         torch.cuda.synchronize()
@@ -126,13 +127,13 @@ class DeviceMeter:
         }
 
     def wait(self) -> None:
-        """Returns once the GPU has done all that it was given."""
+        """Waits until the GPU has completed all work."""
         import torch
 
         torch.cuda.synchronize()
 
     def forget_peak(self) -> None:
-        """Starts a new peak, with nothing kept in torch's cache."""
+        """Resets the peak, and empties torch's cache."""
         import torch
 
         torch.cuda.empty_cache()
@@ -140,10 +141,10 @@ class DeviceMeter:
 
 
 class HostMeter:
-    """The same of this process, for a dry run without a GPU: its resident set."""
+    """Reads the resident memory of this process instead, for a dry run without a GPU."""
 
     def read(self) -> dict[str, int]:
-        """Returns what this process uses now."""
+        """Returns the memory that this process uses now."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         used = pages * os.sysconf("SC_PAGE_SIZE")
         return dict.fromkeys(
@@ -151,13 +152,14 @@ class HostMeter:
         )
 
     def wait(self) -> None:
-        """Does nothing: a CPU computes at the same time."""
+        """Does nothing, because a CPU computes synchronously."""
 
     def forget_peak(self) -> None:
-        """Does nothing: the resident set has no peak of its own here."""
+        """Does nothing, because the resident memory has no separate peak here."""
 
 
 def _nvml_handle() -> Any:
+    """Returns NVML's handle of the first visible GPU."""
     try:
         from vllm.third_party import pynvml
 
@@ -171,8 +173,11 @@ def _nvml_handle() -> Any:
         return None
 
 
-def pose_as(case: Case, config: Any) -> None:
-    """Has this process's pipeline be one of several stages; nothing is sent, since only dummy batches run."""
+def act_as_stage(case: Case, config: Any) -> None:
+    """Makes this process's pipeline look like one of several stages.
+
+    Nothing is sent, because only dummy batches run.
+    """
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
@@ -183,7 +188,7 @@ def pose_as(case: Case, config: Any) -> None:
 
 
 def build_config(case: Case, model: Path) -> Any:
-    """Returns vLLM's configuration of a rank, with the settings that the supervisor and the plan give it."""
+    """Returns vLLM's configuration of a rank, with the settings of the supervisor and the plan."""
     from vllm import EngineArgs
 
     arguments = EngineArgs(
@@ -204,7 +209,7 @@ def build_config(case: Case, model: Path) -> Any:
 
 
 def build_worker(case: Case, config: Any, scratch: Path, *, on_cpu: bool) -> Any:
-    """Returns vLLM's worker that takes itself for a stage once its process groups are there."""
+    """Builds vLLM's worker, which acts as the stage of the case as soon as its process groups exist."""
     if on_cpu:
         from vllm.v1.worker.cpu_worker import CPUWorker as Base
 
@@ -220,14 +225,14 @@ def build_worker(case: Case, config: Any, scratch: Path, *, on_cpu: bool) -> Any
         if runner_made is not None:
 
             def _init_workspace_and_model_runner(self) -> None:
-                pose_as(case, config)
+                act_as_stage(case, config)
                 super()._init_workspace_and_model_runner()
 
     return StageWorker(config, 0, 0, f"file://{scratch}/rendezvous", is_driver_worker=True)
 
 
 def measure(case: Case, scratch: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """Returns what the device's memory was at each point of one start."""
+    """Returns the device's memory at each point of one start."""
     import torch
 
     meter: DeviceMeter | HostMeter = HostMeter() if on_cpu else DeviceMeter()
@@ -251,7 +256,7 @@ def measure(case: Case, scratch: Path, *, on_cpu: bool) -> dict[str, Any]:
         worker = build_worker(case, config, scratch, on_cpu=on_cpu)
         worker.init_device()
         if on_cpu:
-            pose_as(case, config)
+            act_as_stage(case, config)
         note("device")
         worker.load_model()
         note("loaded")
@@ -283,7 +288,7 @@ def measure(case: Case, scratch: Path, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def describe_device() -> str:
-    """Returns the GPU and the versions that were measured."""
+    """Describes the GPU and the versions."""
     import torch
     import vllm
 
@@ -293,7 +298,7 @@ def describe_device() -> str:
 
 
 def make_cache(worker: Any, config: Any) -> int:
-    """Makes the KV cache as the engine's core does; returns its bytes."""
+    """Creates the KV cache like the engine's core, and returns its bytes."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
@@ -309,14 +314,14 @@ def make_cache(worker: Any, config: Any) -> int:
 
 
 def serve_largest(runner: Any, case: Case, meter: "DeviceMeter | HostMeter", note: Any) -> None:
-    """Runs the largest batch with attention, a batch of decodes, and what the head does for them."""
+    """Runs the largest batch with attention, a batch of decodes, and the head's work for them."""
     import torch
 
     def run(tokens: int, **how: bool) -> Any:
         hidden, last = runner._dummy_run(tokens, **how)
         if case.has_head:
             runner._dummy_sampler_run(hidden_states=last)
-        # A step waits for the one before; without that the next batch's inputs overwrite this one's.
+        # A step waits for the one before. Otherwise, the next batch's inputs would overwrite this batch's.
         meter.wait()
         return hidden
 
@@ -325,7 +330,7 @@ def serve_largest(runner: Any, case: Case, meter: "DeviceMeter | HostMeter", not
             hidden = run(case.tokens, force_attention=True)
             run(min(case.seqs, case.tokens), uniform_decode=True)
         note("served")
-        if case.has_head:  # a request that asks for the log-probabilities of its prompt's tokens
+        if case.has_head:  # a request for the logprobs of its prompt's tokens
             logits = runner.model.compute_logits(hidden[: case.seqs])  # in parts: prompt_logprobs.py
             runner.sampler.compute_logprobs(logits)
             del logits
@@ -335,7 +340,7 @@ def serve_largest(runner: Any, case: Case, meter: "DeviceMeter | HostMeter", not
 
 
 def measure_nccl() -> dict[str, Any]:
-    """Returns what NCCL takes on this process's GPU: as many ranks as torchrun has started."""
+    """Returns NCCL's memory on this process's GPU, with as many ranks as torchrun has started."""
     import torch
     import torch.distributed as dist
 
@@ -363,11 +368,15 @@ def measure_nccl() -> dict[str, Any]:
     }
 
 
-def parts(result: Mapping[str, Any]) -> dict[str, int]:
-    """Returns what each part of a rank took beside weights and KV cache, in bytes."""
+def memory_by_part(result: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the bytes of each part of a rank besides weights and KV cache.
+
+    A part is the difference between two points of the start.
+    """
     points = result["points"]
 
     def outside(point: str) -> int:
+        """Returns the used bytes at a point that torch has not reserved."""
         return int(points[point]["used"] - points[point]["reserved"])
 
     profile = points["profiled"]["peak_allocated"] - points["before profile"]["allocated"]
@@ -392,10 +401,10 @@ def to_markdown(results: Sequence[Mapping[str, Any]]) -> str:
     rows = [result for result in results if "points" in result]
     lines = []
     if rows:
-        heads = list(parts(rows[0]))
+        heads = list(memory_by_part(rows[0]))
         lines = [f"| case | {' | '.join(heads)} | weights | s |", "|---" * (len(heads) + 3) + "|"]
     for result in rows:
-        sizes = " | ".join(f"{size / 2**20:.0f}" for size in parts(result).values())
+        sizes = " | ".join(f"{size / 2**20:.0f}" for size in memory_by_part(result).values())
         last = list(result["seconds"].values())[-1]
         lines.append(f"| {result['name']} | {sizes} | {format_bytes(result['weights'])} | {last} |")
     for result in results:
@@ -411,7 +420,7 @@ def to_markdown(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_child(arguments: Sequence[str], name: str, env: Mapping[str, str], limit_s: float) -> dict[str, Any]:
-    """Returns what a process of this module found, or why it found nothing."""
+    """Runs a process of this module. Returns its result, or the reason why there is none."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", __spec__.name if __spec__ else __name__, *arguments],
@@ -433,7 +442,7 @@ def run_child(arguments: Sequence[str], name: str, env: Mapping[str, str], limit
 
 
 def child_env(*, on_cpu: bool) -> dict[str, str]:
-    """Returns what the supervisor sets for a rank, of what matters here."""
+    """Returns the variables that the supervisor sets for a rank and that matter here."""
     return {
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -445,7 +454,7 @@ def child_env(*, on_cpu: bool) -> dict[str, str]:
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a result for each case that there was time for, and for NCCL."""
+    """Returns a result for each case for which there was time, and for NCCL."""
     end_s = time.monotonic() + options.seconds
     cases = [case for case in (TINY if options.on_cpu else CASES) if _is_wanted(case, options.cases)]
     results: list[dict[str, Any]] = []
@@ -462,7 +471,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     for case in cases:
         left_s = end_s - time.monotonic()
         if left_s < 60:
-            print(f"NOT RUN for want of time: {case.name}", flush=True)
+            print(f"NOT RUN, no time left: {case.name}", flush=True)
             continue
         keep(
             run_child(
@@ -476,7 +485,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_nccl(gpus: int, env: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what NCCL takes on each of so many GPUs; the answer is that of rank 0."""
+    """Returns NCCL's memory on each of this number of GPUs, from rank 0."""
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "WORLD_SIZE": str(gpus)}
         others = [
@@ -503,14 +512,14 @@ def _is_wanted(case: Case, asked: str) -> bool:
 def _in_mib(result: Mapping[str, Any]) -> dict[str, Any]:
     if "points" not in result:
         return {key: value for key, value in result.items() if key != "name"}
-    return {name: round(size / 2**20) for name, size in parts(result).items()}
+    return {name: round(size / 2**20) for name, size in memory_by_part(result).items()}
 
 
 def main() -> int:
-    """Runs the bench; see the module."""
+    """Runs the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu_floor")
-    parser.add_argument("--cases", default="", help="only those whose names contain one of these words")
-    parser.add_argument("--seconds", type=float, default=560.0, help="no case begins later")
+    parser.add_argument("--cases", default="", help="run only cases whose names contain one of these words")
+    parser.add_argument("--seconds", type=float, default=560.0, help="begin no case after this time")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of the NCCL group that is measured")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--on-cpu", action="store_true", help="a dry run on tiny shapes without a GPU")
@@ -523,7 +532,7 @@ def main() -> int:
         case = Case(**json.loads(options.child))
         with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
             print(RESULT + json.dumps(measure(case, Path(scratch), on_cpu=options.on_cpu)), flush=True)
-        os._exit(0)  # vLLM's threads are of no more use
+        os._exit(0)  # vLLM's threads are no longer needed
     results = run_all(options)
     print(to_markdown(results))
     return int(any("error" in result for result in results))

@@ -37,10 +37,10 @@ class Start:
     """One start.
 
     Attributes:
-        ready_s: until a request would be answered.
-        reached_s: rank -> phase -> when it was seen to have reached it.
-        cpu_s: process -> its CPU time until then, with its dead children's.
-        pss_bytes: process -> its share of the machine's memory once the group is ready.
+        ready_s: seconds until a request would be answered.
+        reached_s: rank -> phase -> seconds until the rank had reached it.
+        cpu_s: process -> its CPU seconds until then, including its dead children.
+        pss_bytes: process -> its share of the machine's memory when the group is ready.
     """
 
     ready_s: float = 0.0
@@ -50,7 +50,7 @@ class Start:
 
 
 def measure(plan: Plan, log_dir: Path, env: dict[str, str]) -> Start:
-    """Returns one start of a group that is ended again."""
+    """Starts a group, measures the start, and ends the group."""
     start = Start(reached_s={rank.rank: {} for rank in plan.ranks})
     began_s = time.monotonic()
     with start_group(plan, log_dir, env=env) as group:
@@ -71,7 +71,7 @@ def measure(plan: Plan, log_dir: Path, env: dict[str, str]) -> Start:
 
 
 def note_phases(start: Start, text: str | None, now_s: float) -> None:
-    """Notes the phases that ranks have newly reached."""
+    """Records the phases that ranks have newly reached."""
     if text is None:
         return
     for rank in GroupReport.from_json(text).ranks:
@@ -82,7 +82,7 @@ def note_phases(start: Start, text: str | None, now_s: float) -> None:
 
 
 def processes(group: Group) -> Iterator[tuple[str, int]]:
-    """Yields what the group runs: a name and a process."""
+    """Yields name and process of the group's processes."""
     parents = {int(entry.name): parent_of(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     ranks = {group.rank_pid(rank.rank): f"rank {rank.rank}" for rank in group.plan.ranks}
     for pod, supervisor in enumerate(group.children):
@@ -94,7 +94,7 @@ def processes(group: Group) -> Iterator[tuple[str, int]]:
 
 
 def parent_of(entry: Path) -> int:
-    """Returns the parent of a process in /proc, 0 if it has ended."""
+    """Returns the parent of a process in /proc, or 0 if it has ended."""
     try:
         return int(stat(entry)[1])
     except OSError:
@@ -107,12 +107,12 @@ def stat(entry: Path) -> list[str]:
 
 
 def cpu_s(pid: int) -> float:
-    """Returns the CPU time of a process and of those below it that it has reaped, in seconds."""
+    """Returns the CPU seconds of a process and of its reaped descendants."""
     return sum(map(int, stat(Path(f"/proc/{pid}"))[11:15])) / TICKS_PER_S
 
 
 def pss_bytes(pid: int) -> int:
-    """Returns a process's proportional share of memory: pages that it shares count once over all."""
+    """Returns the bytes of a process's proportional share of memory. A shared page counts once in the sum."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -146,13 +146,13 @@ def to_markdown(starts: Sequence[Start]) -> str:
 
 
 def main() -> int:
-    """Runs the bench; see the module."""
+    """Runs the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.group_start")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--pods", default="1,1", help="ranks of each pod; a stage each")
+    parser.add_argument("--pods", default="1,1", help="ranks of each pod; each rank has a stage")
     parser.add_argument("--threads", default="1", help="OMP_NUM_THREADS of each rank")
-    parser.add_argument("--log", type=Path, help="keep the pods' output here")
-    parser.add_argument("--write", type=Path, help="the tables, as markdown")
+    parser.add_argument("--log", type=Path, help="store the pods' output here")
+    parser.add_argument("--write", type=Path, help="write the tables as Markdown")
     options = parser.parse_args()
     pods = [int(ranks) for ranks in options.pods.split(",")]
     starts = []

@@ -1,6 +1,6 @@
 """Measures the peak rate of an instruction set on this machine: products in registers, on several threads.
 
-Compiles `instruction_peak.cpp` once for each process that measures.
+Compiles `instruction_peak.cpp` once for each measuring process.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ from typing import Any
 
 _SOURCE = Path(__file__).with_name("instruction_peak.cpp")
 _SECONDS = 0.05
-"""Of a measurement, about."""
+"""Approximate seconds of a measurement."""
 
 
 def peak(path: str, threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns operations a second (a multiplication and an addition are two) of an instruction set.
+    """Returns the operations a second of an instruction set. A multiplication and an addition are two.
 
     Args:
         path: instruction set, which this CPU must have.
-        clock: of this process; its CPU time counts all threads, so it is right for one thread only.
+        clock: clock of this process. Its CPU time counts all threads, so it is right for only one thread.
     """
     function = getattr(_library(), f"peak_{path}")
     function.restype, function.argtypes = ctypes.c_long, (ctypes.c_long,)

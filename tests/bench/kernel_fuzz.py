@@ -1,23 +1,23 @@
-"""Random layers with coded weights, linear and of experts, against float64.
+"""Compares random layers with coded weights, linear and of experts, with float64.
 
     .venv-worker/bin/python -m tests.bench.kernel_fuzz [--layers 1000] [--seconds 60] [--seed 1] [--first 0]
         [--threads 2] [--jobs 16] [--asan] [--library FILE] [--totals FILE]
 
-Weights, inputs and outputs lie against pages that the process must not touch, at their end or at their
-start. Layers have random formats, sizes, rows, threads, elements, activations, biases and settings of the
-kernels; some have inputs or scales that are denormal, huge, infinite or NaN. Prints the number of layers, and
-the worst error of each format with float32 inputs: of linear layers as a part of 2^-20 of the sum of the
-sizes of all products, of experts as a part of 2^-14 of it. An output beyond its limit ends the run with its
-case. Each layer has a seed of its own, so `--first` and `--layers` repeat it; a crash shows the last printed
-number. The file of `--totals` adds up runs.
+Weights, inputs and outputs begin or end at pages that the process must not touch. Layers have random formats,
+sizes, rows, threads, elements, activations, biases and settings of the kernels. Some have inputs or scales
+that are denormal, huge, infinite or NaN.
 
-`--jobs` divides the layers into ranges, one for each process. A process that reaches `--seconds` before the
-end of its range counts only the layers that it checked. Use another `--seed` for each run that adds to the
-same totals.
+The program prints the number of layers, and the worst error of each format with float32 inputs. The error of
+a linear layer is a share of 2^-20 of the sum of the absolute values of all products; that of experts is a
+share of 2^-14 of this sum. An output beyond its limit ends the run with its case. Each layer has its own
+seed, so `--first` and `--layers` repeat it. After a crash, the last printed number shows the layer.
 
-`--asan` builds the kernels with AddressSanitizer, and uses plain memory instead of pages. On a host without a
-compiler, give a library that was built elsewhere: `--build-asan FILE` writes one with the runtime of
-AddressSanitizer beside it, and `--asan --library FILE` uses both. Needs the worker's Python.
+`--totals` adds the results of several runs in a file. Use another `--seed` for each of these runs. `--jobs`
+divides the layers into ranges, one for each process. A process that reaches `--seconds` before the end of its
+range counts only the layers that it checked. `--asan` builds the kernels with AddressSanitizer, and uses
+plain memory instead of pages. On a host without a compiler, use a library that was built elsewhere:
+`--build-asan FILE` writes a library with the runtime of AddressSanitizer beside it, and
+`--asan --library FILE` uses both. Needs the worker's Python.
 """
 
 import argparse
@@ -40,16 +40,16 @@ _ARENA: Final = 4 << 20
 """Bytes between two guard pages."""
 _CANARY: Final = 0xA5
 _NEAR: Final = 256
-"""Bytes beside an output that must stay as they were."""
+"""Bytes beside an output that must not change."""
 _RUNTIME: Final = "libasan.so"
 _WITHOUT_END: Final = 10**9
-"""Layers between the first layers of two jobs, if `--layers` sets no limit."""
+"""Number of layers between the first layers of two jobs, if `--layers` sets no limit."""
 _KINDS: Final = (
     *("plain",) * 16,
     *("denormal", "huge", "x inf", "x nan", "scale nan", "code nan"),
 )
 _WHOLE: Final = frozenset({"plain", "denormal", "huge"})
-"""Kinds of layers of which all outputs are numbers."""
+"""Kinds of layers whose outputs are all finite."""
 _ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "limited after", "relu2")
 _ROWS: Final = (1, 1, 1, 2, 3, 4, 5, 6, 7, 12, 13, 30, 64, 65, 140)
 
@@ -62,6 +62,7 @@ class Arena:
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # PROT_READ | PROT_WRITE, and MAP_PRIVATE | MAP_ANONYMOUS
         address = libc.mmap(None, _ARENA + 2 * _PAGE, 3, 0x22, -1, 0)
         for guard in (address, address + _PAGE + _ARENA):
             if libc.mprotect(guard, _PAGE, 0):
@@ -69,7 +70,10 @@ class Arena:
         self._memory = (ctypes.c_uint8 * _ARENA).from_address(address + _PAGE)
 
     def place(self, tensor: Any, *, at_end: bool) -> Any:
-        """Returns a copy that ends, or begins, at a guard page; canaries lie on its other side."""
+        """Returns a copy of the tensor that ends, or begins, at a guard page.
+
+        Canaries are on its other side.
+        """
         import torch
 
         size = tensor.nbytes
@@ -82,12 +86,12 @@ class Arena:
         return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def is_clean(self) -> bool:
-        """Returns whether nobody wrote beside the last tensor."""
+        """Returns whether the canaries of the last tensor are unchanged."""
         return set(self._memory[self._near : self._near + _NEAR]) == {_CANARY}
 
 
 class Fuzz:
-    """Draws layers and compares them."""
+    """Draws layers, computes them and compares the results."""
 
     def __init__(self, seed: int, *, guarded: bool) -> None:
         from tests.integration.kernels.coded_probe import prepare
@@ -99,7 +103,7 @@ class Fuzz:
         self.worst: dict[str, dict[str, float]] = {"linear": {}, "experts": {}}
 
     def draw(self, number: int, most_threads: int) -> dict[str, Any]:
-        """Returns the case of a layer; the same for the same number."""
+        """Draws the case of a layer. The same number always gives the same case."""
         draw = random.Random(f"{self.seed} {number}")
         path = draw.choice(self.library.coded_paths)
         any_element = path in {"avx512f", "avx2"}
@@ -112,7 +116,7 @@ class Fuzz:
             "rows": draw.choice(_ROWS),
             "streams": draw.choice((-1, 1, 2, 4)),
             "prefetch": draw.choice((-1, 0, 1, 8)),
-            # Teams of several sizes take longer to start than small layers to compute.
+            # With several team sizes, small layers would spend more time to start threads than to compute.
             "threads": 1 + number // 200 % most_threads,
             "bias": draw.random() < 0.3,
             "kind": draw.choice(_KINDS),
@@ -137,7 +141,7 @@ class Fuzz:
         return case
 
     def check(self, case: dict[str, Any]) -> str:
-        """Computes a layer; returns what is wrong, or ""."""
+        """Computes a layer. Returns the fault as text, or ""."""
         return self._experts(case) if case["what"] == "experts" else self._linear(case)
 
     def _place(self, tensors: Sequence[Any], case: dict[str, Any]) -> list[Any]:
@@ -154,6 +158,7 @@ class Fuzz:
             found[case["format"]] = max(found.get(case["format"], 0.0), error)
 
     def _linear(self, case: dict[str, Any]) -> str:
+        """Computes a linear layer with guarded memory. Returns the fault as text, or ""."""
         import torch
 
         from tests.integration.kernels.coded_probe import Product, tune
@@ -184,6 +189,7 @@ class Fuzz:
         return "" if error <= 1 else f"error {error:.3g} of its limit"
 
     def _experts(self, case: dict[str, Any]) -> str:
+        """Computes a layer of experts with guarded memory. Returns the fault as text, or ""."""
         import torch
 
         from tests.integration.kernels.coded_experts_probe import Layer
@@ -200,7 +206,7 @@ class Fuzz:
         if self._arenas and not self._arenas[2].is_clean():
             return "wrote beside its output"
         errors = layer.errors()
-        if spoiled is not None:  # no other row may see it
+        if spoiled is not None:  # no other row may be affected
             errors[spoiled] = 0
         error = float(errors.max())
         self._note(case, error)
@@ -208,7 +214,7 @@ class Fuzz:
 
 
 def _spoil(product: Any, case: dict[str, Any]) -> str:
-    """Changes a drawn layer to its kind; returns "plain" if the layer can't be of that kind."""
+    """Changes a drawn layer to its kind. Returns "plain" if the layer cannot have this kind."""
     import torch
 
     kind, weight = case["kind"], product.weight
@@ -242,7 +248,7 @@ def build_with_asan(library: Path) -> None:
             command = [build.COMPILER, *flags, "-O1", *extra, "-c", str(source), "-o", str(made)]
             running.append(subprocess.Popen(command))
         if any(process.wait() for process in running):
-            raise SystemExit("the kernels don't compile with AddressSanitizer")
+            raise SystemExit("the kernels do not compile with AddressSanitizer")
         objects = [str(file) for file in Path(folder).glob("*.o")]
         subprocess.run(
             [build.COMPILER, "-shared", "-fsanitize=address", *objects, "-o", str(library)], check=True
@@ -254,7 +260,7 @@ def build_with_asan(library: Path) -> None:
 
 
 def _run_with_asan(arguments: Sequence[str], library: Path | None) -> int:
-    """Runs this program again under AddressSanitizer; builds the library if none is given."""
+    """Runs this program again with AddressSanitizer. Builds the library if none is given."""
     with tempfile.TemporaryDirectory() as folder:
         if library is None:
             library = Path(folder) / "library.so"
@@ -267,7 +273,7 @@ def _run_with_asan(arguments: Sequence[str], library: Path | None) -> int:
 
 
 def _run_jobs(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Runs a process for each range of layers; returns 1, and shows its output, if one of them fails.
+    """Runs a process for each range of layers. Returns 1, and shows the output, if one of them fails.
 
     The processes end when the first of them fails.
     """
@@ -289,7 +295,7 @@ def _run_jobs(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 str(folder / f"{job}.json"),
             ]
             with (folder / f"{job}.log").open("wb") as log:
-                # More threads run than the host has cores, so no thread spins while it waits.
+                # More threads run than the host has cores, so no thread may spin while it waits.
                 env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
                 running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
         waiting = dict(enumerate(running))
@@ -316,7 +322,7 @@ def _no_totals() -> dict[str, Any]:
 
 
 def _add(totals: dict[str, Any], more: dict[str, Any]) -> None:
-    """Adds the layers and CPU time of a run to others, and keeps the worst errors."""
+    """Adds the layers and CPU time of a run to the totals, and keeps the worst errors."""
     for key in ("layers", "cpu_seconds"):
         totals[key] = totals.get(key, 0) + more[key]
     for what in ("linear", "experts"):
@@ -338,7 +344,7 @@ def _print_totals(totals: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the worst errors; returns 1 if an output is beyond its limit."""
+    """Prints the worst errors. Returns 1 if an error exceeds its limit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -346,10 +352,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="end after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first layer")
-    parser.add_argument("--threads", type=int, default=2, help="most threads of a layer")
-    parser.add_argument("--totals", type=Path, help="JSON file that adds up runs")
-    parser.add_argument("--library", type=Path, help="the kernels, if not the package's own")
-    parser.add_argument("--plain-memory", action="store_true", help="no pages that must not be touched")
+    parser.add_argument("--threads", type=int, default=2, help="largest number of threads of a layer")
+    parser.add_argument("--totals", type=Path, help="JSON file with the sums of all runs")
+    parser.add_argument("--library", type=Path, help="library of kernels; default: the package's own")
+    parser.add_argument("--plain-memory", action="store_true", help="use plain memory without guard pages")
     parser.add_argument("--asan", action="store_true", help="use kernels with AddressSanitizer")
     parser.add_argument("--build-asan", type=Path, metavar="FILE", help="only build these kernels")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
@@ -362,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_with_asan([each for each in arguments if each != "--asan"], options.library)
     if options.jobs > 1:
         return _run_jobs(options, arguments)
-    sys.argv[1:] = [str(options.library)] if options.library else []  # read by the probes
+    sys.argv[1:] = [str(options.library)] if options.library else []  # the probes read this variable
     faulthandler.enable()
     fuzz = Fuzz(options.seed, guarded=not options.plain_memory)
     number, end, started = options.first, time.monotonic() + options.seconds, time.process_time()

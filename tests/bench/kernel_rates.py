@@ -22,13 +22,13 @@ ENV = {"CUDA_VISIBLE_DEVICES": "-1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_
 
 
 class KernelRates:
-    """The process, as who asks sees it."""
+    """The measuring process, for its caller."""
 
     def __init__(self, process: "subprocess.Popen[str]", calibration: Calibration) -> None:
         self._process, self.calibration = process, calibration
 
     def now(self, part: KernelPart, scheme: SchemeName) -> KernelRate:
-        """Returns what a kernel does now; raises RuntimeError if it cannot be run."""
+        """Returns the present rate of a kernel. Raises RuntimeError if the kernel cannot run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([part, scheme]), file=self._process.stdin, flush=True)
@@ -39,7 +39,7 @@ class KernelRates:
 
 
 def rate_of(found: Mapping[str, Any]) -> KernelRate:
-    """Returns a kernel's rate, as JSON has it."""
+    """Converts a kernel's rate from JSON."""
     return KernelRate(
         part=KernelPart(found["part"]),
         scheme=SchemeName(found["scheme"]),
@@ -52,7 +52,7 @@ def rate_of(found: Mapping[str, Any]) -> KernelRate:
 
 
 def mean_of(rates: Sequence[KernelRate]) -> KernelRate:
-    """Returns the mean of one kernel's rates, by the time that a byte takes."""
+    """Returns the mean of one kernel's rates, averaged by the time for a byte."""
     more = zip(*(rate.more_rows for rate in rates), strict=False)
     return replace(
         rates[0],
@@ -62,7 +62,7 @@ def mean_of(rates: Sequence[KernelRate]) -> KernelRate:
 
 
 def with_kernel(calibration: Calibration, rate: KernelRate) -> Calibration:
-    """Returns the calibration with a kernel instead of the one that it has."""
+    """Returns the calibration with this rate instead of its own rate of the kernel."""
     others = (
         each
         for each in calibration.kernels
@@ -73,7 +73,7 @@ def with_kernel(calibration: Calibration, rate: KernelRate) -> Calibration:
 
 @contextmanager
 def kernel_rates(calibration: Calibration, threads: int) -> Iterator[KernelRates]:
-    """Yields what measures kernels by so many threads, instead of those that a calibration has."""
+    """Yields a process that measures the kernels with this number of threads."""
     with subprocess.Popen(
         [str(WORKER_PYTHON), "-m", __name__, str(threads)],
         env={**os.environ, **ENV, "OMP_NUM_THREADS": str(threads)},
@@ -88,7 +88,7 @@ def kernel_rates(calibration: Calibration, threads: int) -> Iterator[KernelRates
 
 
 def main(threads: int) -> None:
-    """Measures what each line of stdin asks for, [part, format], and writes it as `calibrate` does."""
+    """Measures each kernel of stdin, [part, format], and prints its rate as `calibrate` does."""
     import torch
 
     from vllm_heteroinfer.calibration.kernel_reading import KernelBench, measure_our_linear
@@ -100,7 +100,7 @@ def main(threads: int) -> None:
         part, scheme = KernelPart(json.loads(line)[0]), SchemeName(json.loads(line)[1])
         with torch.inference_mode():
             if (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
-                with suppress(KernelsUnavailableError):  # as in a group, vLLM's own layers then
+                with suppress(KernelsUnavailableError):  # like vLLM's own layers in a group
                     measure_our_linear(threads)
                     continue
             bench.measure(part, scheme)

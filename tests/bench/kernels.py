@@ -1,14 +1,16 @@
 """Measures the GB/s of our CPU kernels' weights in each format, of the host's stream, and of vLLM's kernels.
 
-    python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64]
-        [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16] [--experts]
+    python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64] [--paths avx512_bf16,...]
+        [--threads N] [--rounds 9] [--dtype bf16] [--experts]
 
 Each line is a format on an instruction set, and each cell is the median of the rounds. A round measures the
-stream (a sum over 256 MiB by the same threads) just before the kernel. The share is of the smaller of the
-stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same run). The
-weights are many times as large as the caches. `--experts` measures a layer of EXPERTS experts, of which each
-token takes CHOICES, and counts each chosen expert once. vLLM's kernels for bf16 follow, and with AVX-512
-those for int4 without zero points. Needs the worker's Python.
+stream (a sum over 256 MiB with the same threads) just before the kernel. The share is relative to the smaller
+of the stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same
+run). The weights are many times as large as the caches.
+
+`--experts` measures a layer of EXPERTS experts, of which each token uses CHOICES, and counts each chosen
+expert once. The last lines are vLLM's kernels for bf16 and, with AVX-512, for int4 without zero points. Needs
+the worker's Python.
 """
 
 import argparse
@@ -20,9 +22,9 @@ from typing import Any
 COLUMNS, INPUTS = 8192, 4096
 AMX_ROWS = 5
 EXPERTS, CHOICES, INNER = 64, 8, 1024
-"""Of a layer: experts, experts of a token, inputs of w2. INPUTS are those of w13."""
+"""Numbers of a layer: experts, experts of a token, inputs of w2. INPUTS are the inputs of w13."""
 WEIGHT_BYTES = 256 << 20
-"""Of all weights of a format, at least, which calls read in turn."""
+"""Bytes of all weights of a format, at least. Calls read the weights in turn."""
 STREAM_BYTES = 256 << 20
 
 
@@ -30,14 +32,14 @@ CLOCK = [time.perf_counter]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Returns how long a call takes, in seconds."""
+    """Returns the seconds of a call."""
     start = CLOCK[0]()
     call()
     return CLOCK[0]() - start
 
 
 class Bench:
-    """Linear layers of one format, and what reads them."""
+    """Linear layers of one format, and their measurement."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         import torch
@@ -60,7 +62,7 @@ class Bench:
             self.weights.append(copy)
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of packed weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of packed weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._dtype)
         weights = self.weights[: max(2, len(self.weights) // max(1, rows // 8))]
         seconds = timed(lambda: [self._coded.linear(x, weight) for weight in weights])
@@ -68,7 +70,7 @@ class Bench:
 
 
 class ExpertsBench:
-    """Layers of experts of one format, and what reads them."""
+    """Layers of experts of one format, and their measurement."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         import torch
@@ -132,7 +134,7 @@ class VllmBench:
         self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
         product = self._ops.cpu_gemm_wna16
         seconds = timed(
@@ -142,7 +144,7 @@ class VllmBench:
 
 
 class VllmFloatBench:
-    """vLLM's kernel for bf16: oneDNN's product, or torch's where oneDNN has none for this CPU."""
+    """vLLM's kernel for bf16: oneDNN's product, or torch's if oneDNN has none for this CPU."""
 
     weight_bytes = 2.0
 
@@ -157,6 +159,7 @@ class VllmFloatBench:
         self._products = [self._product(dense.clone()) for _ in range(count)]
 
     def _product(self, weight: Any) -> Callable[[Any], Any]:
+        """Returns a function for a product with oneDNN, or with torch if oneDNN has none for this CPU."""
         torch, ops = self._torch, self._torch.ops._C
         try:
             handler = torch.tensor(ops.create_onednn_mm_handler(weight.t(), 32), dtype=torch.int64)
@@ -171,7 +174,7 @@ class VllmFloatBench:
         return product
 
     def rate(self, rows: int) -> tuple[float, float]:
-        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        """Reads all weights once. Returns GB/s of weights, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
         seconds = timed(lambda: [product(x) for product in self._products])
         return len(self._products) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
@@ -183,10 +186,10 @@ def stream(words: Any) -> float:
 
 
 def line(bench: Any, label: str, words: Any, rows: Sequence[int], rounds: int, peaks: Any) -> str:
-    """Returns a line of the table: GB/s and the share of what bounds it, by rows.
+    """Returns a line of the table: by rows, GB/s, and the share of the bounding rate.
 
     Args:
-        peaks: returns the operations a second of the instruction that multiplies so many rows.
+        peaks: returns the operations a second of the instruction set that multiplies this number of rows.
     """
     cells = []
     for count in rows:
@@ -225,9 +228,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument(
-        "--busy", action="store_true", help="one thread's CPU time, on a machine with other work"
+        "--busy", action="store_true", help="measure the CPU time of one thread, for a busy machine"
     )
-    parser.add_argument("--experts", action="store_true", help="a layer of experts, by tokens")
+    parser.add_argument(
+        "--experts", action="store_true", help="measure a layer of experts, by number of tokens"
+    )
     options = parser.parse_args(argv)
     import torch
 

@@ -26,8 +26,8 @@ class Layers:
 
     Args:
         weights: "bf16" or "int8".
-        count: of layers.
-        threads: of its pool.
+        count: number of layers.
+        threads: number of threads of its pool.
     """
 
     def __init__(self, weights: str, count: int, threads: int) -> None:
@@ -45,6 +45,7 @@ class Layers:
         self.layers = [self._load(weights, number) for number in range(count)]
 
     def _load(self, weights: str, number: int) -> Any:
+        """Draws the weights of a layer, and loads them into a kt-kernel layer for bf16 or int8."""
         import torch
 
         draw = torch.Generator().manual_seed(number)
@@ -83,7 +84,7 @@ class Layers:
 
 
 def measure(layers: Layers, rows: int, rounds: int) -> float:
-    """Returns GB/s of the chosen experts, the median of the rounds."""
+    """Returns GB/s of the chosen experts, as the median of the rounds."""
     import torch
 
     drawn, count, rates = draw_rows(rows), torch.tensor([rows], dtype=torch.int32), []
@@ -92,7 +93,7 @@ def measure(layers: Layers, rows: int, rounds: int) -> float:
         ids, y = ids.to(torch.int64).contiguous(), torch.empty_like(x)
         given = (number % len(layers.layers), y, x, ids, weights.contiguous(), count)
         seconds = timed(lambda given=given: layers.run(*given))  # type: ignore[misc]
-        if number >= 2:  # threads wake, buffers grow
+        if number >= 2:  # the first calls start threads and allocate buffers
             rates.append(chosen * layers.bytes / seconds / 1e9)
     return statistics.median(rates)
 

@@ -1,8 +1,8 @@
-"""Lists what a group holds of its machine while it lives, and what remains after its end.
+"""Lists the machine's resources that a group holds while it runs, and those that stay after its end.
 
-The kernel shows the owner of each resource: of a process by its folder and its parents, of ports, sockets and
+The kernel shows the owner of each resource: of a process by its folder and its parents; of ports, sockets and
 shared memory by the processes that hold them. So other groups on the machine do not matter. The environment
-of a process is no proof, because setproctitle overwrites it.
+of a process proves nothing, because setproctitle overwrites it.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ LISTENING = "0A"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process; a number alone may have been given to another one since.
+    """One process. The kernel may give its number to another process later, so the start time belongs to it.
 
     Attributes:
         pid: its number.
-        start_ticks: when it started, since boot.
+        start_ticks: its start time, since boot.
     """
 
     pid: int
@@ -32,12 +32,12 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a group holds.
+    """The resources of a group.
 
     Attributes:
-        processes: all of them, supervisors too.
+        processes: all of its processes, including supervisors.
         ports: inode of a listening TCP socket -> port.
-        files: in /dev/shm, and sockets elsewhere.
+        files: files in /dev/shm, and Unix sockets elsewhere.
     """
 
     processes: frozenset[Process]
@@ -45,7 +45,7 @@ class Holdings:
     files: frozenset[Path]
 
     def __or__(self, other: "Holdings") -> "Holdings":
-        """Returns what was held at either time."""
+        """Returns the union of both."""
         return Holdings(
             processes=self.processes | other.processes,
             ports={**self.ports, **other.ports},
@@ -54,7 +54,7 @@ class Holdings:
 
 
 def observe(supervisors: Sequence[int], folder: Path) -> Holdings:
-    """Returns what the processes below `supervisors`, and those that run in `folder`, hold now."""
+    """Returns the resources of the processes below `supervisors` and of those that run in `folder`."""
     stats = dict(_stats())
     pids = {pid for pid in supervisors if pid in stats}
     pids |= {pid for pid in stats if _runs_in(pid, folder)}
@@ -74,13 +74,13 @@ def observe(supervisors: Sequence[int], folder: Path) -> Holdings:
 
 
 def wait_gone(held: Holdings, folder: Path, scratch: Path, deadline_s: float) -> list[str]:
-    """Returns what is still there of `held` at the deadline, in words; nothing is as it should be.
+    """Waits until nothing of `held` exists. Describes what is left at the deadline, or returns nothing.
 
     Args:
-        held: by the group, while it lived.
-        folder: in which its processes ran.
-        scratch: for its temporary files, which goes with the pods, as an emptyDir does.
-        deadline_s: as time.monotonic() has it.
+        held: resources of the group while it ran.
+        folder: folder in which its processes ran.
+        scratch: folder for its temporary files, which is deleted with the pods, like an emptyDir.
+        deadline_s: deadline by time.monotonic().
     """
     while (left := describe_left(held, folder, scratch)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -88,7 +88,7 @@ def wait_gone(held: Holdings, folder: Path, scratch: Path, deadline_s: float) ->
 
 
 def describe_left(held: Holdings, folder: Path, scratch: Path) -> list[str]:
-    """Returns what is there of `held`, in words."""
+    """Describes the resources of `held` that still exist."""
     stats = dict(_stats())
     alive = {
         process.pid for process in held.processes if stats.get(process.pid, (0, -1))[1] == process.start_ticks
@@ -102,14 +102,14 @@ def describe_left(held: Holdings, folder: Path, scratch: Path) -> list[str]:
     ]
 
 
-def shared_memory_of_nobody(before: frozenset[Path]) -> list[Path]:
-    """Returns files in /dev/shm that were not there `before` and that no living process has."""
+def unheld_shared_memory(before: frozenset[Path]) -> list[Path]:
+    """Returns the files in /dev/shm that were not in `before` and that no living process holds."""
     held = {path for pid, _ in _stats() for path in _shared_memory(pid)}
     return sorted(set(SHARED_MEMORY.iterdir()) - before - held)
 
 
 def _stats() -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yields every process's pid -> (parent, start); the dead that nobody has reaped are none."""
+    """Returns pid -> (parent, start) of every process, without zombies."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def _listening() -> dict[int, int]:
 
 
 def _bound() -> dict[int, Path]:
-    """Returns inode -> path of Unix sockets that are bound to a file."""
+    """Returns inode -> path of the Unix sockets that are bound to a file."""
     found = {}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
@@ -157,7 +157,7 @@ def _bound() -> dict[int, Path]:
 
 
 def _shared_memory(pid: int) -> Iterator[Path]:
-    """Yields what a process has mapped or open in /dev/shm and still has a name."""
+    """Yields the files in /dev/shm that a process has mapped or open, and that still have a name."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)

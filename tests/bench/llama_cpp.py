@@ -22,12 +22,12 @@ from tests.bench.model_shapes import SHAPES
 
 SEED_BYTES = 64 << 20
 SMALL = 0.02
-"""Of random weights: small enough for 24 layers without overflow."""
+"""Standard deviation of random weights: so small that 24 layers do not overflow."""
 LIMIT_S = 400.0
 
 
 def tensors(config: Mapping[str, Any], layers: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Yields name, shape (outputs first) and whether it is in bf16 (else float32), of a qwen3moe GGUF."""
+    """Yields name, shape (outputs first), and whether in bf16 (else float32), of a qwen3moe's tensors."""
     hidden, width, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     head = config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -57,7 +57,7 @@ def tensors(config: Mapping[str, Any], layers: int) -> Iterator[tuple[str, tuple
 
 
 def write_model(path: Path, config: Mapping[str, Any], layers: int) -> None:
-    """Writes a GGUF with random weights; the bytes of one block are repeated."""
+    """Writes a GGUF with random weights. The bytes of one block are repeated."""
     import gguf
     import numpy as np
 
@@ -102,7 +102,7 @@ def write_model(path: Path, config: Mapping[str, Any], layers: int) -> None:
 
 
 def bench(options: argparse.Namespace, model: Path, off: int) -> list[dict[str, Any]]:
-    """Returns what llama-bench measured."""
+    """Runs llama-bench, and returns its measurements."""
     command = [str(options.bench), "-m", str(model), "-ngl", "99", "-ncmoe", str(off), "-lm", "none"]
     command += ["-t", options.threads, "-p", "0", "-n", str(options.tokens), "-r", "3", "-o", "json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
@@ -115,14 +115,14 @@ def bench(options: argparse.Namespace, model: Path, off: int) -> list[dict[str, 
 def main() -> int:
     """Prints a row for each number of threads."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.llama_cpp")
-    parser.add_argument("--bench", type=Path, required=True, help="llama-bench")
+    parser.add_argument("--bench", type=Path, required=True, help="path of llama-bench")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--off", type=int, default=24)
     parser.add_argument("--threads", default="13,14,16")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--keep", action="store_true", help="the file, for another run")
+    parser.add_argument("--keep", action="store_true", help="keep the model's file for another run")
     options = parser.parse_args()
     path = options.folder / f"{options.shape}-{options.layers}.gguf"
     try:

@@ -2,16 +2,20 @@
 
     python -m tests.bench.metrics_overhead [--shape 8b|tiny] [--rounds 20] [--write FILE]
 
-Two groups of one shape are up together, and idle but for the one that is asked; rounds alternate, so that
-whatever else the machine does meets both. A step is the time of one long answer by its tokens. All this
-is repeated with new groups, the other one started first, since two processes of one program differ in
-where their memory lies. Where the machine's noise is larger than the bar, this says little; so what is done
-only with metrics on, the counting of a step and the answer to a scrape, is also timed by itself in one
-process, and taken as a share of the step. Exits 1 if that share is 1 % or more, or if the whole interval
-in which the median of the pairs lies is above it.
+Two groups of one shape run at the same time, one with metrics and one without. Only the measured group gets
+requests. Rounds alternate, so that other load of the machine affects both groups. A step is the time of one
+long answer divided by its tokens. The program repeats the measurement with new groups in the other order,
+because the memory of two processes of one program differs.
 
-    8b    8B-shaped dummy weights in bf16, 4 layers in a CPU stage and 28 in a GPU stage behind it
-    tiny  the tests' small model on two CPU ranks, whose step of few milliseconds is the worst case
+If the noise of the machine is larger than the limit, this comparison shows little. So the program also times
+the additional work alone, in one process: the counting of a step and the answer to a scrape, as a share of
+the step. Exits 1 if this share is 1 % or more, or if the whole interval of the median of the pairs is above 1
+%.
+
+Shapes:
+
+    8b      8B-shaped dummy weights in bf16, 4 layers in a CPU stage and 28 in a GPU stage after it
+    tiny    the tests' small model on two CPU ranks, whose step of few milliseconds is the worst case
 """
 
 import argparse
@@ -62,20 +66,20 @@ PROMPT = tuple((100 + i) % 500 for i in range(24))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two neighbouring rounds: seconds a step with metrics on, and off."""
+    """Two neighbouring rounds: seconds of a step with metrics, and without."""
 
     on_s: float
     off_s: float
 
     @property
     def overhead(self) -> float:
-        """Returns what metrics added, as a share of the step without."""
+        """Returns the time that metrics added, as a share of the step without metrics."""
         return self.on_s / self.off_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What is done with metrics on only: seconds of a step, and of the answer to a scrape."""
+    """The additional work of metrics: seconds of a step, and of the answer to a scrape."""
 
     step_s: float
     scrape_s: float
@@ -95,7 +99,7 @@ def plan_of(shape: str, folder: Path) -> Plan:
 
 
 def step_s(group: Group, tokens: int) -> float:
-    """Returns the seconds a step of one long answer."""
+    """Returns the seconds of a step in one long answer."""
     start = time.perf_counter()
     answer = group.complete(PROMPT, tokens)
     assert len(answer) == tokens
@@ -104,7 +108,10 @@ def step_s(group: Group, tokens: int) -> float:
 
 @contextlib.contextmanager
 def scraping(group: Group) -> Iterator[None]:
-    """Scrapes every rank of the group at SCRAPE_INTERVAL_S; raises AssertionError if one serves nothing."""
+    """Scrapes every rank of the group at SCRAPE_INTERVAL_S.
+
+    Raises AssertionError if a rank has no metrics.
+    """
     stop = threading.Event()
     missing: list[int] = []
 
@@ -127,15 +134,15 @@ def scraping(group: Group) -> Iterator[None]:
 
 
 def check_silent(group: Group) -> None:
-    """Raises AssertionError if a rank of a group without metrics serves some."""
+    """Raises AssertionError if a rank of a group without metrics serves metrics."""
     for rank in group.plan.ranks:
         assert fetch(group.metrics_url(rank.rank) + "/metrics", timeout_s=1.0) is None, (
-            f"rank {rank.rank} serves metrics though {names.ENV_METRICS}=off"
+            f"rank {rank.rank}serves metrics despite {names.ENV_METRICS}=off"
         )
 
 
-def run_of_actions(plan: Plan, folder: Path, order: Sequence[str], options: argparse.Namespace) -> list[Pair]:
-    """Returns the pairs of one pair of groups, started in this order."""
+def measure_pair(plan: Plan, folder: Path, order: Sequence[str], options: argparse.Namespace) -> list[Pair]:
+    """Starts a pair of groups in this order, and returns their pairs of rounds."""
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if options.threads:
         env["OMP_NUM_THREADS"] = str(options.threads)
@@ -158,17 +165,17 @@ def run_of_actions(plan: Plan, folder: Path, order: Sequence[str], options: argp
 
 
 def one_pair(groups: dict[str, Group], order: Sequence[str], tokens: int) -> Pair:
-    """Returns one round of each group, in this order."""
+    """Runs one round of each group, in this order."""
     seconds = {}
     for metrics in order:
-        time.sleep(SETTLE_S)  # readers of the other group's queues spin for a second
+        time.sleep(SETTLE_S)  # the other group's readers of queues spin for a second
         with scraping(groups[ON]) if metrics == ON else contextlib.nullcontext():
             seconds[metrics] = step_s(groups[metrics], tokens)
     return Pair(on_s=seconds[ON], off_s=seconds[OFF])
 
 
 def own_cost(plan: Plan) -> Cost:
-    """Returns what counting costs, in this process: a step with a hop in and out, on against off."""
+    """Returns the time of counting a step with a hop in and out: with metrics, minus without."""
     seconds = {}
     for counts in (True, False):
         ours, theirs = RankChannel.open_pair()
@@ -185,12 +192,12 @@ def own_cost(plan: Plan) -> Cost:
 
 
 def fastest(call: Callable[[], object], number: int) -> float:
-    """Returns the seconds of a call, the least of nine means over `number` of them."""
+    """Returns the seconds of a call: the smallest of nine means over `number` calls."""
     return min(timeit.repeat(call, number=number, repeat=9)) / number
 
 
 def one_step(metrics: RankMetrics) -> None:
-    """Tells the metrics of a decode step with all that a GPU rank has of it."""
+    """Records the metrics of a decode step, as a GPU rank does."""
     metrics.begin_call()
     for direction in ("recv", "send"):
         metrics.add_wait(1e-3)
@@ -201,9 +208,10 @@ def one_step(metrics: RankMetrics) -> None:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns between which of the values the median lies with 95 % confidence, by the sign test."""
+    """Returns the interval of the values' median with 95 % confidence, by the sign test."""
     ordered, count = sorted(values), len(values)
-    margin = 0.98 * count**0.5  # half of the normal quantile, for a binomial of one half
+    # half of the normal quantile, for a binomial distribution with probability one half
+    margin = 0.98 * count**0.5
     low, high = int(count / 2 - margin), int(count / 2 + margin)
     return ordered[max(0, low)], ordered[min(count - 1, high)]
 
@@ -241,20 +249,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.metrics_overhead")
     parser.add_argument("--shape", choices=["8b", "tiny"], default="8b" if visible_gpus() else "tiny")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=2, help="of all that, with new groups")
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--threads", type=int, help="of each CPU rank; default: the supervisor's choice")
+    parser.add_argument("--repeats", type=int, default=2, help="number of repetitions with new groups")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument(
+        "--threads", type=int, help="threads of each CPU rank; default: the supervisor's choice"
+    )
     parser.add_argument("--write", type=Path, help="write the table here")
     options = parser.parse_args()
     if options.shape == "8b" and not visible_gpus():
-        parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none; take --shape tiny")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the groups too
+        parser.error("--shape 8b needs an NVIDIA GPU: nvidia-smi found none. Use --shape tiny")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the groups, too
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
         plan = plan_of(options.shape, Path(scratch))
         orders = itertools.cycle([(ON, OFF), (OFF, ON)])
         for number, order in zip(range(options.repeats), orders, strict=False):
-            pairs += run_of_actions(plan, Path(scratch) / f"repeat-{number}", order, options)
+            pairs += measure_pair(plan, Path(scratch) / f"repeat-{number}", order, options)
         cost = own_cost(plan)
     table = to_markdown(pairs, cost, options)
     print(table)

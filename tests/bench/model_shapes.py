@@ -1,4 +1,4 @@
-"""Configurations of published models, without weights: benchmarks use dummy weights."""
+"""Defines configurations of published models without weights, because benchmarks use dummy weights."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
     },
-    "tiny-moe": {  # to try a benchmark where there is no GPU
+    "tiny-moe": {  # to try a benchmark without a GPU
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "hidden_size": 256,
@@ -68,7 +68,7 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
     },
-    "gemma-vocabulary": {  # a dense model's layers under as large a vocabulary as published ones have
+    "gemma-vocabulary": {  # a dense model's layers, with a vocabulary as large as in published models
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 2560,
@@ -91,7 +91,7 @@ _FP8_BLOCK = {
 
 
 def make_shape(folder: Path, shape: str, layers: int, *, fp8: bool = False) -> Path:
-    """Returns a folder with the configuration of a shape with so many layers; it has no weights."""
+    """Returns a folder with the configuration of a shape with this number of layers. It has no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in cached_model(Recipe()).glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())

@@ -2,18 +2,17 @@
 
     python -m tests.bench.offload [--layers 4,8,16] [--requests 1,4,16,64] [--results FILE] [--write FILE]
 
-Where one command may not run for long, `--only` takes a part, and `--results FILE` adds up over several.
+If one command may not run for long, `--only` runs a part, and `--results FILE` collects the results of
+several commands. Needs one GPU and a Python with vLLM's CUDA and CPU builds (the worker image's). One run
+measures these ways one after another, with dummy bf16 weights, torch.compile and CUDA graphs:
 
-Needs one GPU and a Python with vLLM's CUDA and CPU builds (the worker image's). In one run, one
-after the other, with dummy bf16 weights, torch.compile and CUDA graphs:
+    ours        these layers in a CPU stage, the others in a GPU stage after it
+    uva         stock vLLM --cpu-offload-gb with the same bytes
+    prefetch    stock vLLM --offload-group-size with the same layers
+    alone       the layers of our GPU stage as a model of its own: the cost of that stage without a peer
 
-    ours      the layers in a CPU stage, the others in a GPU stage behind it
-    uva       stock vLLM --cpu-offload-gb with the same bytes
-    prefetch  stock vLLM --offload-group-size with the same layers
-    alone     our GPU stage's layers as a model of its own: what that stage costs without a peer
-
-A step is (time of long answers - time of short ones) / (difference in tokens), all requests at the same time,
-so that prefill and start-up of requests cancel out; median over rounds.
+A step is (time of long answers - time of short ones) / (difference in tokens). All requests run at the same
+time, so that the time of prefill and start-up cancels out. The result is the median over rounds.
 """
 
 import argparse
@@ -68,9 +67,9 @@ def measure(
     """Returns the time of a step.
 
     Args:
-        load: what to ask.
+        load: the requests.
         ask: (requests, tokens of each) -> seconds until the last answer.
-        read: returns the ranks' counters, read around the last round's long answers.
+        read: returns the ranks' counters. Called before and after the last round's long answers.
     """
     ask(load.requests, SHORT)  # warms up
     steps: list[float] = []
@@ -86,7 +85,7 @@ def measure(
 
 
 def explain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Returns seconds a decode step by part, of one rank, and what part of the wall time they are."""
+    """Returns the seconds of one rank in a decode step by part, and the parts' share of the wall time."""
     spent = {key: after[key] - before[key] for key in after}
     steps = max(1.0, spent["steps"])
     parts = ("compute", "wait", "transfer", "idle")
@@ -98,7 +97,7 @@ def explain(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
 
 
 def counters(group: Group, rank: int) -> dict[str, float]:
-    """Returns a rank's sums, in seconds: decode steps by part, and everything else of its wall time."""
+    """Returns the sums of a rank's counters, in seconds: decode steps by part, and all other wall time."""
     wall = time.perf_counter()
     total = scrape(group, rank).total
     decode = {"phase": names.PHASE_DECODE}
@@ -119,7 +118,7 @@ def counters(group: Group, rank: int) -> dict[str, float]:
 def plan_of(
     model: Path, layers: Sequence[int], devices: Sequence[Device], options: argparse.Namespace
 ) -> Plan:
-    """Returns a pipeline with one rank and one pod a stage."""
+    """Returns the plan of a pipeline with one rank and one pod for each stage."""
     plan = build_plan(
         model,
         layers=layers,
@@ -174,7 +173,7 @@ def ask_group(group: Group, requests: int, tokens: int) -> float:
 
 
 def show(load: Load, times: Times) -> Times:
-    """Prints and returns `times`."""
+    """Prints `times`, and returns it."""
     print(f"  N={load.requests}: {times.step_s * 1e3:.2f} ms", *map(_rank_text, times.ranks), flush=True)
     return times
 
@@ -189,7 +188,7 @@ def _rank_text(parts: Mapping[str, float]) -> str:
 def run_stock(
     model: Path, offload: Mapping[str, Any], loads: Sequence[Load], folder: Path, name: str
 ) -> dict[Load, Times]:
-    """Returns the times of stock vLLM in a process of its own."""
+    """Returns the times of stock vLLM in a separate process."""
     command = [sys.executable, "-m", "tests.bench.offload", "--stock", json.dumps({
         "model": str(model),
         "offload": offload,
@@ -218,7 +217,7 @@ def run_stock(
 
 @contextlib.contextmanager
 def ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Ends a process and all that it started, by its session."""
+    """Ends a process and its whole session at the end of the context."""
     try:
         yield
     finally:
@@ -228,7 +227,7 @@ def ending(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def stock_main(text: str) -> None:
-    """Runs in a process of its own: stock vLLM, offline."""
+    """Runs stock vLLM offline, in a separate process."""
     import vllm
 
     given = json.loads(text)
@@ -260,7 +259,7 @@ def stock_main(text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[Load, Times]]:
-    """Returns the times of everything that was asked for, by `kind/layers off the GPU`."""
+    """Returns the times of everything that was requested, by `kind/layers off the GPU`."""
     loads = [Load(requests=n, steps=options.steps, rounds=options.rounds) for n in options.requests]
     results: dict[str, dict[Load, Times]] = {}
     with tempfile.TemporaryDirectory(prefix="hi-") as scratch:
@@ -309,10 +308,10 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for our pods")
     parser.add_argument("--batches-in-flight", type=int, default=1)
     parser.add_argument("--compile-cpu", action="store_true")
-    parser.add_argument("--results", type=Path, help="add to these results, and show all of them")
+    parser.add_argument("--results", type=Path, help="append to these results, and print all of them")
     parser.add_argument("--write", type=Path, help="write the tables to this file")
     parser.add_argument("--stock", help=argparse.SUPPRESS)
     options = parser.parse_args()

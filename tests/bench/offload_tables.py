@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked: how many requests at the same time, how many steps are timed, how often."""
+    """The requests of a measurement: their number, the timed steps, and the repetitions."""
 
     requests: int
     steps: int
@@ -17,11 +17,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What one load cost, in seconds a step.
+    """The times of one load, in seconds for each step.
 
     Attributes:
-        step_s: median over rounds.
-        ranks: of ours only; by rank, where the step's time went.
+        step_s: median over the rounds.
+        ranks: for ours only: the parts of the step's time by rank.
     """
 
     step_s: float
@@ -35,7 +35,7 @@ PEERS = ("uva", "prefetch")
 
 
 def read_results(path: Path | None) -> Results:
-    """Returns the results of a file; none if there is no file."""
+    """Reads the results in a file. Returns no results if there is no file."""
     if path is None or not path.exists():
         return {}
     return {
@@ -54,7 +54,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def to_markdown(results: Results, layers: Sequence[int]) -> str:
-    """Returns two tables: ours against each peer, and where ours spends its steps."""
+    """Returns two tables: ours against each stock way, and the parts of our steps."""
     lines = [
         "| layers off the GPU | requests | ours | UVA | prefetch | UVA / ours | prefetch / ours |",
         "|---|---|---|---|---|---|---|",
@@ -76,7 +76,7 @@ def to_markdown(results: Results, layers: Sequence[int]) -> str:
 
 
 def rank_rows(off: int, load: Load, ours: Times, alone: Times | None) -> list[list[str]]:
-    """Returns the cells of each rank, times in milliseconds."""
+    """Returns the cells of each rank, with times in milliseconds."""
     rows = []
     for rank, part in enumerate(ours.ranks):
         times = [f"{part[key] * 1e3:.2f}" for key in ("compute", "device", "wait", "transfer", "idle")]

@@ -33,8 +33,8 @@ BAR = 0.95
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 SETTLE_S = 1.2
-"""Readers of vLLM's queues spin for 1 s after their last message (shm_broadcast.py::SpinCondition@v0.32.0):
-what one group still burns shall not meet the other's round."""
+"""Readers of vLLM's queues spin for 1 s after their last message (shm_broadcast.py::SpinCondition@v0.32.0).
+The pause prevents that one group spins during the other group's round."""
 PROMPTS = tuple([(100 + i + j) % 500 for j in range(24)] for i in range(64))
 
 STOCK = """
@@ -52,12 +52,13 @@ else:
     from vllm.entrypoints.launchers.api_server.entry import run_server
     uvloop.run(run_server(args))
 """
-"""`vllm serve` without its command line's main, which fails in the CPU build (facts: Install)."""
+"""`vllm serve` without the main function of its command line, which fails in the CPU build (facts:
+Install)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked in a round: so many requests at the same time, of so many tokens each."""
+    """The requests of a round: their number at the same time, and the tokens of each."""
 
     concurrency: int
     tokens: int
@@ -67,6 +68,7 @@ def ask(url: str, load: Load) -> float:
     """Returns the tokens a second of one round."""
 
     def one(prompt: Sequence[int]) -> int:
+        """Sends one request, and returns the number of its tokens."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -88,7 +90,7 @@ def ask(url: str, load: Load) -> float:
 
 @contextlib.contextmanager
 def start_stock(model: Path, log_dir: Path, env: dict[str, str]) -> Iterator[tuple[str, float]]:
-    """Starts stock vLLM on two `nodes`; gives its URL and its start-up time in seconds."""
+    """Starts stock vLLM on two `nodes`. Yields its URL and its start-up time in seconds."""
     api, master = free_ports(2)
     settings = build_plan(model, layers=[4, 4], pods=[1, 1], eager_cpu=False).engine
     common = [
@@ -138,7 +140,7 @@ def start_stock(model: Path, log_dir: Path, env: dict[str, str]) -> Iterator[tup
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT_S)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # workers of a follower outlive a SIGTERM
+                os.killpg(process.pid, signal.SIGKILL)  # workers of a follower survive a SIGTERM
             process.wait(STOP_TIMEOUT_S)
 
 
@@ -173,7 +175,7 @@ def measure(
 
 
 def warm_caches(folder: Path, env: dict[str, str], model: Path) -> None:
-    """Runs a group once, so that neither start is the one that fills the compiler's caches."""
+    """Runs a group once, so that neither measured start has to fill the compiler's caches."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], eager_cpu=False)
     with start_group(plan, folder / "warm", env=env) as group:
         group.wait_ready(START_TIMEOUT_S)

@@ -1,17 +1,17 @@
 """Compares the planner's predictions of steps and first tokens with measured times of groups.
 
     python -m tests.bench.predictions [--groups dense,moe,fp8,awq] [--results FILE]
-    python -m tests.bench.predictions --again FILE          what this planner says of what FILE has measured
+    python -m tests.bench.predictions --again FILE    predicts the measurements of FILE with this planner
 
-Calibrates this machine as `heteroinfer-worker calibrate` does, lets the planner plan each group with that
-calibration, starts exactly that plan with dummy weights, and measures it. In turns with a cell's steps the
-kernel that the group's CPU ranks compute with is measured again, by as many threads, and the cell is
-predicted from these looks too: on a host that others use a calibration is true for its own moment. A step
-is the time between two tokens of one of the requests that decode together, the median of `--steps` of them; a
-first token is the first one that a stream brings. `--devices-as-cpu` is a dry run with tiny models, for want
-of a GPU.
+The program calibrates this machine like `heteroinfer-worker calibrate`, plans each group with this
+calibration, starts this plan with dummy weights, and measures it. Between the steps of a cell, it measures
+the kernel of the group's CPU ranks again, with as many threads, and also predicts the cell from these
+measurements. The reason: on a shared host, a calibration is true only for its own moment.
 
-Needs a Python with vLLM's CUDA and CPU builds, pydantic, and worker_image/src and operator/src.
+A step is the time between two tokens of one of the requests that decode together: the median of `--steps` of
+them. A first token is the first token of a stream. `--devices-as-cpu` is a dry run with tiny models, for a
+machine without a GPU. Needs a Python with vLLM's CUDA and CPU builds, pydantic, and worker_image/src and
+operator/src.
 """
 
 import argparse
@@ -55,14 +55,14 @@ START_TIMEOUT_S: Final = 400.0
 CALIBRATE_TIMEOUT_S: Final = 120.0
 WARM_STEPS: Final = 20
 SHORT: Final = 16
-"""Tokens of the prompts of many requests."""
+"""Number of tokens of the prompts of many requests."""
 LONGEST: Final = 17408
 KV_TOKENS: Final = 40960
 WITHIN: Final = 0.15
 TURNS: Final = 3
-"""Of a cell's steps or prompts, in turns with looks at the kernel."""
+"""Number of turns. In each turn, a cell's steps or prompts follow a measurement of the kernel."""
 SETTLE_S: Final = 0.5
-"""After which threads that have measured a kernel sleep."""
+"""Seconds after which threads that have measured a kernel sleep."""
 _TINY: Final[Mapping[str, Any]] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -88,10 +88,10 @@ class Case:
     """One group.
 
     Attributes:
-        shape: of `tests.bench.model_shapes`.
-        layers: of the model.
-        off: of them, those whose weights, or experts and MLPs, are on CPUs.
-        feed_forward: whether they are there in mode FeedForward; else a CPU stage has them.
+        shape: name of a shape in `tests.bench.model_shapes`.
+        layers: number of layers of the model.
+        off: number of layers whose weights, or experts and MLPs, are on CPUs.
+        feed_forward: whether mode FeedForward computes them there. Otherwise a CPU stage has them.
         fp8: whether weights are FP8 in blocks.
         awq: whether they are AWQ.
     """
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def kernel(self) -> tuple[KernelPart, SchemeName]:
-        """What its CPU ranks compute with for nearly all of their time."""
+        """Returns the kernel that its CPU ranks use nearly all of the time."""
         scheme = SchemeName.FP8_BLOCK if self.fp8 else SchemeName.AWQ if self.awq else SchemeName.NONE
         return (KernelPart.EXPERTS if self.feed_forward else KernelPart.LINEAR, scheme)
 
@@ -122,12 +122,12 @@ CASES: Final[Mapping[str, Case]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is predicted and measured.
+    """A predicted and measured number.
 
     Attributes:
         what: "step" or "first token".
-        requests: at the same time.
-        context: tokens that each has already; of a first token, its prompt's.
+        requests: number of requests at the same time.
+        context: tokens of each request before the step, or of the prompt for a first token.
     """
 
     what: str
@@ -135,7 +135,7 @@ class Cell:
     context: int
 
     def predict(self, planned: Planned) -> float:
-        """Returns the seconds that the planner says."""
+        """Returns the planner's prediction in seconds."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
 
         feed_forward_wait = build_feed_forward_wait(plan, sizes, rates, planned.remote)
@@ -150,7 +150,7 @@ class TimeIsOverError(Exception):
 
 
 def make_model(case: Case, folder: Path, *, tiny: bool) -> Path:
-    """Returns a folder with a case's model: its configuration, and weights that are a hole."""
+    """Returns a folder with a case's model: its configuration, and a sparse file as weights."""
     make_shape(folder, case.shape, 4 if tiny else case.layers, fp8=case.fp8)
     config = json.loads((folder / "config.json").read_text())
     config |= {"max_position_embeddings": 32768, **(_AWQ if case.awq else {})}
@@ -160,19 +160,19 @@ def make_model(case: Case, folder: Path, *, tiny: bool) -> Path:
 
 
 def compute_cpus(cpus: int) -> int:
-    """Returns the CPUs that are left for CPU ranks: less one of the GPU's rank, and the engine's."""
+    """Returns the CPUs for CPU ranks: all except one for the GPU rank, and those of the engine."""
     return max(cpus - 1 - engine_cpus(cpus), 1)
 
 
 def plan_of(case: Case, model: Path, calibration: Calibration | None, cpus: int, *, tiny: bool) -> Planned:
-    """Returns the planner's plan of a case, with KV cache for what is asked.
+    """Returns the planner's plan of a case, with enough KV cache for its requests.
 
     Args:
         case: the group.
-        model: its folder.
-        calibration: of this machine.
-        cpus: that this machine lets us use.
-        tiny: whether all ranks are on CPUs, with two layers off of four.
+        model: folder of the model.
+        calibration: calibration of this machine.
+        cpus: CPUs that this process may use.
+        tiny: whether all ranks are on CPUs, with two of four layers off.
     """
     layers, off = (4, 2) if tiny else (case.layers, case.off)
     compute = compute_cpus(cpus)
@@ -222,12 +222,12 @@ def plan_of(case: Case, model: Path, calibration: Calibration | None, cpus: int,
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Returns a prompt that shares no prefix with those of other seeds."""
+    """Returns a prompt that shares no prefix with prompts of other seeds."""
     return [(131 * seed + 7 * j) % 500 + 1 for j in range(tokens)]
 
 
 def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[float, list[float]]:
-    """Returns when a request was sent, and when each of its tokens came, in seconds of one clock."""
+    """Returns the time of a request, and of each of its tokens, in seconds of one clock."""
     body = {
         "model": group.plan.engine.served_name,
         "prompt": list(tokens_of_prompt),
@@ -253,7 +253,7 @@ def stream(group: Group, tokens_of_prompt: Sequence[int], tokens: int) -> tuple[
 
 
 def steps_of(times: Sequence[float]) -> list[float]:
-    """Returns the times between a stream's tokens; those that came together share the time until then."""
+    """Returns the times between a stream's tokens. Tokens that arrive together share the time before them."""
     arrivals = list(Counter(times).items())
     return [
         (after - before) / tokens
@@ -263,22 +263,22 @@ def steps_of(times: Sequence[float]) -> list[float]:
 
 
 def summary(steps: Sequence[float]) -> dict[str, float]:
-    """Returns the median and the mean of steps, and how many there were."""
+    """Returns the median, the mean and the number of steps."""
     return {"step_s": statistics.median(steps), "mean_s": statistics.fmean(steps), "steps": len(steps)}
 
 
 def measure_steps(
     group: Group, requests: int, steps: int, look: Callable[[], None] | None = None
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Returns the time of a step while so many requests decode, and ranks' parts, of mean steps.
+    """Measures steps while this number of requests decodes. Also returns the parts of ranks' mean steps.
 
-    One of the requests is a stream, by which the time is taken: nothing else is asked meanwhile, since who
-    reads a rank's metrics takes time from it.
+    One of the requests is a stream, whose times are measured. Nothing reads metrics in the meantime, because
+    that takes time from a rank.
 
     Args:
-        group: that is ready.
-        requests: at the same time.
-        steps: to be measured, in TURNS turns.
+        group: a ready group.
+        requests: number of requests at the same time.
+        steps: number of steps to measure, in TURNS turns.
         look: called before each turn, and after the last one.
     """
     tokens = 2 * WARM_STEPS + steps // TURNS + 1
@@ -307,12 +307,14 @@ def measure_steps(
 def measure_prompts(
     group: Group, length: int, steps: int, look: Callable[[], None]
 ) -> tuple[list[float], list[float], list[dict[str, float]]]:
-    """Returns times to the first token of prompts, of steps after them, and ranks' parts of the mean prompt.
+    """Measures first tokens of prompts and the steps after them.
+
+    Also returns the parts of ranks' mean prompts.
 
     Args:
-        group: that is ready.
-        length: of the prompts, in tokens.
-        steps: to be measured, in TURNS turns.
+        group: a ready group.
+        length: tokens of each prompt.
+        steps: number of steps to measure, in TURNS turns.
         look: called before each turn, and after the last one.
     """
     first: list[float] = []
@@ -324,7 +326,7 @@ def measure_prompts(
         start, times = stream(group, prompt(3000 + turn + length, length), WARM_STEPS + steps // TURNS + 1)
         first.append(times[0] - start)
         found += steps_of(times[WARM_STEPS:])
-    look()  # after it ranks have counted all
+    look()  # after that, the ranks have counted all steps
     parts = [
         {part: round((now - then[part]) / TURNS, 6) for part, now in prompt_seconds(group, rank).items()}
         for rank, then in zip(ranks, before, strict=True)
@@ -333,9 +335,9 @@ def measure_prompts(
 
 
 def prompt_seconds(group: Group, rank: int) -> dict[str, float]:
-    """Returns a rank's sums over prompts' steps, and over all asks that it has answered, in seconds.
+    """Returns a rank's seconds in prompts' steps, and in all asks that it has answered.
 
-    Asks are those of decode steps, too.
+    The asks include those of decode steps.
     """
     total = scrape(group, rank).total
     prefill = {"phase": names.PHASE_PREFILL}
@@ -350,16 +352,16 @@ def prompt_seconds(group: Group, rank: int) -> dict[str, float]:
 
 @dataclass(slots=True, kw_only=True)
 class Predictor:
-    """What is planned of a group, by the calibration and by what its kernel does while a cell is measured.
+    """Predicts a group from the calibration, and from measurements of its kernel during a cell.
 
     Attributes:
-        name: of the case.
-        model: its folder.
-        planned: by the calibration.
-        cpus: that this machine lets us use.
-        tiny: as of `plan_of`.
-        rates: what measures kernels.
-        looks: what they did since the cell began.
+        name: name of the case.
+        model: folder of the model.
+        planned: plan by the calibration.
+        cpus: CPUs that this process may use.
+        tiny: see `plan_of`.
+        rates: measures the kernels.
+        looks: measurements since the cell began.
     """
 
     name: str
@@ -376,7 +378,7 @@ class Predictor:
         time.sleep(SETTLE_S)
 
     def plan_now(self) -> tuple[Planned, KernelRate]:
-        """Returns the plan by the mean of the looks, and that mean; the next cell begins."""
+        """Returns the plan by the mean of the measurements, and this mean. Then the next cell begins."""
         mean = mean_of(self.looks)
         self.looks.clear()
         calibration = with_kernel(self.rates.calibration, mean)
@@ -385,10 +387,10 @@ class Predictor:
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """What was measured so far, kept in a file after each cell.
+    """The results so far. The file is written after each cell.
 
     Attributes:
-        file: or None.
+        file: file, or None.
         value: calibration, settings, and a list of cells.
     """
 
@@ -396,7 +398,7 @@ class Results:
     value: dict[str, Any]
 
     def add(self, name: str, cell: Cell, predictor: "Predictor", measured_s: float, **more: Any) -> None:
-        """Notes and prints a cell."""
+        """Records and prints a cell."""
         planned_now, kernel = predictor.plan_now()
         predicted_s, now_s = cell.predict(predictor.planned), cell.predict(planned_now)
         self.value["cells"].append(
@@ -415,7 +417,7 @@ class Results:
         self.keep()
         print(
             f"CELL {name} {cell.what} N={cell.requests} context={cell.context}: predicted "
-            f"{predicted_s * 1e3:.1f} ms, by the looks {now_s * 1e3:.1f} ms, measured "
+            f"{predicted_s * 1e3:.1f} ms, by the kernel's rates {now_s * 1e3:.1f} ms, measured "
             f"{measured_s * 1e3:.1f} ms, ratio {measured_s / now_s:.2f} "
             f"{json.dumps(asdict(kernel))} {json.dumps(more)}",
             flush=True,
@@ -430,7 +432,7 @@ class Results:
 def measure_group(
     name: str, predictor: Predictor, group: Group, options: argparse.Namespace, results: Results
 ) -> None:
-    """Measures a group that is ready, what is most valuable first."""
+    """Measures a ready group, the most valuable cells first."""
     stream(group, prompt(1000, SHORT), 4)
     measure_steps(group, max(options.requests), 5)  # warms up
     for requests in options.requests:
@@ -465,14 +467,15 @@ class Started:
 def start(
     name: str, model: Path, planned: Planned, options: argparse.Namespace, started: list[Started]
 ) -> Started:
-    """Starts a group and waits until it is ready."""
+    """Starts a group, and waits until it is ready."""
     caches = options.caches
     env = {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
-        # vLLM's own CPU kernels for experts refuse the simulation's indices; feed-forward ranks take them.
+        # vLLM's own CPU kernels for experts refuse the indices of simulated routing, but feed-forward ranks
+        # accept them.
         **(ROUTING if CASES[name].feed_forward and not options.devices_as_cpu else {}),
         **dict(setting.split("=", 1) for setting in options.env),
     }
@@ -493,7 +496,7 @@ def start(
 
 
 def end_all(started: Sequence[Started]) -> None:
-    """Ends every group at the same time, those too that are starting."""
+    """Ends every group at the same time, also those that are starting."""
     for each in started:
         for child in each.group.children if each.group else ():
             with contextlib.suppress(ProcessLookupError):
@@ -508,7 +511,7 @@ def end_all(started: Sequence[Started]) -> None:
 
 
 def run(options: argparse.Namespace, results: Results, calibration: Calibration, cpus: int) -> None:
-    """Starts and measures the groups, some at the same time; each is measured while the others are idle."""
+    """Starts and measures the groups. Some run at the same time, but only the measured one gets requests."""
     wanted = list(options.groups)
     started: list[Started] = []
     try:
@@ -528,32 +531,37 @@ def run(options: argparse.Namespace, results: Results, calibration: Calibration,
                     with _telling(name):
                         future.result()
                 for name, future in futures:
-                    if future.exception() is not None:
-                        continue
-                    this = future.result()
-                    with _telling(name), this.closing:
-                        assert this.group is not None
-                        predictor = Predictor(
-                            name=name,
-                            model=this.model,
-                            planned=this.planned,
-                            cpus=cpus,
-                            tiny=options.devices_as_cpu,
-                            rates=rates,
-                        )
-                        try:
-                            measure_group(name, predictor, this.group, options, results)
-                        except Exception:
-                            print(this.group.logs()[-6000:], flush=True)
-                            raise
+                    if future.exception() is None:
+                        _measure_started(name, future.result(), rates, cpus, options, results)
     except BaseException:
         end_all(started)
         raise
 
 
+def _measure_started(
+    name: str, this: Started, rates: KernelRates, cpus: int, options: argparse.Namespace, results: Results
+) -> None:
+    """Measures a group that has started, and ends it. An error is printed with the end of its logs."""
+    with _telling(name), this.closing:
+        assert this.group is not None
+        predictor = Predictor(
+            name=name,
+            model=this.model,
+            planned=this.planned,
+            cpus=cpus,
+            tiny=options.devices_as_cpu,
+            rates=rates,
+        )
+        try:
+            measure_group(name, predictor, this.group, options, results)
+        except Exception:
+            print(this.group.logs()[-6000:], flush=True)
+            raise
+
+
 @contextlib.contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Goes on with the next group when one fails, and says why."""
+    """Prints the error of a failed group, and continues with the next one."""
     try:
         yield
     except (AssertionError, RuntimeError, OSError, IndexError) as error:
@@ -561,7 +569,7 @@ def _telling(name: str) -> Iterator[None]:
 
 
 def calibrate(file: Path) -> Calibration:
-    """Returns what the worker's own command measures of this machine, and keeps it."""
+    """Runs the worker's own calibration of this machine, and stores it."""
     command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "calibrate", "-o", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CALIBRATE_TIMEOUT_S, check=False)
     if done.returncode:
@@ -570,7 +578,7 @@ def calibrate(file: Path) -> Calibration:
 
 
 def table(value: Mapping[str, Any]) -> str:
-    """Returns the cells as a table, and how many are within the bound."""
+    """Returns the table of cells, and how many are within the limit."""
     lines = [
         "| group | what | requests | context | predicted ms | by the looks ms | measured ms | ratio |",
         "|---|---|---|---|---|---|---|---|",
@@ -587,15 +595,15 @@ def table(value: Mapping[str, Any]) -> str:
             f"| {predicted_s * 1e3:.1f} | {now_s * 1e3:.1f} | {measured_s * 1e3:.1f} "
             f"| {bold}{measured_s / now_s:.2f}{bold} |"
         )
-    said = (
+    summary_line = (
         f"{by_now} of {len(value['cells'])} cells within {WITHIN:.0%} of the measured time as predicted by "
         f"the looks, {by_calibration} as predicted by the calibration"
     )
-    return "\n".join([*lines, "", said])
+    return "\n".join([*lines, "", summary_line])
 
 
 def again(file: Path) -> str:
-    """Returns the table of kept measurements with what this planner predicts from the kept calibration."""
+    """Returns the table of stored measurements, predicted again from the stored calibration."""
     value = json.loads(file.read_text())
     calibration = Calibration.from_json(json.dumps(value["calibration"]))
     with tempfile.TemporaryDirectory(prefix="hi-shapes-") as scratch:
@@ -616,7 +624,7 @@ def again(file: Path) -> str:
 
 
 def main() -> int:
-    """Runs it; see the module."""
+    """Runs the benchmark; see the module."""
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
@@ -633,14 +641,16 @@ def main() -> int:
     parser.add_argument("--contexts", type=numbers, default=[1024, 16384])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--at-once", type=int, default=2, help="groups that start at the same time")
-    parser.add_argument("--deadline-seconds", type=float, help="then say what was measured so far, and end")
-    parser.add_argument("--calibration", type=Path, help="one of this machine, in place of measuring it")
-    parser.add_argument("--results", type=Path, help="file of all cells, the calibration among them")
+    parser.add_argument(
+        "--deadline-seconds", type=float, help="print the results so far after this time, and end"
+    )
+    parser.add_argument("--calibration", type=Path, help="use this calibration of this machine")
+    parser.add_argument("--results", type=Path, help="file for all cells and the calibration")
     parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir()) / "hi-caches")
-    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE, for our pods")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for our pods")
     parser.add_argument("--devices-as-cpu", action="store_true", help="a dry run with tiny models")
     parser.add_argument(
-        "--again", type=Path, metavar="FILE", help="measure nothing; predict FILE's cells again"
+        "--again", type=Path, metavar="FILE", help="predict FILE's cells again, without measurements"
     )
     options = parser.parse_args()
     if options.again is not None:
@@ -674,7 +684,7 @@ def main() -> int:
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(f"\n{cpus} CPUs, {time.monotonic() - begin:.0f} s\n{table(results.value)}", flush=True)
     sys.stdout.flush()
-    os._exit(0)  # no thread that asks or starts a group keeps this process
+    os._exit(0)  # so that no remaining thread keeps this process alive
 
 
 if __name__ == "__main__":

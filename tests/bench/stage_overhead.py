@@ -2,13 +2,14 @@
 
     python -m tests.bench.stage_overhead [--shapes tiny-moe,tiny-llama] [--requests 1,16] [--threads 4]
 
-A group of four CPU stages, of which the two in the middle have FEWER and MORE layers of a model so small
-that its weights are read in no time: the difference of what the two compute in a step, by the layers between
-them. One batch is in flight, so one stage computes at a time. `--arg` is for vLLM, such as
-`--arg=--ir-op-priority.rms_norm=native`. Of a mixture it says, too, what the experts' own kernel takes when
-nothing else runs between its calls: with as many threads, as many layers in turn, uniform routing.
+A group has four CPU stages of a model so small that reading its weights takes almost no time. The two stages
+in the middle have FEWER and MORE layers. The result is the difference of their times in a step, divided by
+the difference in layers. One batch is in flight, so one stage computes at a time. `--arg` is for vLLM, such
+as `--arg=--ir-op-priority.rms_norm=native`.
 
-Needs a Python with vLLM's CPU build, and worker_image/src and operator/src.
+For a mixture, the program also prints the time of the experts' own kernel without other work between its
+calls, with as many threads, as many layers in turn, and uniform routing. Needs a Python with vLLM's CPU
+build, and worker_image/src and operator/src.
 """
 
 import argparse
@@ -35,7 +36,7 @@ CALLS, WARM_CALLS = 2000, 200
 
 
 def layer_s(group: Group, requests: int, steps: int) -> float:
-    """Returns the seconds that a layer costs in a decode step of so many requests."""
+    """Returns the seconds of a layer in a decode step of this number of requests."""
     before = [counters(group, rank) for rank in (1, 2)]
     ask_group(group, requests, steps)
     after = [counters(group, rank) for rank in (1, 2)]
@@ -47,7 +48,7 @@ def layer_s(group: Group, requests: int, steps: int) -> float:
 
 
 def time_experts(shape: str, requests: int) -> float:
-    """Returns the median seconds of a call of the experts' kernel, by this process's threads."""
+    """Returns the median seconds of a call of the experts' kernel, with this process's threads."""
     import torch
 
     from vllm_heteroinfer.kernels import linear
@@ -79,8 +80,8 @@ def time_experts(shape: str, requests: int) -> float:
     return statistics.median(taken[WARM_CALLS:])
 
 
-def say_experts(shape: str, options: argparse.Namespace) -> None:
-    """Prints what a mixture's experts take by themselves, in a process with as many threads as a rank."""
+def print_experts_time(shape: str, options: argparse.Namespace) -> None:
+    """Prints the time of a mixture's experts alone, in a process with as many threads as a rank."""
     requests = ",".join(map(str, options.requests))
     command = (
         sys.executable,
@@ -123,7 +124,7 @@ def run(shape: str, options: argparse.Namespace, folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs it; see the module."""
+    """Runs the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.stage_overhead")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["tiny-moe", "tiny-llama"])
     parser.add_argument(
@@ -144,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         for shape in options.shapes:
             run(shape, options, Path(scratch))
             if "num_experts" in SHAPES[shape]:
-                say_experts(shape, options)
+                print_experts_time(shape, options)
     return 0
 
 

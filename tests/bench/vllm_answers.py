@@ -33,13 +33,13 @@ WORKER_PYTHON = REPOSITORY / ".venv-worker/bin/python"
 MIB = 2**20
 SAMPLE_S = 0.05
 ONE = "Qwen3-30B-A3B"
-"""The model of runs with one; the first if there is none of that name."""
+"""The model for runs with one model, or the first model if there is none with this name."""
 CORES = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One process with its children: time, CPU time, peak memory together and of one, and what it read."""
+    """One process with its children: time, CPU time, peak memory of all and of one, and bytes read."""
 
     seconds: float
     cpu_s: float
@@ -50,7 +50,10 @@ class Run:
 
 
 def run(command: Sequence[str], *, cores: int, cache: Path) -> Run:
-    """Runs a command of the worker's Python on so many cores; `cache` holds vLLM's answers about classes."""
+    """Runs a command of the worker's Python on this number of cores.
+
+    `cache` stores vLLM's answers about classes.
+    """
     paths = [str(REPOSITORY / "worker_image/src"), str(REPOSITORY / "operator/src"), str(REPOSITORY)]
     env = {
         "PATH": os.environ["PATH"],
@@ -84,9 +87,9 @@ def run(command: Sequence[str], *, cores: int, cache: Path) -> Run:
 
 
 class _TreeMemory(threading.Thread):
-    """Samples a process and its descendants: their memory together, and the largest resident set of one.
+    """Samples the memory of a process and its descendants, and the largest resident set of one of them.
 
-    Not `ru_maxrss`, which counts the parent's pages before the program is loaded.
+    It does not use `ru_maxrss`, which counts the parent's pages before the program is loaded.
     """
 
     def __init__(self, pid: int) -> None:
@@ -128,7 +131,7 @@ def _bytes(pid: int, file: str, field: str) -> int:
 
 
 def drop_file_cache() -> None:
-    """Drops the pages of the worker's environment that no process maps."""
+    """Drops the pages of the worker's environment that no process maps from the file cache."""
     for folder, _, files in os.walk((REPOSITORY / ".venv-worker").resolve()):
         for name in files:
             path = Path(folder) / name
@@ -139,7 +142,7 @@ def drop_file_cache() -> None:
 
 
 def ask(directory: Path) -> dict[str, Any]:
-    """Returns what vLLM's registry and ModelConfig answer; imports vLLM."""
+    """Returns the answers of vLLM's registry and ModelConfig. Imports vLLM."""
     from vllm.config import ModelConfig
 
     config = ModelConfig(model=str(directory), skip_tokenizer_init=True)
@@ -168,7 +171,7 @@ def ask(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Returns what our tables answer to the same, from config.json alone."""
+    """Returns our tables' answers to the same questions, from config.json alone."""
     from heteroinfer_contract.model import AttentionKind
     from heteroinfer_contract.model.attention import layer_attention
     from heteroinfer_contract.model.config import CONFIG_FILE, from_params, text_config
@@ -222,7 +225,7 @@ _TYPES = {
 
 
 def is_same(fact: str, vllm: Any, ours: Any) -> bool | None:
-    """Returns whether two answers are the same; None where vLLM's config has none."""
+    """Returns whether two answers are equal, or None if vLLM's config has no answer."""
     if fact != "layer types":
         return bool(vllm == ours)
     if vllm is None:
@@ -231,9 +234,9 @@ def is_same(fact: str, vllm: Any, ours: Any) -> bool | None:
 
 
 def ask_all(directories: Sequence[Path], *, compare: bool) -> int:
-    """Prints a JSON line for the imports, and one for each model; this is the process that is measured.
+    """Prints a JSON line for the imports, and one for each model, in the measured process.
 
-    To compare, classes that are not cached are imported here, not in a process each as vLLM does it.
+    For a comparison, it imports classes that are not cached in this process. vLLM uses a process for each.
     """
     began = time.monotonic()
     from vllm.config import ModelConfig
@@ -248,14 +251,14 @@ def ask_all(directories: Sequence[Path], *, compare: bool) -> int:
         line: dict[str, Any] = {"name": directory.name}
         try:
             line["vllm"] = ask(directory)
-        except Exception as error:  # vLLM's own word on what it refuses, as data
+        except Exception as error:  # vLLM's message about a model that it refuses, as data
             text = " ".join(str(error).split())
             line["error"] = f"{type(error).__name__}: {text.partition('[type=')[0]}"[:300]
         line["seconds"] = time.monotonic() - began
         if compare:
             try:
                 line["ours"] = read(directory)
-            except Exception as error:  # as above, of our tables
+            except Exception as error:  # the same for our tables
                 line["ours_error"] = f"{type(error).__name__}: {error}"[:300]
         print(json.dumps(line), flush=True)
     return 0
@@ -313,6 +316,7 @@ def _row(name: str, cores: int, is_cold: bool, runs: Sequence[Run]) -> str:
 
 
 def _one_process_for_all(command: Sequence[str], cache: Path) -> Iterator[str]:
+    """Yields times and memory of one process for all models, then the comparison of the answers."""
     for name in ("classes imported in it", "classes cached"):
         done = run(command, cores=max(CORES), cache=cache)
         lines = [line for line in _lines(done) if "name" in line]
@@ -333,7 +337,7 @@ def _brief(answer: Any) -> str:
 
 
 def compare(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields which answers are the same, and what vLLM refuses."""
+    """Yields which answers are equal, and which models vLLM refuses."""
     both = [line for line in lines if "vllm" in line and "ours" in line]
     answered = [sum(who in line for line in lines) for who in ("vllm", "ours")]
     yield f"Of {len(lines)} models vLLM answers for {answered[0]}, our tables for {answered[1]}:"
@@ -359,7 +363,7 @@ def compare(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measures, prints the result and keeps it in a file; returns 0."""
+    """Measures, prints the result and writes it to a file. Returns 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--configs", type=Path, action="append", default=[], metavar="DIR")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""Has linters that nobody here wrote judge the rendered chart: every finding is listed, with its reason.
+"""Runs independent linters on the rendered chart: every finding must be listed with its reason.
 
     python -m tests.chart_linters
 
-docs/contributor/chart.md lists the findings. A finding that is not listed fails, and so does a listed one
-that no linter reports.
+docs/contributor/chart.md lists the findings. The program fails if a finding is not listed, or if no linter
+reports a listed finding.
 """
 
 import json
@@ -25,18 +25,18 @@ from tests.pinned_environment import ensure_environment
 HERE = Path(__file__).parent
 PAGE = REPOSITORY / "docs" / "contributor" / "chart.md"
 KUBERNETES = ("1.30", "1.37")
-"""The oldest that the chart takes, and the newest that kubernetes-validate knows."""
+"""The oldest version that the chart supports, and the newest version that kubernetes-validate knows."""
 _LISTED = re.compile(r"^\| (checkov|kube-score|kubernetes-validate) \| `([^`]+)`[^|]* \| (\w+) \| ", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Finding:
-    """What a linter says of a kind of object.
+    """A linter's finding about a kind of object.
 
     Attributes:
         tool: the linter.
-        rule: its name for the rule.
-        kind: of the object.
+        rule: name of the rule in the linter.
+        kind: kind of the object.
     """
 
     tool: str
@@ -50,7 +50,7 @@ def read_listed(text: str) -> set[Finding]:
 
 
 def render(folder: Path) -> list[Path]:
-    """Writes what the chart renders to, with the least values and with everything; returns the files."""
+    """Renders the chart with the fewest values and with all values. Returns the files."""
     helm = str(tools.program(tools.HELM, "helm"))
     chart = str(REPOSITORY / "charts" / "heteroinfer")
     files = []
@@ -63,7 +63,7 @@ def render(folder: Path) -> list[Path]:
 
 
 def ask(command: list[str], *, codes: tuple[int, ...]) -> str:
-    """Returns all that a linter printed; it may end with one of these exit codes."""
+    """Runs a linter, and returns its output. Its exit code must be in `codes`."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode not in codes:
         raise SystemExit(f"{command[0]} ended with exit code {done.returncode}: {done.stderr}")
@@ -71,25 +71,25 @@ def ask(command: list[str], *, codes: tuple[int, ...]) -> str:
 
 
 def ask_checkov(programs: Path, files: list[Path]) -> Iterator[Finding]:
-    """Yields what checkov finds."""
+    """Yields the findings of checkov."""
     given = [option for file in files for option in ("-f", str(file))]
-    # Its rules are in the package; a newer list would be asked for on the network.
+    # Its package contains the rules. Without this variable, it would download newer ones.
     options = ["--framework", "kubernetes", "--skip-download", "--soft-fail", "--quiet", "-o", "json"]
-    said = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
-    if said["summary"]["parsing_errors"] or said["summary"]["passed"] < 1:
-        raise SystemExit(f"checkov read nothing: {said['summary']}")
-    for check in said["results"]["failed_checks"]:
+    output = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
+    if output["summary"]["parsing_errors"] or output["summary"]["passed"] < 1:
+        raise SystemExit(f"checkov found no objects: {output['summary']}")
+    for check in output["results"]["failed_checks"]:
         yield Finding(tool="checkov", rule=check["check_id"], kind=check["resource"].partition(".")[0])
 
 
 def ask_kube_score(files: list[Path]) -> Iterator[Finding]:
-    """Yields what kube-score finds: criticism and warnings."""
+    """Yields the findings of kube-score: critical ones and warnings."""
     program = str(tools.program(tools.KUBE_SCORE, "kube-score"))
     options = ["score", "--output-format", "json", "--output-version", "v2", "--exit-one-on-warning=false"]
     for file in files:
         judged = json.loads(ask([program, *options, str(file)], codes=(0, 1)))
         if not judged:
-            raise SystemExit("kube-score judged nothing")
+            raise SystemExit("kube-score found no objects")
         for each in judged:
             for check in each["checks"]:
                 if not check["skipped"] and check["grade"] < GOOD:
@@ -98,26 +98,26 @@ def ask_kube_score(files: list[Path]) -> Iterator[Finding]:
 
 
 GOOD = 7
-"""kube-score's grade of what is almost or wholly right; 1 is critical, 5 a warning."""
+"""kube-score's grade of a check that passes almost or completely; 1 is critical, 5 a warning."""
 
 
 def ask_kubernetes_validate(programs: Path, files: list[Path]) -> Iterator[Finding]:
-    """Yields objects that a version's schema refuses; unknown fields too."""
+    """Yields the objects that a version's schema refuses, also for unknown fields."""
     for file in files:
         for version in KUBERNETES:
             command = [str(programs / "kubernetes-validate"), "--strict", "-k", version, str(file)]
-            said = ask(command, codes=(0, 1))
+            output = ask(command, codes=(0, 1))
             kinds = [document["kind"] for document in yaml.safe_load_all(file.read_text()) if document]
-            if said.count(" passed for resource ") + said.count("ERROR") < len(kinds):
-                raise SystemExit(f"kubernetes-validate {version}: got fewer answers than objects:\n{said}")
-            for line in said.splitlines():
+            if output.count(" passed for resource ") + output.count("ERROR") < len(kinds):
+                raise SystemExit(f"kubernetes-validate {version}: got fewer answers than objects:\n{output}")
+            for line in output.splitlines():
                 if "ERROR" in line:
                     say(line)
                     yield Finding(tool="kubernetes-validate", rule=version, kind="any")
 
 
 def main() -> int:
-    """Returns the exit code: 0 if the findings are those listed."""
+    """Returns the exit code: 0 if the findings are exactly the listed ones."""
     listed = read_listed(PAGE.read_text())
     programs = ensure_environment("linters", HERE / "requirements.txt")
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +129,9 @@ def main() -> int:
         }
     page = PAGE.relative_to(REPOSITORY)
     for finding in sorted(found - listed):
-        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Fix it, or list it in {page}")
+        print(f"not listed: {finding.tool} {finding.rule} on a {finding.kind}. Fix it, or list it in {page}")
     for finding in sorted(listed - found):
-        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Remove it from {page}")
+        print(f"no longer found: {finding.tool} {finding.rule} on a {finding.kind}. Remove it from {page}")
     print(f"{len(found)} findings by linters of the chart, {len(found & listed)} of them listed")
     return int(found != listed)
 

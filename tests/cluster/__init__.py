@@ -1,5 +1,5 @@
-"""A real Kubernetes cluster for tests and for playing: built, started and removed on this machine.
+"""Builds, starts and removes a real Kubernetes cluster on this machine, for tests and for trying things.
 
-`python -m tests.cluster --help` is the way in from a shell, `tests.cluster.fixtures` the way in
-from pytest, docs/contributor/testing.md tells what it does. Nothing here imports the product.
+`python -m tests.cluster --help` is the command line, and `tests.cluster.fixtures` has the pytest fixtures.
+docs/contributor/testing.md describes the cluster. This package does not import the product.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.cluster`."""
+"""Runs the command line: `python -m tests.cluster`."""
 
 import sys
 

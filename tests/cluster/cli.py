@@ -1,4 +1,4 @@
-"""The command line: build, images, up, down, env, tested."""
+"""Runs the command line of the test cluster: build, images, up, down, env, tested."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from tests.cluster.volumes import volume_manifests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, or 1 with the reason on stderr."""
+    """Runs one command. Returns the exit code: 0, or 1 after printing the error to stderr."""
     chosen = _parser().parse_args(arguments)
     try:
         if chosen.command == "tested":
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(tools.SETS)}; default: all")  # fmt: skip
     built = commands.add_parser("images", help="build the Dockerfile's images into the cache")
     built.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(images.TARGETS)}")
-    built.add_argument("--load", action="store_true", help="import them into the running node too")
+    built.add_argument("--load", action="store_true", help="also import them into the running node")
     up = commands.add_parser(
         "up", help="start a cluster that stays until `down` (if none runs), and print its lines for a shell"
     )
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", help="stop clusters: those named, or all that `up` started")
     down.add_argument("names", nargs="*", metavar="NAME")
     passed = commands.add_parser("tested", help="fails unless this test cluster has passed its own tests")
-    passed.add_argument("--record", action="store_true", help="it just has: remember it")
+    passed.add_argument("--record", action="store_true", help="record that it has just passed them")
     env = commands.add_parser("env", help="print the lines that make a shell use a running cluster")
     env.add_argument("name", nargs="?", metavar="NAME")
     return parser
@@ -70,12 +70,13 @@ def _run(chosen: argparse.Namespace) -> None:
 
 
 def _tested(*, record: bool) -> int:
+    """Records that the tests have passed, or reports whether they have. Returns the exit code."""
     if record:
         tested.record()
     elif not tested.is_tested():
-        print("tests/cluster has changed, or was never tested here: its own tests run", file=sys.stderr)
+        print("tests/cluster has changed, or was never tested here. Its own tests must run", file=sys.stderr)
         return 1
-    print("tests/cluster is as it was when it passed its own tests")
+    print("tests/cluster is unchanged since it passed its own tests")
     return 0
 
 
@@ -88,6 +89,7 @@ def _images(targets: Sequence[str], load: bool) -> None:
 
 
 def _up(kind: str, with_images: bool, models: Path | None) -> None:
+    """Starts a cluster that stays, or prints the lines of one that runs already."""
     for state in all_states():
         if state.name.startswith(f"{kind}-") and not state.abandoned() and state.owner() is None:
             say(f"{state.name} runs already. `make cluster-down` stops it. Its lines:")
@@ -95,11 +97,15 @@ def _up(kind: str, with_images: bool, models: Path | None) -> None:
             return
     ensure_tools(tools.NODE)
     if models is not None and kind != "node":
-        raise ClusterError("a control plane has no node to mount a folder: leave --models out, or `up node`")
+        raise ClusterError(
+            "--models: a control plane has no node to mount a folder. Remove the option, or use `up node`"
+        )
     if kind == "node":
         cluster: Cluster = start_node_cluster(images.ensure_images() if with_images else ())
     elif with_images:
-        raise ClusterError("a control plane has no node to hold images: leave --images out, or `up node`")
+        raise ClusterError(
+            "--images: a control plane has no node for images. Remove the option, or use `up node`"
+        )
     else:
         cluster = start_control_plane_only()
     if models is not None:
@@ -127,7 +133,7 @@ def _down(names: Sequence[str]) -> None:
     for state in [_named(name, "") for name in names] or list(all_states()):
         owner = None if names or state.abandoned() else state.owner()
         if owner is not None:
-            print(f"{state.name} belongs to a running test (pid {owner.pid}): left alone")
+            print(f"{state.name} belongs to a running test (pid {owner.pid}), so it keeps running")
             continue
         state.remove()
-        print(f"{state.name} is gone")
+        print(f"{state.name} has been removed")

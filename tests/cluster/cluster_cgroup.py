@@ -1,4 +1,4 @@
-"""A cluster's own cgroup, in every hierarchy (cgroup v1) or in the one (v2)."""
+"""Creates and removes a cluster's own cgroup, in every hierarchy (cgroup v1) or in the only one (v2)."""
 
 import contextlib
 import errno
@@ -13,19 +13,19 @@ CONTROLLERS = ("cpu", "cpuset", "io", "memory", "pids")
 
 
 def unified() -> bool:
-    """Returns whether this machine has cgroup v2 alone."""
+    """Returns whether this machine has only cgroup v2."""
     return (ROOT / "cgroup.controllers").exists()
 
 
 def hierarchies() -> list[Path]:
-    """Returns the root of each hierarchy: one for v2, one a controller for v1."""
+    """Returns the root of each hierarchy: one for v2, one for each controller for v1."""
     if unified():
         return [ROOT]
     return [folder for folder in sorted(ROOT.iterdir()) if (folder / "cgroup.procs").exists()]
 
 
 def create(name: str) -> None:
-    """Makes the cgroup /`name` in every hierarchy, with the controllers that kubelet asks for."""
+    """Creates the cgroup /`name` in every hierarchy, with the controllers that the kubelet needs."""
     if unified():
         offered = (ROOT / "cgroup.controllers").read_text().split()
         wanted = " ".join(f"+{controller}" for controller in CONTROLLERS if controller in offered)
@@ -34,13 +34,13 @@ def create(name: str) -> None:
         folder = root / name
         folder.mkdir(exist_ok=True)
         for setting in ("cpuset.cpus", "cpuset.mems"):
-            # In v1 a new cpuset is empty, and no process can enter it before it has CPUs and memory.
+            # In v1, a new cpuset is empty, and no process can enter it before it has CPUs and memory.
             if not unified() and (folder / setting).exists():
                 (folder / setting).write_text((root / setting).read_text())
 
 
 def pids(name: str) -> list[int]:
-    """Returns the processes that are in the cgroup /`name` or below it."""
+    """Returns the processes in the cgroup /`name` and below it."""
     return sorted(
         {
             int(pid)
@@ -53,7 +53,7 @@ def pids(name: str) -> list[int]:
 
 @contextlib.contextmanager
 def cpu_limit(pid: int, *, quota_us: int, period_us: int) -> Iterator[None]:
-    """Gives the cgroup of a process `quota_us` of CPU time in each `period_us`, until the context ends."""
+    """Limits the CPU time of a process's cgroup to `quota_us` in each `period_us`, until the context ends."""
     groups = [line.split(":", 2)[1:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     if unified():
         path = next(path for controllers, path in groups if not controllers)
@@ -76,13 +76,13 @@ def cpu_limit(pid: int, *, quota_us: int, period_us: int) -> Iterator[None]:
 
 
 def remove(name: str) -> None:
-    """Kills whatever is in the cgroup /`name` and below it, and removes it from every hierarchy.
+    """Kills all processes in the cgroup /`name` and below it, and removes it from every hierarchy.
 
-    Containers that were ending anyway come and go meanwhile: their own tools remove cgroups, too, and
-    the kernel keeps one busy until the last process has given its memory back.
+    Containers that end at the same time disappear during this: their own tools also remove cgroups, and the
+    kernel keeps a cgroup until the last process has freed its memory.
 
     Raises:
-        ClusterError: a process in it would not end, or a cgroup not go, within 20 s.
+        ClusterError: a process, or a cgroup, still exists after 20 s.
     """
 
     def removed() -> bool:
@@ -94,7 +94,7 @@ def remove(name: str) -> None:
 
 
 def _remove_below(folder: Path) -> bool:
-    """Removes a cgroup and those below it; returns whether all are gone."""
+    """Removes a cgroup and those below it. Returns whether all are gone."""
     try:
         for child in reversed(_with_all_below(folder)):
             child.rmdir()
@@ -108,9 +108,9 @@ def _remove_below(folder: Path) -> bool:
 
 
 def _with_all_below(folder: Path) -> list[Path]:
-    """Returns a cgroup and those below it, each after its parent; one that goes meanwhile may be missing.
+    """Returns a cgroup and those below it, each after its parent. May omit one that disappears meanwhile.
 
-    `Path.rglob` raises where a folder goes while it looks (Python 3.11); `os.walk` leaves the folder out.
+    `Path.rglob` raises if a folder disappears during the walk (Python 3.11); `os.walk` omits the folder.
     """
     return [Path(at) for at, _, _ in os.walk(folder)]
 

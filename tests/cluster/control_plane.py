@@ -1,4 +1,4 @@
-"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler, started and ready in seconds."""
+"""Starts etcd, kube-apiserver, kube-controller-manager and kube-scheduler within seconds."""
 
 import contextlib
 import dataclasses
@@ -19,20 +19,20 @@ API_SERVER = "kube-apiserver"
 SCHEDULER = "kube-scheduler"
 CONTROLLER_MANAGER = "kube-controller-manager"
 GO_ENVIRONMENT = {"GOGC": "300"}
-"""Memory for time: the control plane shares two cores with all that is tested."""
+"""Uses more memory to save time, because the control plane shares two cores with all tests."""
 
 _GANG_VERSIONS = {"": "v1alpha1", "1.36": "v1alpha2", "1.37": "v1beta1"}
-"""Of the API of gangs, by `Site.kubernetes`."""
+"""The gate and API version of gangs, by `Site.kubernetes`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """Where the control plane listens: `address`, and a port for each of its listeners.
 
-    `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
-    `node_grace_s`: a node without a sign of life for so long is NotReady.
-    `gang_scheduling`: whether kube-scheduler places the pods of a gang together (alpha or beta).
-    `kubernetes`: minor version of what is started, as in `1.36`; empty: the one that all tests have.
+    `prefix` is the command that starts a program in the cluster's own namespaces; without one, it starts on
+    the machine itself. A node without a heartbeat for `node_grace_s` becomes NotReady. `gang_scheduling`:
+    whether kube-scheduler places the pods of a gang together (alpha or beta). `kubernetes`: minor version of
+    the programs, as in `1.36`; empty: the version of all other tests.
     """
 
     address: str
@@ -55,7 +55,7 @@ class Site:
 
     @property
     def api_flags(self) -> tuple[str, ...]:
-        """Flags of the API server for gangs."""
+        """Returns the API server's options for gangs."""
         if not self.gang_scheduling:
             return ()
         version = _GANG_VERSIONS[self.kubernetes]
@@ -63,12 +63,12 @@ class Site:
 
     @property
     def controller_flags(self) -> tuple[str, ...]:
-        """Flags of the controller manager for gangs; before 1.36 it has no part in them."""
+        """Returns the controller manager's options for gangs. Before 1.36, it needs none."""
         return ("--feature-gates=GenericWorkload=true",) if self.gang_scheduling and self.kubernetes else ()
 
     @property
     def scheduler_flags(self) -> tuple[str, ...]:
-        """Flags of the scheduler for gangs; from 1.37 on one gate stands for both."""
+        """Returns the scheduler's options for gangs. From 1.37 on, one gate replaces two."""
         if not self.gang_scheduling:
             return ()
         more = "" if self.kubernetes == "1.37" else ",GangScheduling=true"
@@ -82,10 +82,10 @@ class Site:
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Yields free loopback ports that nobody else is given while the context lasts.
+    """Yields free loopback ports that no other program gets until the context ends.
 
-    The sockets stay bound with SO_REUSEPORT but never listen: the programs, reported to share their
-    ports, start on them while they are still held, so that no other start can come between.
+    The sockets stay bound with SO_REUSEPORT but never listen. The programs share the ports, so they start
+    while the sockets still hold them, and no other start can take a port in between.
     """
     with contextlib.ExitStack() as held:
         ports = []
@@ -98,7 +98,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 
 def build_etcd_command(site: Site, folder: Path) -> list[str]:
-    """Returns etcd's command line: plain HTTP on loopback, nothing kept safe on disk."""
+    """Returns etcd's command line: plain HTTP on loopback, without durable writes."""
     client = f"http://127.0.0.1:{site.etcd_port}"
     peer = f"http://127.0.0.1:{site.etcd_peer_port}"
     return [
@@ -109,14 +109,14 @@ def build_etcd_command(site: Site, folder: Path) -> list[str]:
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=default={peer}",
-        "--unsafe-no-fsync",  # its data need not outlive a power cut
+        "--unsafe-no-fsync",  # its data need not survive a power loss
         "--socket-reuse-port",
         "--log-level=warn",
     ]
 
 
 def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
-    """Returns kube-apiserver's command line: certificates, Node and RBAC authorization, as kubeadm has it."""
+    """Returns kube-apiserver's command line with the authorization of kubeadm: Node and RBAC."""
     return [
         site.program("kube-apiserver"),
         f"--etcd-servers=http://127.0.0.1:{site.etcd_port}",
@@ -124,8 +124,8 @@ def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
         f"--advertise-address={site.address}",
         f"--secure-port={site.api_port}",
         "--permit-port-sharing",
-        # Without a node there is nobody to reach it through the Service `kubernetes`, and a
-        # loopback address is refused as an endpoint.
+        # Without a node, no pod reaches the API server through the Service `kubernetes`, and the API server
+        # refuses a loopback address as an endpoint.
         f"--endpoint-reconciler-type={'lease' if site.reachable_by_pods else 'none'}",
         f"--service-cluster-ip-range={site.service_range}",
         f"--client-ca-file={pki.path('ca.crt')}",
@@ -173,7 +173,8 @@ def build_controller_manager_command(site: Site, pki: Pki) -> list[str]:
         f"--cluster-signing-cert-file={pki.path('ca.crt')}",
         f"--cluster-signing-key-file={pki.path('ca.key')}",
         "--use-service-account-credentials",
-        # At the default 20 a second, the start and a namespace's removal wait for the client's own limit.
+        # With the default of 20 requests a second, the start and the removal of a namespace wait for this
+        # limit.
         "--kube-api-qps=300",
         "--kube-api-burst=600",
         f"--node-monitor-grace-period={site.node_grace_s}s",
@@ -191,7 +192,7 @@ def build_scheduler_command(site: Site, pki: Pki) -> list[str]:
 
 
 def api_status(site: Site, pki: Pki, path: str) -> int:
-    """Returns the HTTP status that the API server answers a GET of `path` with; 0: no answer."""
+    """Sends a GET of `path` to the API server. Returns the HTTP status, or 0 without an answer."""
     connection = http.client.HTTPSConnection(
         site.address, site.api_port, context=pki.client_context("admin"), timeout=5
     )
@@ -210,13 +211,13 @@ def _start(state: State, site: Site, name: str, command: Sequence[str]) -> Proce
 
 @contextlib.contextmanager
 def api_server_down(state: State) -> Iterator[float]:
-    """Kills the API server for as long as the context lasts; yields the Unix time of its end.
+    """Kills the API server until the context ends. Yields the Unix time of its end.
 
-    Leaving the context starts it again and returns once it is ready. Its port stays bound meanwhile, so that
-    no client of it is given the port by chance.
+    At the end of the context, the API server starts again and is ready. Its port stays bound in between, so
+    that no client gets this port by chance.
 
     Raises:
-        ClusterError: it did not end, or did not come back.
+        ClusterError: the API server did not end, or did not start again.
     """
     program, (site, pki) = Program.of(state, API_SERVER), site_of(state)
     with socket.socket() as holder:
@@ -247,10 +248,10 @@ def _wait_api_server(state: State, site: Site, pki: Pki, process: ProcessIdentit
 
 
 def start_control_plane(state: State, site: Site, pki: Pki) -> None:
-    """Starts the four programs and returns once a pod could be created in the namespace `default`.
+    """Starts the four programs. Waits until a pod can be created in the namespace `default`.
 
     Raises:
-        ClusterError: one of them did not come up; the message ends with its log.
+        ClusterError: a program did not start. The message has the end of its log.
     """
     pki.write_kubeconfig("admin", site.server, state.kubeconfig)
     for name in (CONTROLLER_MANAGER, SCHEDULER):
@@ -263,7 +264,7 @@ def upgrade_control_plane(state: State, kubernetes: str) -> None:
     """Ends the programs of Kubernetes, and starts those of another minor version on the same etcd.
 
     Raises:
-        ClusterError: one of them did not end, or did not come up.
+        ClusterError: a program did not end, or did not start.
     """
     site, pki = site_of(state)
     for name in (SCHEDULER, CONTROLLER_MANAGER, API_SERVER):
@@ -272,6 +273,7 @@ def upgrade_control_plane(state: State, kubernetes: str) -> None:
 
 
 def _start_kubernetes(state: State, site: Site, pki: Pki) -> None:
+    """Starts the three programs of Kubernetes. Waits until a pod can be created."""
     apiserver = _start(state, site, API_SERVER, build_apiserver_command(site, pki))
     _wait_api_server(state, site, pki, apiserver)
     _start(state, site, SCHEDULER, build_scheduler_command(site, pki))

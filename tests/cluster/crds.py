@@ -1,4 +1,4 @@
-"""Kinds of resources that an API server is given."""
+"""Applies CustomResourceDefinitions to an API server."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ TIMEOUT_S = 30.0
 
 
 def apply_crds(cluster: Cluster, *definitions: Mapping[str, Any]) -> None:
-    """Applies CustomResourceDefinitions; returns once the API server serves them.
+    """Applies CustomResourceDefinitions, and waits until the API server serves them.
 
     Raises:
-        ClusterError: the API server refused one, or one is not served after 30 s.
+        ClusterError: the API server refuses a definition, or does not serve it after 30 s.
     """
     text = "\n---\n".join(map(json.dumps, definitions))
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
@@ -22,12 +22,12 @@ def apply_crds(cluster: Cluster, *definitions: Mapping[str, Any]) -> None:
 
 
 def wait_established(cluster: Cluster, *names: str) -> None:
-    """Returns once the API server serves these CustomResourceDefinitions.
+    """Waits until the API server serves these CustomResourceDefinitions.
 
-    `kubectl wait` gives up immediately on one that has no conditions yet, as every new one has none.
+    `kubectl wait` gives up immediately if a CRD has no conditions yet, like every new one.
 
     Raises:
-        ClusterError: one of them is not served after 30 s, or does not exist.
+        ClusterError: a definition does not exist, or is not served after 30 s.
     """
 
     def established() -> bool:
@@ -37,7 +37,7 @@ def wait_established(cluster: Cluster, *names: str) -> None:
 
 
 def is_established(cluster: Cluster, name: str) -> bool:
-    """Returns whether a CustomResourceDefinition is served; raises ClusterError if there is none."""
+    """Returns whether a CustomResourceDefinition is served. Raises ClusterError if it does not exist."""
     stored = json.loads(cluster.kubectl("get", "crd", name, "-o", "json"))
     return any(
         condition["type"] == "Established" and condition["status"] == "True"

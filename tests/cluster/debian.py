@@ -1,4 +1,4 @@
-"""The programs that come from Debian: which, why, and their installation where they are missing."""
+"""Lists the programs that come from Debian, and installs the missing ones."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ from tests.cluster.progress import say
 CNI_FOLDER = Path("/usr/lib/cni")
 POLICY = Path("/usr/sbin/policy-rc.d")
 
-INSTALL_TIMEOUT_S = 3600  # it may run ahead of what needs it, on the time that others leave over (.ci/idle)
+INSTALL_TIMEOUT_S = 3600  # The installation may run in advance, with idle CPU time only (.ci/idle).
 
-# What must be there -> the package that has it. Looked for by program and not by package, so
-# that another packaging of the same program is left alone.
+# The required program or file -> its package. The check looks for the program and not for the package, so
+# that a program from another package is accepted.
 CONTROL_PLANE_NEEDS = {"openssl": "openssl"}
 NODE_NEEDS = {
     "runc": "runc",
@@ -32,7 +32,7 @@ IMAGE_NEEDS = {"buildah": "buildah", "debootstrap": "debootstrap", "skopeo": "sk
 
 
 def missing_packages(needs: dict[str, str]) -> list[str]:
-    """Returns the packages of those programs and files that are not on this machine, sorted."""
+    """Returns the packages of those programs and files that this machine lacks, sorted."""
 
     def there(need: str) -> bool:
         return Path(need).exists() if need.startswith("/") else shutil.which(need) is not None
@@ -41,10 +41,10 @@ def missing_packages(needs: dict[str, str]) -> list[str]:
 
 
 def ensure_packages(needs: dict[str, str]) -> None:
-    """Installs what is missing, once, without starting any service that a package brings.
+    """Installs the missing packages once, without starting any service of a package.
 
     Raises:
-        ClusterError: something is missing and this is not Debian, or we are not root.
+        ClusterError: a program is missing, and this machine is not Debian or the user is not root.
     """
     missing = missing_packages(needs)
     if not missing:
@@ -52,11 +52,11 @@ def ensure_packages(needs: dict[str, str]) -> None:
     names = " ".join(missing)
     if shutil.which("apt-get") is None:
         raise ClusterError(
-            f"missing programs, and no apt-get to install them: install what Debian calls {names}"
+            f"programs are missing, and there is no apt-get. Install these Debian packages: {names}"
         )
     if os.geteuid() != 0:
         raise ClusterError(
-            f"missing Debian packages: as root, run `apt-get install --no-install-recommends {names}`"
+            f"Debian packages are missing. As root, run `apt-get install --no-install-recommends {names}`"
         )
     say(f"installing Debian packages: {names}")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
@@ -69,18 +69,19 @@ def ensure_packages(needs: dict[str, str]) -> None:
         )
     still = missing_packages(needs)
     if still:
-        raise ClusterError(
-            f"apt-get installed {names}, yet something of {' '.join(still)} is still not found"
-        )
+        raise ClusterError(f"apt-get installed {names}, but it did not install {' '.join(still)}")
 
 
 @contextlib.contextmanager
 def _services_kept_off() -> Iterator[None]:
-    """While entered, `policy-rc.d` forbids package scripts to start anything; one that is there stays."""
+    """Prevents package scripts from starting services (`policy-rc.d`) until the context ends.
+
+    An existing `policy-rc.d` stays.
+    """
     if POLICY.exists():
         yield
         return
-    # A script that refuses (101) is what invoke-rc.d and deb-systemd-invoke ask first.
+    # invoke-rc.d and deb-systemd-invoke run this script first, and its exit code 101 refuses the start.
     POLICY.write_text("#!/bin/sh\nexit 101\n")
     POLICY.chmod(0o755)
     try:

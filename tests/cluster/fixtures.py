@@ -1,7 +1,6 @@
-"""pytest fixtures; a conftest takes them with `pytest_plugins = ["tests.cluster.fixtures"]`.
+"""Defines the pytest fixtures: `pytest_plugins = ["tests.cluster.fixtures"]` in a conftest.
 
-Both live as long as the test session, and go with it: also when it is killed, since the next
-start clears away what a dead owner left.
+Both clusters end with the test session. If the session is killed, the next start removes them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_p
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
-    """A real API server with controllers and scheduler, no node: for CRDs, RBAC, the operator, Helm."""
+    """A real API server with controllers and scheduler, but no node: for CRDs, RBAC, the operator, Helm."""
     ensure_tools(tools.CONTROL_PLANE)
     with start_control_plane_only() as cluster:
         yield cluster
@@ -24,7 +23,7 @@ def control_plane() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def node_cluster() -> Iterator[NodeCluster]:
-    """A real node that is Ready, with the images of this working tree in it, built when they are not yet."""
+    """A real node that is Ready, with the images of this working tree, which are built if needed."""
     ensure_tools(tools.NODE)
     with start_node_cluster(ensure_images()) as cluster:
         yield cluster

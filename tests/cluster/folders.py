@@ -1,4 +1,4 @@
-"""Where the test cluster keeps what it built (cache) and what runs now (state)."""
+"""Finds the folders of the test cluster: built parts (cache) and running clusters (state)."""
 
 import contextlib
 import fcntl
@@ -11,12 +11,12 @@ from tests.cluster.errors import ClusterError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LEAST_VALUES = REPOSITORY / "charts/heteroinfer/ci/test-values.yaml"
-"""Of the chart: what it has no default for."""
+"""The chart's values without a default."""
 CLUSTER_SOURCE = Path(__file__).resolve().parent
 
 
 def cache_folder() -> Path:
-    """Returns the folder that outlives clusters: tools, images, the image store.
+    """Returns the folder for tools, images and the image store, which outlives clusters.
 
     `HETEROINFER_CACHE` names it; otherwise it is `heteroinfer` in the user's cache folder.
     """
@@ -28,23 +28,23 @@ def cache_folder() -> Path:
 
 
 def state_root() -> Path:
-    """Returns the folder that holds one folder for each running cluster, private to this user.
+    """Returns the folder that has one folder for each running cluster. It is private to this user.
 
     Raises:
-        ClusterError: somebody else owns a folder of that name.
+        ClusterError: the folder belongs to another user.
     """
     root = Path(tempfile.gettempdir()) / f"heteroinfer-clusters-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise ClusterError(
-            f"{root} belongs to another user: remove it, or set TMPDIR to a folder of your own"
+            f"{root}: belongs to another user. Remove the folder, or set TMPDIR to your own folder"
         )
     return root
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path` (made when missing) against other processes."""
+    """Holds an exclusive lock on `path`, which is created if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

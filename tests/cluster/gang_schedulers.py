@@ -1,6 +1,6 @@
-"""Other projects' gang schedulers, as real programs beside a control plane: Kueue, Volcano, coscheduling.
+"""Runs other projects' gang schedulers beside a control plane: Kueue, Volcano, coscheduling.
 
-Each is set up as its own chart does it, but for what needs a pod: it runs as a process with all rights.
+Each is configured as by its own chart. But it runs as a process instead of a pod, with all permissions.
 """
 
 import base64
@@ -22,17 +22,17 @@ from tests.ports import free_port
 
 READY_TIMEOUT_S = 60.0
 KUEUE_QUEUE = "team"
-"""Of every namespace that `open_kueue_queue` was called for."""
+"""For every namespace for which `open_kueue_queue` was called."""
 _KUEUE_QUOTA = "all"
 _CONVERTED = ("localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters")
-"""Kueue's kinds of two versions that its webhook converts, as its kustomization lists them."""
+"""Kueue's kinds with two versions, which its webhook converts, as its kustomization lists them."""
 
 
 def start_coscheduling(cluster: Cluster) -> None:
-    """Starts the scheduler of scheduler-plugins under the name that its chart gives it.
+    """Starts the scheduler of scheduler-plugins with the name from its chart.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: the scheduler did not start.
     """
     folder = source_folder("scheduler-plugins", "sigs.k8s.io/scheduler-plugins")
     apply_crds(cluster, *_documents(folder / "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"))
@@ -56,12 +56,12 @@ def start_coscheduling(cluster: Cluster) -> None:
 
 
 def start_volcano(cluster: Cluster) -> None:
-    """Starts Volcano's controllers, and its scheduler with its chart's configuration.
+    """Starts Volcano's controllers, and its scheduler with the chart's configuration.
 
-    Returns once the queue `default` is open: the scheduler makes it, the controllers open it.
+    Waits until the queue `default` is open: the scheduler creates it, and the controllers open it.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: a program did not start, or the queue is not open.
     """
     folder = source_folder("volcano", "volcano.sh/volcano")
     apply_crds(cluster, *_documents(*(folder / "config/crd").glob("*/bases/*.yaml")))
@@ -70,10 +70,10 @@ def start_volcano(cluster: Cluster) -> None:
     _start(cluster, tools.VOLCANO, "controller-manager", flags)
     dump = f"--cache-dump-dir={cluster.state.folder}"
     program = _start(cluster, tools.VOLCANO, "scheduler", [*flags, f"--scheduler-conf={settings}", dump])
-    said = "jsonpath={.items[?(@.metadata.name=='default')].status.state}"
+    queue_state = "jsonpath={.items[?(@.metadata.name=='default')].status.state}"
     processes.wait_until(
         "Volcano's queue",
-        lambda: cluster.kubectl("get", "queues.scheduling.volcano.sh", "-o", said) == "Open",
+        lambda: cluster.kubectl("get", "queues.scheduling.volcano.sh", "-o", queue_state) == "Open",
         timeout_s=READY_TIMEOUT_S,
         process=program.identity,
         log=cluster.state.log(program.name),
@@ -84,11 +84,11 @@ def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
     """Starts Kueue with its webhooks and the integration of pods, and one ClusterQueue.
 
     Args:
-        cluster: where.
-        quota: what the queue may use, by resource; see `set_kueue_quota`.
+        cluster: cluster to start it on.
+        quota: container resources that all pods of the queue may use, by name; see `set_kueue_quota`.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: Kueue did not start.
     """
     components = source_folder("kueue", "sigs.k8s.io/kueue") / "config/components"
     port, authority = free_port(), _issue_serving_certificate(cluster)
@@ -133,7 +133,7 @@ def start_kueue(cluster: Cluster, quota: Mapping[str, str]) -> None:
 
 
 def set_kueue_quota(cluster: Cluster, quota: Mapping[str, str]) -> None:
-    """Says what all pods with a queue may use together, by resource."""
+    """Sets the container resources that all pods with a queue may use together, by name."""
     resources = [{"name": name, "nominalQuota": amount} for name, amount in quota.items()]
     flavors = [{"name": _KUEUE_QUOTA, "resources": resources}]
     groups = [{"coveredResources": list(quota), "flavors": flavors}]
@@ -142,14 +142,14 @@ def set_kueue_quota(cluster: Cluster, quota: Mapping[str, str]) -> None:
 
 
 def stop_kueue_queue(cluster: Cluster, *, stopped: bool) -> None:
-    """Evicts all that was admitted, and admits nothing more; or admits again."""
+    """Evicts all admitted pods and admits no more, or admits pods again."""
     policy = json.dumps({"spec": {"stopPolicy": "HoldAndDrain" if stopped else "None"}})
     kind = "clusterqueue.kueue.x-k8s.io"
     cluster.kubectl("patch", kind, _KUEUE_QUOTA, "--type=merge", "-p", policy)
 
 
 def open_kueue_queue(cluster: Cluster, namespace: str) -> None:
-    """Makes the queue that resources of a namespace may name."""
+    """Creates the queue that resources of a namespace may name."""
     spec = {"spec": {"clusterQueue": _KUEUE_QUOTA}}
     _apply(cluster, _kueue("LocalQueue", KUEUE_QUEUE, namespace, spec))
 
@@ -160,7 +160,7 @@ def _kueue(kind: str, name: str, namespace: str | None, fields: Mapping[str, Any
 
 
 def _issue_serving_certificate(cluster: Cluster) -> str:
-    """Writes Kueue's certificate for 127.0.0.1; returns the authority, as `caBundle` takes it."""
+    """Writes Kueue's certificate for 127.0.0.1. Returns the CA as a `caBundle`."""
     _, pki = site_of(cluster.state)
     pki.issue("kueue", "/CN=kueue", server_names=["IP:127.0.0.1"])
     folder = _certificates(cluster)
@@ -175,9 +175,9 @@ def _certificates(cluster: Cluster) -> Path:
 
 
 def _with_files_in_etc(cluster: Cluster) -> list[str]:
-    """Returns what starts a program that sees the folder of certificates in /etc, and no other program does.
+    """Returns a command prefix: only its program sees the folder of certificates in /etc.
 
-    Kueue looks for those of its metrics there alone (`kueue/cmd/kueue/main.go@v0.15.0`, line 177).
+    Kueue reads the certificates of its metrics only there (`kueue/cmd/kueue/main.go@v0.15.0`, line 177).
     """
     overlay = f"mount -t overlay overlay -o lowerdir={cluster.state.folder}/etc:/etc /etc"
     return ["unshare", "--mount", "sh", "-c", f'{overlay} && exec "$@"', "kueue"]

@@ -1,9 +1,8 @@
-"""containerd's image store, filled once for each set of images and shared by every node after that.
+"""Manages containerd's image store, which is filled once for each set of images and shared by all nodes.
 
-A seed is a containerd root in the cache with the images imported and unpacked. A node gets a
-root of its own whose databases are copies, whose snapshots are read-only bind mounts of the
-seed's, and whose content lies over the seed's: seconds of copying become milliseconds, and
-nothing that a node does reaches the seed.
+A seed is a containerd root in the cache, with imported and unpacked images. A node gets its own root: its
+databases are copies, its snapshots are read-only bind mounts of the seed's, and its content overlays the
+seed's. So seconds of copying become milliseconds, and no write of a node reaches the seed.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ from tests.cluster.oci import Image, Layout
 from tests.cluster.progress import say
 from tests.cluster.state import State, all_states
 
-SEED_MARK = "seed"  # the file of a cluster's state folder that names the seed it has mounted
+SEED_MARK = "seed"  # the file of a cluster's state folder that names its mounted seed
 PAUSE = "localhost/heteroinfer/pause:test"
 BOLT = Path("io.containerd.metadata.v1.bolt/meta.db")
 SNAPSHOTTER = Path("io.containerd.snapshotter.v1.overlayfs")
 CONTENT = Path("io.containerd.content.v1.content")
-# Unused on the test node; `opt` would make a folder in the machine's own /opt.
+# Unused on the test node. `opt` would create a folder in the machine's own /opt.
 DISABLED_PLUGINS = (
     "io.containerd.internal.v1.opt",
     "io.containerd.nri.v1.nri",
@@ -37,9 +36,9 @@ DISABLED_PLUGINS = (
     "io.containerd.snapshotter.v1.zfs",
 )
 CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime")
-"""Kubelet's interface, which a store without pods does not need."""
-# A collection between an import and its unpacking would throw away the old image's layers, which the new
-# one is about to use: none runs but when it is asked for.
+"""The kubelet's interface, which a store without pods does not need."""
+# A garbage collection between an import and its unpacking would delete the old image's layers, which the new
+# image is about to use. So a collection runs only on request.
 COLLECT_WHEN_ASKED = """
 [plugins.'io.containerd.gc.v1.scheduler']
   deletion_threshold = 0
@@ -50,7 +49,7 @@ KEEP_UNUSED_S = 600.0
 
 
 def ensure_pause_image() -> Image:
-    """Returns the pause image, compiled when the layout has none of this source."""
+    """Returns the pause image. Compiles it if the layout has none of this source."""
     source = CLUSTER_SOURCE / "pause.c"
     image = Image(tag=f"pause-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}", reference=PAUSE)
     layout = oci.layout()
@@ -79,7 +78,7 @@ def ensure_seed(images: Sequence[Image]) -> Path:
 
 
 def _remove_unused(seeds: Path) -> None:
-    """Removes seeds that no cluster has and nobody asked for lately: each may hold a whole set of images."""
+    """Removes seeds that no cluster uses and that were not used recently, because a seed may be large."""
     used = {mark.read_text() for state in all_states() if (mark := state.folder / SEED_MARK).exists()}
     for seed in seeds.iterdir():
         lately = time.time() - seed.stat().st_mtime < KEEP_UNUSED_S
@@ -88,14 +87,15 @@ def _remove_unused(seeds: Path) -> None:
 
 
 def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
+    """Makes a seed with these images, from the nearest seed if there is one."""
     began = time.monotonic()
     draft = seed.with_name(f".{seed.name}")
-    shutil.rmtree(draft, ignore_errors=True)  # of one that died half-way
+    shutil.rmtree(draft, ignore_errors=True)  # of a build that was interrupted
     nearest = _nearest_seed(seed.parent, images)
     if nearest is None:
         draft.mkdir()
     else:
-        # Layers and contents never change in place, so the new seed may share them; databases do.
+        # Layers and contents never change, so the new seed may share them. Databases change.
         processes.run(["cp", "-al", str(nearest), str(draft)], timeout_s=300)
         for database in (BOLT, SNAPSHOTTER / "metadata.db"):
             (draft / database).unlink()
@@ -111,7 +111,10 @@ def _fill_seed(seed: Path, images: Sequence[Image]) -> None:
 
 
 def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
-    """Returns the seed worth starting from: it holds more bytes of these images than of others. Or None."""
+    """Returns the seed that saves the most: bytes of these images minus other bytes.
+
+    None if none saves any.
+    """
     layout = oci.layout()
     wanted = {digest.partition(":")[2] for image in images for digest in layout.needs(image)}
 
@@ -125,6 +128,7 @@ def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
 
 
 def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
+    """Imports the images into a containerd root. Returns the number of sent bytes."""
     socket = state.folder / "containerd.sock"
     config = state.folder / "containerd.toml"
     disabled = [*DISABLED_PLUGINS, *CRI_PLUGINS]
@@ -144,8 +148,9 @@ def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
     wait_for_containerd(ctr, containerd, state.log("containerd"))
     sent = import_images(ctr, images)
     wanted = {image.reference for image in images}
-    # Those that the nearest seed had beside them go: a pod must not find last week's image here. One more
-    # name goes with them, so that there is always one: its synchronous removal asks for the collection.
+    # Removes the other images of the nearest seed, so that no pod finds last week's image here. One more name
+    # is removed with them, because a synchronous removal starts the collection, and there may be no other
+    # image.
     processes.run([*ctr, "images", "tag", PAUSE, "localhost/heteroinfer/removed:test"])
     for other in set(processes.run([*ctr, "images", "ls", "-q"]).split()) - wanted:
         processes.run([*ctr, "images", "rm", "--sync", other], timeout_s=300)
@@ -154,7 +159,7 @@ def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
 
 
 def wait_for_containerd(ctr: Sequence[str], containerd: processes.ProcessIdentity, log: Path) -> None:
-    """Returns once containerd answers; `ctr`: the words that start ctr against it."""
+    """Waits until containerd answers. `ctr` is the command of its client."""
 
     def answers() -> bool:
         return subprocess.run([*ctr, "version"], capture_output=True, check=False).returncode == 0
@@ -163,12 +168,12 @@ def wait_for_containerd(ctr: Sequence[str], containerd: processes.ProcessIdentit
 
 
 def import_images(ctr: Sequence[str], images: Sequence[Image], layout: Layout | None = None) -> int:
-    """Imports into a running containerd what it lacks of these images; returns the bytes sent.
+    """Imports images that a running containerd lacks. Returns the number of sent bytes.
 
-    By default the images are in the cache's layout.
+    By default, the images are in the cache's layout.
 
     Raises:
-        ClusterError: ctr refused; the message holds what it said.
+        ClusterError: the import failed. The message has ctr's output.
     """
     present = set(processes.run([*ctr, "content", "ls", "-q"]).split())
     with subprocess.Popen(
@@ -183,15 +188,15 @@ def import_images(ctr: Sequence[str], images: Sequence[Image], layout: Layout | 
             sent = (layout or oci.layout()).write_archive(importing.stdin, images, present)
             importing.stdin.close()
         except BrokenPipeError:
-            sent = 0  # its own words, below, say why
-        said = importing.stdout.read().decode(errors="replace")
+            sent = 0  # the message below contains its output
+        output = importing.stdout.read().decode(errors="replace")
     if importing.returncode:
-        raise ClusterError(f"ctr images import: exit code {importing.returncode}\n{said}")
+        raise ClusterError(f"ctr images import: exit code {importing.returncode}\n{output}")
     return sent
 
 
 def build_mount_script(seed: Path, root: Path) -> str:
-    """Returns the shell lines that give `root` the seed's images, to be run in the node's mount namespace."""
+    """Returns shell commands that give `root` the seed's images. They run in the node's mount namespace."""
     lines = ["set -eu"]
     for database in (BOLT, SNAPSHOTTER / "metadata.db"):
         lines += [f"mkdir -p {(root / database).parent}", f"cp {seed / database} {root / database}"]

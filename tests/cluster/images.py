@@ -1,11 +1,9 @@
-"""The product's images: built from the Dockerfile by buildah, on a base made by debootstrap.
+"""Builds the product's images from the Dockerfile, with buildah and a base by debootstrap.
 
-No registry is asked for anything, but the package indexes are. An image is named by the hash of
-all that it is made of - the Dockerfile, the files that .dockerignore lets in, the base - so that
-an unchanged tree builds nothing, and a changed one builds from the first changed layer on.
-
-`HETEROINFER_BASE_IMAGE` takes a base from a registry instead, `HETEROINFER_TORCH_INDEX` is the
-Dockerfile's TORCH_INDEX.
+Only package indexes are downloaded, nothing from an image registry. The name of an image is the hash of all
+its inputs: the Dockerfile, the files that .dockerignore allows, and the base. So an unchanged tree builds
+nothing, and a changed tree builds from the first changed layer on. `HETEROINFER_BASE_IMAGE` uses a base from
+a registry instead. `HETEROINFER_TORCH_INDEX` is the Dockerfile's TORCH_INDEX.
 """
 
 import contextlib
@@ -25,18 +23,18 @@ from tests.cluster.oci import Image
 from tests.cluster.progress import say
 
 TARGETS = ("operator", "worker-cpu")
-SUITE = "bookworm"  # its Python is 3.11, which the Dockerfile asks for
+SUITE = "bookworm"  # its Python is 3.11, which the Dockerfile requires
 BASE_PACKAGES = ("python3", "python3-venv", "python3-dev", "ca-certificates")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-# What a command mounts goes when it ends, however it ends.
+# The mounts of a command end with it, however it ends.
 PRIVATE_MOUNTS = ("unshare", "--mount", "--propagation", "private")
-BUILDAH_LIMIT = 32768  # its default for processes, set before ours
-BUILD_TIMEOUT_S = 3600  # of a command: builds may have only the time that others leave over (.ci/idle)
-RECIPE = "1"  # raise it when the way of building changes
+BUILDAH_LIMIT = 32768  # its default for processes, set before our own value
+BUILD_TIMEOUT_S = 3600  # of a command: builds may be limited to idle CPU time (.ci/idle)
+RECIPE = "1"  # raise this number when the steps of a build change
 
 
 def context_files() -> list[Path]:
-    """Returns the files that .dockerignore, which lists what is let in, gives to the build; sorted."""
+    """Returns the files that the build gets, sorted. .dockerignore lists the files that are allowed."""
     lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
     let_in = [REPOSITORY / line[1:] for line in lines if line.startswith("!")]
     found = {
@@ -47,10 +45,10 @@ def context_files() -> list[Path]:
 
 
 def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:
-    """Returns the images of these targets of the Dockerfile, built where the cache lacks this very content.
+    """Returns the images of these targets of the Dockerfile. Builds those that the cache lacks.
 
     Raises:
-        ClusterError: a tool is missing, or the build failed (its output went to stderr).
+        ClusterError: a tool is missing, or the build failed. Its output went to stderr.
     """
     debian.ensure_packages(debian.IMAGE_NEEDS)
     with locked(cache_folder() / "images" / ".lock"):
@@ -69,7 +67,7 @@ def ensure_images(targets: Sequence[str] = TARGETS) -> list[Image]:
 
 
 def reference_of(target: str) -> str:
-    """Returns the name by which a pod asks for the image of a target."""
+    """Returns the name by which a pod refers to the image of a target."""
     return f"localhost/heteroinfer/{target}:test"
 
 
@@ -87,15 +85,15 @@ def _torch_index() -> str:
 
 @contextlib.contextmanager
 def _buildah() -> Iterator[list[str]]:
-    """Yields the words that start buildah on a store of our own, free of what a killed build left."""
+    """Yields the command of buildah on our own store, after removing leftovers of a killed build."""
     if os.geteuid() != 0:
-        raise ClusterError("building images needs root: the base is made by debootstrap, layers are mounts")
+        raise ClusterError("building images needs root, for debootstrap and mounts. Run it as root")
     buildah = [
         *PRIVATE_MOUNTS,
         *("buildah", "--root", str(_store() / "root"), "--runroot", str(_store() / "run")),
         *("--storage-driver", "overlay"),
     ]
-    shutil.rmtree(_store() / "run", ignore_errors=True)  # its account of mounts that are gone
+    shutil.rmtree(_store() / "run", ignore_errors=True)  # its record of mounts that no longer exist
     processes.run([*buildah, "rm", "--all"], timeout_s=BUILD_TIMEOUT_S)
     yield buildah
 
@@ -116,8 +114,8 @@ def _certificates() -> bytes:
 def _ensure_base(buildah: list[str], base: str) -> None:
     """Makes the base: Debian with Python, and this machine's certificate authorities.
 
-    A machine behind a TLS proxy trusts that proxy's authority; so must what is installed during
-    a build on it. This belongs to the local base, never to the Dockerfile.
+    A machine behind a TLS proxy trusts the proxy's CA, so programs in a build on this machine must, too. This
+    belongs to the local base, never to the Dockerfile.
     """
     if (
         subprocess.run(
@@ -129,7 +127,7 @@ def _ensure_base(buildah: list[str], base: str) -> None:
     began = time.monotonic()
     say("making a base image with debootstrap (about a minute, once) …")
     root = _store() / "base"
-    shutil.rmtree(root, ignore_errors=True)  # of a start that died half-way
+    shutil.rmtree(root, ignore_errors=True)  # of a start that was interrupted
     include = f"--include={','.join(BASE_PACKAGES)}"
     debootstrap = ["debootstrap", "--variant=minbase", include, SUITE, str(root)]
     processes.run([*PRIVATE_MOUNTS, *debootstrap], timeout_s=BUILD_TIMEOUT_S)
@@ -146,6 +144,7 @@ def _ensure_base(buildah: list[str], base: str) -> None:
 
 
 def _build(buildah: list[str], image: Image, base: str) -> None:
+    """Builds an image with buildah, and copies it into the layout."""
     began = time.monotonic()
     target = image.reference.rpartition("/")[2].removesuffix(":test")
     say(f"building image {target} …")
@@ -154,7 +153,7 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
         *buildah,
         *("build", "--layers", "--isolation=chroot", "--network=host", "--target", target),
         f"--pull={'missing' if os.environ.get('HETEROINFER_BASE_IMAGE') else 'never'}",
-        # Without CAP_SYS_RESOURCE no limit can be raised, and buildah's defaults would be.
+        # Without CAP_SYS_RESOURCE, no limit can be raised, but buildah's defaults would raise limits.
         *(f"--ulimit={name}={_limit(kind)}:{_limit(kind)}" for name, kind in limits),
         *("--build-arg", f"BASE={base}", "--build-arg", f"TORCH_INDEX={_torch_index()}"),
         *("--tag", image.reference, "--file", str(REPOSITORY / "Dockerfile"), str(REPOSITORY)),
@@ -162,10 +161,10 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
     built = subprocess.run(["nice", *command], stdout=2, stdin=subprocess.DEVNULL, check=False)
     if built.returncode:
         raise ClusterError(
-            f"building image {target}: buildah's exit code {built.returncode}; it said why above"
+            f"building image {target}: buildah ended with exit code {built.returncode}. Read its output above"
         )
     seconds = time.monotonic() - began
-    # skopeo and not `buildah push`, which compresses whatever it is given, for a minute and a half.
+    # skopeo instead of `buildah push`, which compresses everything, for a minute and a half.
     store = f"[overlay@{_store() / 'root'}+{_store() / 'run'}]"
     copy = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     target_layout = f"oci:{oci.layout().folder}:{image.tag}"
@@ -177,6 +176,6 @@ def _build(buildah: list[str], image: Image, base: str) -> None:
 
 
 def _limit(kind: int) -> int:
-    """Returns a limit that buildah may set: the hard limit, or its own default where that is lower."""
+    """Returns a limit that buildah may set: the hard limit, or buildah's default if it is lower."""
     hard = resource.getrlimit(kind)[1]
     return BUILDAH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, BUILDAH_LIMIT)

@@ -1,8 +1,8 @@
-"""A second real node, kubelet and containerd in namespaces of their own, joined to a running cluster.
+"""Joins a second real node to a running cluster: kubelet and containerd in their own namespaces.
 
-Its only way to anywhere is a link to the first node, which also routes its pods; so one command cuts it off,
-as when a machine or its network dies. Names are resolved by the first node, and NetworkPolicies made there.
-It has no Service addresses of its own (no kube-proxy) and a taint, so that only pods come here that ask to.
+Its only link leads to the first node, which also routes its pods. So one command disconnects the node, like a
+failure of its machine or network. The first node resolves its names and enforces its NetworkPolicies. The
+node has no Service addresses (no kube-proxy). It has a taint, so that only pods with a toleration run on it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ READY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedNode:
-    """The second node of `cluster`; `state` is its own folder, with its own programs."""
+    """The second node of `cluster`. `state` is its own folder, with its own programs."""
 
     cluster: NodeCluster
     state: State
@@ -43,27 +43,30 @@ class JoinedNode:
         return node_cgroup(self.state)
 
     def kill_kubelet(self) -> float:
-        """Ends its kubelet as a crash does and leaves its pods running; returns the time just before."""
+        """Kills its kubelet like a crash, and leaves its pods running. Returns the time just before."""
         return Program.of(self.state, "kubelet").kill()
 
     def start_kubelet(self) -> None:
-        """Starts its kubelet again, which registers the node if it was deleted; returns once it is Ready."""
+        """Starts its kubelet again, and waits until the node is Ready.
+
+        The kubelet registers a deleted node.
+        """
         Program.of(self.state, "kubelet").start_again()
         self.wait_ready()
 
     def cut_off(self) -> None:
-        """Takes its link down: nothing of it reaches anybody, and nobody reaches it."""
+        """Takes its link down, so that the node reaches nothing and nothing reaches the node."""
         self.cluster.namespaces.run("ip", "link", "set", self.addresses.link, "down")
 
     def connect(self) -> None:
-        """Takes its link up again; the routes over it went with it."""
+        """Takes its link up again, and restores the routes over it."""
         self.cluster.namespaces.run("ip", "link", "set", self.addresses.link, "up")
         self.cluster.namespaces.run(
             "ip", "route", "replace", self.addresses.pod_range, "via", self.addresses.node
         )
 
     def ready(self) -> bool:
-        """Returns whether the API server has it as Ready; False if it does not know it."""
+        """Returns whether the API server reports the node as Ready, and False without the node."""
         nodes = json.loads(self.cluster.kubectl("get", "nodes", "-o", "json"))["items"]
         return any(
             {"type": "Ready", "status": "True"}.items() <= condition.items()
@@ -73,10 +76,11 @@ class JoinedNode:
         )
 
     def wait_ready(self) -> None:
-        """Returns once it is Ready.
+        """Waits until the node is Ready.
 
         Raises:
-            ClusterError: it was not within a minute; the message ends with kubelet's log.
+            ClusterError: the node is not Ready after a minute. The message has the end of the kubelet's
+                log.
         """
         log = self.state.log("kubelet")
         processes.wait_until(f"node {self.name}", self.ready, timeout_s=READY_TIMEOUT_S, log=log)
@@ -84,10 +88,10 @@ class JoinedNode:
 
 @contextlib.contextmanager
 def joined_node(cluster: NodeCluster) -> Iterator[JoinedNode]:
-    """Gives a running cluster a second node for as long as the context lasts; it is Ready at the start.
+    """Gives a running cluster a second node until the context ends. It is Ready at the start.
 
     Raises:
-        ClusterError: it did not come up; nothing of it is left.
+        ClusterError: the node did not start. Nothing of it is left.
     """
     state = State.claim("joined-node", NODE_LIMIT)
     try:
@@ -101,14 +105,15 @@ def joined_node(cluster: NodeCluster) -> Iterator[JoinedNode]:
 
 
 def _addresses(state: State) -> Addresses:
-    """Returns ranges beyond those of all first nodes."""
+    """Returns address ranges outside those of all first nodes."""
     return Addresses(number=NODE_LIMIT + state.number)
 
 
 def _join(cluster: NodeCluster, state: State) -> JoinedNode:
+    """Creates the namespaces and programs of the second node, and waits until it is Ready."""
     first, addresses = Addresses(number=cluster.state.number), _addresses(state)
     namespaces = create_namespaces(state)
-    end_here(state, (addresses.link_range, addresses.pod_range))  # what the first node does not know
+    end_here(state, (addresses.link_range, addresses.pod_range))  # networks that the first node does not know
     link(partial(cluster.namespaces.run, "ip"), namespaces, addresses, (addresses.pod_range,))
     state.will_change("cgroup", node_cgroup(state))
     cluster_cgroup.create(node_cgroup(state))

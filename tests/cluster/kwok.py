@@ -1,9 +1,8 @@
-"""Nodes that are not there, for thousands of pods: kwok says for their kubelets how pods fare.
+"""Plays nodes for thousands of pods: kwok replaces their kubelets, and reports the status of pods.
 
-Everything else of the control plane is real: the scheduler places the pods, controllers and
-garbage collection see them come and go. A pod that is placed turns Running and Ready immediately, and
-again after its node was taken for lost; one that is being deleted goes immediately; an inspect pod ends
-with a model's profile.
+All other parts of the control plane are real: the scheduler places the pods; controllers and garbage
+collection see their changes. A placed pod becomes Running and Ready immediately, and again after its node was
+lost. A pod in deletion is removed immediately. An inspect pod ends with a model's profile.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from tests.cluster.running_cluster import Cluster
 
 READY_TIMEOUT_S = 60.0
 LABEL = "heteroinfer.test/kwok"
-"""`true` on each of these nodes; a real node beside them is left alone."""
+"""`true` on each of these nodes, so that a real node beside them is ignored."""
 _LEASE_S = 40
 _RUNNING = r"""
 {{ $now := Now }}
@@ -67,11 +66,11 @@ startTime: {{ $now | Quote }}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
-    """What each node offers.
+    """The properties of each node.
 
     Attributes:
-        allocatable: by resource name, as quantities.
-        labels: of the node.
+        allocatable: quantities by resource name.
+        labels: labels of the node.
     """
 
     allocatable: Mapping[str, str]
@@ -85,12 +84,12 @@ GPU_NODE = NodeShape(
 
 
 def build_stages(profile: str | None, *, finalizers: bool = False) -> list[dict[str, Any]]:
-    """Returns kwok's stages of pods; an inspect pod ends with `profile` as its termination message.
+    """Builds kwok's stages of pods. An inspect pod ends with `profile` as its termination message.
 
     Args:
-        profile: a text in JSON; None leaves pods that look at a model, or fetch one, to the caller.
-        finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet; else it
-            goes immediately, for a write less a pod.
+        profile: a JSON text. None: the caller must end inspect pods and fetch pods.
+        finalizers: a deleted pod ends first, and stays while it has finalizers, as with a kubelet.
+            Otherwise it is removed immediately, which saves a write for each pod.
     """
     placed = {"key": ".spec.nodeName", "operator": "Exists"}
     alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
@@ -117,8 +116,8 @@ def build_stages(profile: str | None, *, finalizers: bool = False) -> list[dict[
     return [
         *inspected,
         _stage("pod-turns-ready", [placed, alive, new, runs], {"statusTemplate": _RUNNING}),
-        # The node controller marks the pods of a silent node, and leaves it to the kubelet to say that
-        # they are well; an API server that was away for long makes all nodes such nodes.
+        # The node controller marks the pods of a silent node as not ready, and expects the kubelet to mark
+        # them as ready again. A long outage of the API server makes all nodes silent.
         _stage(
             "pod-is-ready-again", [placed, alive, _phase("Running"), marked], {"statusTemplate": _RUNNING}
         ),
@@ -127,7 +126,7 @@ def build_stages(profile: str | None, *, finalizers: bool = False) -> list[dict[
 
 
 def _ended(phase: str, reason: str, exit_code: int, message: str) -> str:
-    # A JSON text in JSON is YAML too; a template would only begin at two opening braces.
+    # A JSON text in JSON is also YAML. A template would begin only at two opening braces.
     text = _ENDED.replace("PHASE", phase).replace("REASON", reason).replace("EXIT_CODE", str(exit_code))
     return text.replace("MESSAGE", json.dumps(message))
 
@@ -150,7 +149,7 @@ def _stage(name: str, conditions: list[dict[str, Any]], then: dict[str, Any]) ->
 
 
 def pod_range(cluster: Cluster) -> str:
-    """Returns where pods of this cluster have their addresses: reserved for ever, and routed nowhere."""
+    """Returns the range of this cluster's pod addresses. No network uses it: 240.0.0.0/4 is reserved."""
     kinds = 128 if cluster.state.name.startswith("node-") else 0
     return f"240.{kinds + cluster.state.number}.0.0/16"
 
@@ -163,17 +162,16 @@ def start_kwok(
     shape: NodeShape = GPU_NODE,
     finalizers: bool = False,
 ) -> ProcessIdentity:
-    """Starts kwok beside a control plane, and returns once all its nodes are Ready.
+    """Starts kwok beside a control plane, and waits until all its nodes are Ready. It ends with the cluster.
 
-    It lives as long as the cluster. Pods have addresses at which nobody answers: the machine gets a
-    blackhole route for them, so that a request to one ends here immediately. See `build_stages` for `profile`
-    and `finalizers`.
+    No process listens at the addresses of pods: the machine gets a blackhole route for them, so that a
+    request to a pod fails immediately. See `build_stages` for `profile` and `finalizers`.
 
     Raises:
-        ClusterError: not root, or the nodes did not turn Ready.
+        ClusterError: the user is not root, or the nodes did not become Ready.
     """
     if os.geteuid() != 0:
-        raise ClusterError("kwok's pods need a route, which only root may set: run it as root")
+        raise ClusterError("kwok's pods need a route, which only root may set. Run it as root")
     tools.ensure_built(tools.KWOK)
     state = cluster.state
     state.will_change("blackhole", pod_range(cluster))
@@ -206,10 +204,10 @@ def start_kwok(
 
 
 def _node_stages() -> list[str]:
-    """Returns kwok's own stages of nodes that have leases: a status now and then, as a kubelet's.
+    """Returns kwok's own stages of nodes with leases: they report a status now and then, like a kubelet.
 
-    By itself it takes those of nodes without, each of which writes its status every 20 s
-    (`kwok/pkg/kwok/cmd/root.go@0.7.0`, line 171: the condition is the wrong way around).
+    By default, kwok uses the stages of nodes without leases, each of which writes its status every 20 s
+    (`kwok/pkg/kwok/cmd/root.go@0.7.0`, line 171: the condition is inverted).
     """
     folder = tools.source_folder("kwok", "sigs.k8s.io/kwok") / "kustomize/stage/node"
     files = ("fast/node-initialize.yaml", "heartbeat-with-lease/node-heartbeat-with-lease.yaml")
@@ -226,10 +224,10 @@ def _build_node(name: str, shape: NodeShape) -> dict[str, Any]:
 
 
 _KUBELETS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64", LABEL: "true"}
-"""Labels that every kubelet sets, which kwok does not for nodes that others make, and ours."""
+"""Labels that every kubelet sets but kwok does not, and our own label."""
 
 
 def _ready_nodes(cluster: Cluster) -> int:
     ready = 'jsonpath={.items[*].status.conditions[?(@.type=="Ready")].status}'
-    time.sleep(processes.POLL_S)  # each look is a process of its own
+    time.sleep(processes.POLL_S)  # each check is a separate process
     return cluster.kubectl("get", "nodes", "-l", f"{LABEL}=true", "-o", ready).split().count("True")

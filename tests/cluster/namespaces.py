@@ -1,7 +1,7 @@
-"""The network and mount namespaces that a node lives in, and its link to the machine.
+"""Creates the network and mount namespaces of a node, and its link to the machine.
 
-Everything that a node would change on the machine - addresses, firewall, mounts, /var/lib, /run,
-kernel settings - it changes in here, and it goes when the last process of the namespaces goes.
+The node's changes of the machine (addresses, firewall, mounts, /var/lib, /run, kernel settings) happen inside
+these namespaces, and disappear with their last process.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from tests.cluster.processes import ProcessIdentity
 from tests.cluster.state import State
 
 CLONE_NEWNET = 0x40000000
-# kubelet insists on these kernel settings and would write them, for the whole machine. Files of
-# ours are mounted over them in the node's namespace, so that it finds what it wants.
+# The kubelet requires these kernel settings, and would write them for the whole machine. Files of ours are
+# mounted over them in the node's namespace, so that the kubelet finds the right values.
 KERNEL_SETTINGS = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -31,10 +31,10 @@ KERNEL_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """The ranges of node number `number`; apart from those of its siblings on the same machine.
+    """The address ranges of node `number`, different from those of other nodes on the machine.
 
-    The machine has a blackhole route for the pods and the services, behind the real one: a
-    request to a node that is gone ends here and never leaves the machine.
+    The machine has a blackhole route for the pods and the services, after the real one. So a request to a
+    removed node fails here, and never leaves the machine.
     """
 
     number: int
@@ -72,27 +72,27 @@ class Addresses:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Namespaces:
-    """Namespaces kept by one idle process, `holder`."""
+    """Namespaces that an idle process, `holder`, keeps open."""
 
     holder: ProcessIdentity
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """The words that start a command line inside."""
+        """The words that start a command inside the namespaces."""
         return ("nsenter", f"--target={self.holder.pid}", "--net", "--mount", "--")
 
     def run(self, *command: str, timeout_s: float = 60) -> str:
-        """Returns what a short command printed inside.
+        """Runs a short command inside, and returns its output.
 
         Raises:
-            ClusterError: it failed.
+            ClusterError: the command failed.
         """
         return processes.run([*self.prefix, *command], timeout_s=timeout_s)
 
     def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
-        """Returns a TCP connection that starts inside, as one of kubelet's own probes does.
+        """Returns a TCP connection that starts inside, like the kubelet's own probes.
 
-        Only the calling thread steps in, for as long as the connection takes.
+        Only the calling thread enters the namespaces, until it is connected.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         with contextlib.ExitStack() as opened:
@@ -112,7 +112,7 @@ def _enter(libc: ctypes.CDLL, namespace: int) -> None:
 
 
 def create_namespaces(state: State) -> Namespaces:
-    """Returns new namespaces: private mounts, /run, /var/lib and /var/log of their own, no network yet."""
+    """Creates namespaces with their own mounts, /run, /var/lib and /var/log, and without a network."""
     holder = processes.spawn(
         ["unshare", "--net", "--mount", "--propagation", "private", "sleep", "infinity"],
         mark=state.folder,
@@ -121,7 +121,7 @@ def create_namespaces(state: State) -> Namespaces:
     ours = os.readlink("/proc/self/ns/mnt")
 
     def apart() -> bool:
-        # sleep runs only once unshare is done with both namespaces and with the propagation.
+        # sleep runs only after unshare has set up both namespaces and the propagation of mounts
         with contextlib.suppress(FileNotFoundError):
             return Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n"
         return False
@@ -130,13 +130,14 @@ def create_namespaces(state: State) -> Namespaces:
         "the node's namespaces", apart, timeout_s=10, process=holder, log=state.log("namespaces")
     )
     if os.readlink(f"/proc/{holder.pid}/ns/mnt") == ours:
-        raise AssertionError("the holder of the namespaces is in ours")
+        raise AssertionError("the new process has left our namespaces")
     namespaces = Namespaces(holder=holder)
     namespaces.run("sh", "-euc", _mount_script(state))
     return namespaces
 
 
 def _mount_script(state: State) -> str:
+    """Returns the shell commands that set up the mounts of a node's namespaces."""
     lines = ["mount --make-rshared /", "mount -t tmpfs -o mode=755 tmpfs /run", "mkdir /run/lock"]
     for folder in ("lib", "log"):
         mine = state.folder / "var" / folder
@@ -151,7 +152,7 @@ def _mount_script(state: State) -> str:
 
 
 def connect_namespaces(state: State, namespaces: Namespaces, addresses: Addresses) -> None:
-    """Links the namespaces with the machine, and routes the pods and services of the node into them."""
+    """Links the namespaces with the machine, and routes the node's pods and services into them."""
     destinations = (addresses.pod_range, addresses.service_range)
     end_here(state, (addresses.link_range, *destinations))
     state.will_change("link", addresses.link)
@@ -159,7 +160,7 @@ def connect_namespaces(state: State, namespaces: Namespaces, addresses: Addresse
 
 
 def end_here(state: State, destinations: Sequence[str]) -> None:
-    """Ends on this machine whatever has no nearer route to these ranges."""
+    """Makes this machine drop packets to these ranges that have no more specific route."""
     for destination in destinations:
         state.will_change("blackhole", destination)
         _ip("route", "add", "blackhole", destination, "metric", "4096")
@@ -168,7 +169,7 @@ def end_here(state: State, destinations: Sequence[str]) -> None:
 def link(
     ip: Callable[..., object], namespaces: Namespaces, addresses: Addresses, destinations: Sequence[str]
 ) -> None:
-    """Links the namespaces with the one that `ip` runs in, and routes these ranges from there into them."""
+    """Links the namespaces with those in which `ip` runs, and routes these ranges into them."""
     peer = ("peer", "name", "eth0", "netns", str(namespaces.holder.pid))
     ip("link", "add", addresses.link, "type", "veth", *peer)
     ip("address", "add", f"{addresses.machine}/24", "dev", addresses.link)

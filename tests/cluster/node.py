@@ -1,4 +1,4 @@
-"""A real Kubernetes node - containerd, kubelet, kube-proxy, CoreDNS, CNI - in namespaces of its own."""
+"""Starts a real Kubernetes node (containerd, kubelet, kube-proxy, CoreDNS, CNI) in its own namespaces."""
 
 import dataclasses
 import http.client
@@ -24,9 +24,9 @@ from tests.cluster.state import State
 
 NODE_LIMIT = 4
 NODE_GRACE_S = 20
-"""Kubernetes' own 50 s is long for tests that wait for it."""
+"""Kubernetes' default of 50 s is long for tests that wait for a lost node."""
 LEASE_S = 16
-"""Renewed four times as often: a busy machine may miss a few."""
+"""The lease is renewed four times in this time, so a busy machine may miss some renewals."""
 READY_TIMEOUT_S = 60.0
 SOCKET = "/run/containerd/containerd.sock"
 
@@ -43,18 +43,19 @@ class NodeCluster(Cluster):
 
     @property
     def ctr(self) -> list[str]:
-        """The command that starts containerd's client against the node's containerd."""
+        """The command that starts containerd's client for the node's containerd."""
         return [*self.namespaces.prefix, *build_ctr_command()]
 
     def pod_http(
         self, address: str, port: int, path: str, *, body: bytes | None = None, timeout_s: float = 10
     ) -> tuple[int, str]:
-        """Returns status and text of a GET (with `body`: a POST of JSON) sent from the node to a pod.
+        """Sends a GET from the node to a pod, or a POST of JSON if there is a `body`.
 
-        It goes the way of kubelet's probes, which no NetworkPolicy stops.
+        Returns status and text. The request takes the way of the kubelet's probes, which no NetworkPolicy
+        stops.
 
         Raises:
-            OSError: nobody answers there.
+            OSError: the pod does not answer.
         """
         connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
         connection.sock = self.namespaces.connect(address, port, timeout_s)
@@ -71,7 +72,7 @@ class NodeCluster(Cluster):
         image_store.import_images(self.ctr, images, layout)
 
     def offer(self, resource: str, quantity: int) -> None:
-        """Makes the node say that it has `quantity` of a resource that no device plugin offers."""
+        """Makes the node report `quantity` of a resource that no device plugin offers."""
         key = resource.replace("~", "~0").replace("/", "~1")
         patch = [{"op": "add", "path": f"/status/capacity/{key}", "value": str(quantity)}]
         self.kubectl(
@@ -80,13 +81,14 @@ class NodeCluster(Cluster):
 
 
 def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
-    """Returns a cluster whose single node is Ready and has these images; up to 4 run side by side.
+    """Starts a cluster whose only node is Ready and has these images. Up to 4 run on one machine.
 
     Raises:
-        ClusterError: not root, something is missing, or a program did not come up; nothing is left.
+        ClusterError: the user is not root, a tool is missing, or a program did not start. Nothing is
+            left.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
-        raise ClusterError("a node needs root on Linux: it makes namespaces, mounts and cgroups")
+        raise ClusterError("a node needs root on Linux, for namespaces, mounts and cgroups. Run it as root")
     debian.ensure_packages({**debian.CONTROL_PLANE_NEEDS, **debian.NODE_NEEDS})
     ensure_tools((tools.ETCD, tools.KUBERNETES, tools.COREDNS, tools.CONTAINERD))
     seed = image_store.ensure_seed([image_store.ensure_pause_image(), *images])
@@ -96,12 +98,13 @@ def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
 
 
 def attach(state: State) -> NodeCluster:
-    """Returns the cluster of a node that runs already."""
+    """Returns the cluster of a running node."""
     holder = ProcessIdentity(**json.loads((state.folder / "holder.json").read_text()))
     return NodeCluster(state=state, namespaces=Namespaces(holder=holder))
 
 
 def _start(state: State, seed: Path) -> NodeCluster:
+    """Starts the control plane and the node's programs in new namespaces. Waits until the node is Ready."""
     addresses = Addresses(number=state.number)
     namespaces = create_namespaces(state)
     (state.folder / "holder.json").write_text(json.dumps(dataclasses.asdict(namespaces.holder)))
@@ -132,17 +135,19 @@ def _start(state: State, seed: Path) -> NodeCluster:
 
 
 def node_cgroup(state: State) -> str:
-    """Returns the name of the cgroup that holds everything of a node."""
+    """Returns the name of the cgroup of all processes of a node."""
     return f"heteroinfer-{state.name}"
 
 
 def give_images(state: State, namespaces: Namespaces, seed: Path) -> None:
-    """Mounts a seed of images where containerd of these namespaces looks for them."""
+    """Mounts a seed of images at the place where containerd in these namespaces expects images."""
     (state.folder / image_store.SEED_MARK).write_text(str(seed))
     namespaces.run("sh", "-c", image_store.build_mount_script(seed, Path("/var/lib/containerd")))
 
 
 def _wait_ready(cluster: NodeCluster) -> None:
+    """Waits until the node is Ready and the NetworkPolicy enforcer has made its first rules."""
+
     def ready() -> bool:
         nodes: dict[str, Any] = json.loads(cluster.kubectl("get", "nodes", "-o", "json"))
         conditions = [c for node in nodes["items"] for c in node["status"].get("conditions", [])]
@@ -158,7 +163,7 @@ def _wait_ready(cluster: NodeCluster) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodePrograms:
-    """A node's own programs, each with its configuration file in the state folder."""
+    """A node's own programs. Each has its configuration file in the state folder."""
 
     state: State
     namespaces: Namespaces
@@ -187,7 +192,7 @@ class NodePrograms:
         image_store.wait_for_containerd(ctr, containerd, self.state.log("containerd"))
 
     def start_the_rest(self, site: Site, pki: Pki) -> None:
-        """Starts kubelet, kube-proxy, CoreDNS and the NetworkPolicy enforcer; waits for none of them."""
+        """Starts kubelet, kube-proxy, CoreDNS and the NetworkPolicy enforcer, without waiting for them."""
         kubeconfigs = {}
         for name in ("kube-proxy", "coredns"):
             kubeconfigs[name] = pki.path(f"{name}.kubeconfig")
@@ -201,7 +206,7 @@ class NodePrograms:
         self._spawn("network-policy", *enforcer, str(pki.folder), site.address, str(site.api_port))
 
     def start_kubelet(self, site: Site, pki: Pki, key: str, *, dns: str, flags: Sequence[str] = ()) -> None:
-        """Starts kubelet with the certificate `key` of the cluster, and pods that ask `dns` for names."""
+        """Starts the kubelet with the certificate `key` of the cluster. Its pods resolve names at `dns`."""
         kubeconfig = pki.path(f"{key}.kubeconfig")
         pki.write_kubeconfig(key, site.server, Path(kubeconfig))
         resolver = self._configure("resolv.conf", "# pods get cluster DNS only\n")
@@ -224,7 +229,7 @@ class NodePrograms:
             f"--hostname-override={self.state.name}",
             "--proxy-mode=nftables",
             f"--cluster-cidr={self.addresses.pod_range}",
-            # The connection tracker's limits are the machine's: leave them as they are.
+            # The limits of the connection tracker belong to the machine, so kube-proxy leaves them unchanged.
             "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0",
             "--conntrack-tcp-timeout-close-wait=0",
@@ -234,8 +239,8 @@ class NodePrograms:
 def build_network(addresses: Addresses) -> dict[str, object]:
     """Returns the CNI configuration: a routed link for each pod.
 
-    Routed (ptp) and not bridged, so that traffic between two pods passes the node's firewall,
-    where Services and NetworkPolicies are made, without a kernel module for bridges.
+    The link is routed (ptp) and not bridged. So traffic between two pods passes the node's firewall, which
+    implements Services and NetworkPolicies, without a kernel module for bridges.
     """
     ranges = [[{"subnet": addresses.pod_range}]]
     routes = [{"dst": "0.0.0.0/0"}]
@@ -245,7 +250,7 @@ def build_network(addresses: Addresses) -> dict[str, object]:
 
 
 def build_ctr_command() -> list[str]:
-    """Returns the command of containerd's client, for the network namespace of a node."""
+    """Returns the command of containerd's client for the network namespace of a node."""
     return [str(tools.program(tools.CONTAINERD, "ctr")), "--address", SOCKET, "--namespace", "k8s.io"]
 
 
@@ -278,7 +283,7 @@ disabled_plugins = {json.dumps(list(image_store.DISABLED_PLUGINS))}
 def build_kubelet_config(
     addresses: Addresses, pki: Pki, resolver: str, cgroup: str, *, key: str, dns: str
 ) -> dict[str, object]:
-    """Returns kubelet's configuration."""
+    """Returns the kubelet's configuration."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -302,7 +307,7 @@ def build_kubelet_config(
         "resolvConf": resolver,
         "containerRuntimeEndpoint": f"unix://{SOCKET}",
         "volumePluginDir": "/var/lib/kubelet/volume-plugins",
-        # The images are nowhere to be pulled from again: never collect them.
+        # The images cannot be pulled again, so the kubelet must never delete them.
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "nodeLeaseDurationSeconds": LEASE_S,
@@ -311,7 +316,7 @@ def build_kubelet_config(
 
 
 def build_corefile(addresses: Addresses, kubeconfig: str) -> str:
-    """Returns CoreDNS's configuration: cluster names for a second at most; NXDOMAIN for others."""
+    """Returns CoreDNS's configuration: cluster names are cached for a second; other names get NXDOMAIN."""
     return f"""cluster.local in-addr.arpa {{
   bind {addresses.node}
   errors

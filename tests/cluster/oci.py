@@ -1,7 +1,7 @@
-"""An OCI image layout in the cache: what images are built into, and what containerd imports from.
+"""Manages an OCI image layout in the cache, into which images are built and from which containerd imports.
 
-Layers are kept uncompressed, each once, under its digest. An import sends only those layers that
-the importing containerd lacks, so that a change in our own code costs one small layer.
+Layers are stored uncompressed, each once, under its digest. An import sends only the layers that the
+containerd lacks, so that a change in our own code sends one small layer.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """An image of the layout: `tag` names it there, `reference` is what pods call it."""
+    """An image of the layout. `tag` is its name in the layout, `reference` its name for pods."""
 
     tag: str
     reference: str
@@ -34,12 +34,12 @@ class Image:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """An image layout folder, as the OCI image specification has it."""
+    """A folder with an image layout, as the OCI image specification defines it."""
 
     folder: Path
 
     def ensure(self) -> None:
-        """Makes the folder an (empty) layout when it is none."""
+        """Makes the folder an (empty) layout if it is none."""
         (self.folder / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
         (self.folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
@@ -61,23 +61,23 @@ class Layout:
         """
         entry = self.manifests().get(image.tag)
         if entry is None:
-            raise ClusterError(f"no image {image.tag} in {self.folder}: run `python -m tests.cluster images`")
+            raise ClusterError(f"no image {image.tag} in {self.folder}. Run `python -m tests.cluster images`")
         return str(entry["digest"])
 
     def needs(self, image: Image) -> list[str]:
-        """Returns the digests of an image: manifest, configuration, layers from the bottom up."""
+        """Returns the digests of an image: manifest, configuration, and layers from the bottom up."""
         manifest = self.digest(image)
         parts = json.loads(self.blob(manifest).read_text())
         return [manifest, parts["config"]["digest"], *(layer["digest"] for layer in parts["layers"])]
 
     def put(self, content: bytes, media_type: str) -> dict[str, Any]:
-        """Adds a blob; returns its descriptor."""
+        """Adds a blob, and returns its descriptor."""
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         self.blob(digest).write_bytes(content)
         return {"mediaType": media_type, "digest": digest, "size": len(content)}
 
     def put_image(self, tag: str, files: Mapping[str, bytes], config: Mapping[str, object]) -> None:
-        """Adds an image of one layer that holds these files (path -> content), each executable."""
+        """Adds an image with one layer of these files (path -> content). Each file is executable."""
         self.ensure()
         layer = self.put(_tar(files), LAYER)
         settings = {
@@ -98,9 +98,9 @@ class Layout:
         (self.folder / "index.json").write_text(json.dumps(index))
 
     def write_archive(self, target: IO[bytes], images: Collection[Image], present: Collection[str]) -> int:
-        """Writes what `ctr images import` reads: these images, less the blobs whose digests are present.
+        """Writes an archive for `ctr images import`: these images without the blobs in `present`.
 
-        Returns the bytes of blobs written.
+        Returns the bytes of the written blobs.
         """
         manifests = self.manifests()
         index = {
@@ -116,7 +116,7 @@ class Layout:
             _add(archive, "index.json", json.dumps(index).encode())
             wanted = dict.fromkeys(digest for image in images for digest in self.needs(image))
             for digest in wanted:
-                # Manifests always travel: it is by them that containerd finds the rest.
+                # The archive always has the manifests, because containerd finds all other blobs by them.
                 if digest not in present or digest in {entry["digest"] for entry in manifests.values()}:
                     archive.add(self.blob(digest), f"blobs/{digest.replace(':', '/', 1)}")
                     sent += self.blob(digest).stat().st_size

@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of one cluster: elliptic keys by openssl, a few milliseconds each."""
+"""Creates certificates and kubeconfigs of one cluster with openssl: elliptic keys, in milliseconds."""
 
 import base64
 import dataclasses
@@ -14,16 +14,16 @@ DAYS = "365"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pki:
-    """The folder of a cluster's keys (mode 0700); `issue` adds to it."""
+    """The folder of a cluster's keys (mode 0700). `issue` adds to it."""
 
     folder: Path
 
     def path(self, name: str) -> str:
-        """Returns the path of a file of the folder, as the text that a command line takes."""
+        """Returns the path of a file of the folder, as text for a command line."""
         return str(self.folder / name)
 
     def create_authority(self, name: str, common_name: str) -> None:
-        """Writes `name`.key and a self-signed `name`.crt that may sign others."""
+        """Writes `name`.key and a self-signed `name`.crt, which may sign others."""
         self._create_key(name)
         usage = "keyUsage=critical,keyCertSign,digitalSignature,cRLSign"
         run(
@@ -50,7 +50,7 @@ class Pki:
     def issue(
         self, name: str, subject: str, *, authority: str = "ca", server_names: Sequence[str] = ()
     ) -> None:
-        """Writes `name`.key and `name`.crt for a client, and for a server too when it has `server_names`."""
+        """Writes `name`.key and `name`.crt for a client. With `server_names`, they are also for a server."""
         self._create_key(name)
         usages = "clientAuth,serverAuth" if server_names else "clientAuth"
         extensions = ["basicConstraints=CA:FALSE", "keyUsage=digitalSignature", f"extendedKeyUsage={usages}"]
@@ -68,18 +68,18 @@ class Pki:
         )
 
     def create_service_account_key(self) -> None:
-        """Writes sa.key and sa.pub, with which service-account tokens are signed and checked."""
+        """Writes sa.key and sa.pub, which sign and check service-account tokens."""
         self._create_key("sa")
         run(["openssl", "pkey", "-in", self.path("sa.key"), "-pubout", "-out", self.path("sa.pub")])
 
     def client_context(self, name: str) -> ssl.SSLContext:
-        """Returns the TLS settings with which client `name` speaks to the API server."""
+        """Returns the TLS settings of client `name` for the API server."""
         context = ssl.create_default_context(cafile=self.path("ca.crt"))
         context.load_cert_chain(self.path(f"{name}.crt"), self.path(f"{name}.key"))
         return context
 
     def write_kubeconfig(self, name: str, server: str, target: Path) -> None:
-        """Writes the kubeconfig (JSON, which is YAML too) of client `name`, everything inlined, mode 0600."""
+        """Writes the kubeconfig of client `name` as JSON (which is also YAML), with all keys, mode 0600."""
 
         def inlined(file: str) -> str:
             return base64.b64encode((self.folder / file).read_bytes()).decode()
@@ -101,10 +101,10 @@ class Pki:
 
 
 def create_pki(folder: Path, address: str, service_address: str, node: str | None) -> Pki:
-    """Returns all certificates of a cluster whose API server is at `address`.
+    """Creates all certificates of a cluster whose API server is at `address`.
 
-    `service_address`: where pods find it, the Service `kubernetes`.
-    `node`: the name of its kubelet, which serves at `address` too; None: there is no node.
+    Pods find the API server at `service_address`, the Service `kubernetes`. `node` is the name of its
+    kubelet, which also serves at `address`; None: there is no node.
     """
     folder.mkdir(mode=0o700)
     pki = Pki(folder=folder)

@@ -1,10 +1,10 @@
-"""The test node's own NetworkPolicy enforcer: rules of the cluster -> nftables of the node.
+"""Enforces the cluster's NetworkPolicies on the test node, by nftables rules.
 
-CNI's reference plugins enforce no policy, and the usual enforcers want kernel modules or images
-that a test machine may lack. This one covers what its users' policies say: `podSelector`, ingress and
-egress by pod, namespace and IP block, by port, port range and (ingress) named port. What the node itself
-sends (kubelet's probes) always passes, as on any node; what a pod sends to the node is egress, too.
-Policies and pods are read twice a second, so that a change takes that long.
+CNI's reference plugins enforce no policy, and the usual enforcers need kernel modules or images that a test
+machine may lack. This enforcer supports the features that the tests' policies use: `podSelector`, ingress and
+egress by pod, namespace and IP block, by port, port range and (ingress) named port. Traffic from the node
+itself (the kubelet's probes) always passes, as on any node. Traffic from a pod to the node is egress, too.
+The enforcer reads policies and pods twice a second, so a change takes up to half a second.
 """
 
 import http.client
@@ -26,7 +26,7 @@ Object = Mapping[str, Any]
 
 
 def matches(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Returns whether a label selector of the Kubernetes API selects these labels; an empty one does."""
+    """Returns whether a label selector of the Kubernetes API selects these labels. An empty one does."""
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for term in selector.get("matchExpressions", []):
@@ -43,10 +43,10 @@ def matches(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def build_ruleset(policies: Sequence[Object], pods: Sequence[Object], namespaces: Sequence[Object]) -> str:
-    """Returns the nftables script that makes these policies so, instead of those before.
+    """Returns the nftables script that replaces all rules by those of these policies.
 
-    A pod that some policy selects for ingress takes only what one of its policies lets in; every
-    other pod takes everything. Likewise what it sends, if a policy selects it for egress.
+    A pod that a policy selects for ingress accepts only traffic that one of its policies allows. Every other
+    pod accepts all traffic. The same holds for sent traffic and egress.
     """
     labels = {each["metadata"]["name"]: each["metadata"].get("labels", {}) for each in namespaces}
     living = sorted((pod for pod in pods if _address(pod)), key=_address)
@@ -62,7 +62,7 @@ def build_ruleset(policies: Sequence[Object], pods: Sequence[Object], namespaces
                 }
                 chains.append("\n".join([f"  chain {name} {{", *sorted(lines), "    drop", "  }"]))
                 found.append(f"{_address(pod)} : goto {name}")
-    # What one base chain accepts goes on to the next one: what is sent must pass both.
+    # A packet that one base chain accepts goes on to the next chain, so sent packets must pass both.
     hooks = [
         _hook("leaving", "forward", "filter - 1", "saddr", verdicts["Egress"]),
         _hook("to_node", "input", "filter - 1", "saddr", verdicts["Egress"]),
@@ -81,7 +81,7 @@ def _hook(name: str, hook: str, priority: str, address: str, verdicts: Sequence[
 
 
 def _address(pod: Object) -> str:
-    """Returns a pod's IPv4 address; empty for one that has none of its own, or gave it back."""
+    """Returns a pod's IPv4 address, or "" if the pod has none of its own, or has released it."""
     done = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     if done or pod["spec"].get("hostNetwork"):
         return ""
@@ -103,6 +103,7 @@ def _rules(
     labels: Mapping[str, Mapping[str, str]],
     direction: str,
 ) -> Iterator[str]:
+    """Yields the nftables rules that accept what a policy allows for a pod in one direction."""
     into = direction == "Ingress"
     for rule in policy["spec"].get(direction.lower(), []):
         peers = list(
@@ -120,7 +121,7 @@ def _peers(
     labels: Mapping[str, Mapping[str, str]],
     address: str,
 ) -> Iterator[str]:
-    """Yields matches of the other side; one empty match for a rule about everybody."""
+    """Yields the matches of the peers, or one empty match for a rule without peers, which allows all."""
     peers = list(peers)
     if not peers:
         yield ""
@@ -147,9 +148,9 @@ def _is_peer(peer: Object, policy: Object, pod: Object, labels: Mapping[str, Map
 
 
 def _ports(ports: Iterable[Object], pod: Object | None) -> Iterator[str]:
-    """Yields matches of the port at `pod`; one empty match for a rule that opens all of them.
+    """Yields the matches of the ports of `pod`, or one empty match for a rule that opens all ports.
 
-    Without a pod no port has a name.
+    Without a pod, no port has a name.
     """
     ports = list(ports)
     if not ports:
@@ -173,6 +174,7 @@ def _ports(ports: Iterable[Object], pod: Object | None) -> Iterator[str]:
 def _read(
     address: str, port: int, context: ssl.SSLContext
 ) -> tuple[list[Object], list[Object], list[Object]]:
+    """Returns the stored policies, pods and namespaces."""
     connection = http.client.HTTPSConnection(address, port, context=context, timeout=5)
     try:
 
@@ -181,7 +183,9 @@ def _read(
             answer = connection.getresponse()
             text = answer.read()
             if answer.status != http.client.OK:
-                raise http.client.HTTPException(f"GET {path}: {answer.status} {text.decode()}")
+                raise http.client.HTTPException(
+                    f"GET {path}: got status {answer.status}, expected 200. {text.decode()}"
+                )
             return list(json.loads(text)["items"])
 
         policies = items("/apis/networking.k8s.io/v1/networkpolicies")
@@ -191,7 +195,7 @@ def _read(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Keeps the node's table as the API server has the policies; never returns.
+    """Updates the node's rules from the API server's policies again and again. Never returns.
 
     `arguments`: the folder of the keys, and the address and port of the API server.
     """

@@ -1,9 +1,8 @@
-"""Programs of a cluster: started apart from us, known by a mark that only we give, ended by pid.
+"""Starts the programs of a cluster as independent processes, which carry a mark, and ends them by their ids.
 
-Each program carries the environment entry `HETEROINFER_CLUSTER=<state folder>`, and so do its
-children. Whoever finds a left-over state folder can thus find every process of that cluster,
-even when the one who started it died before writing anything down. No process is ever looked
-for by name.
+Each program has the environment entry `HETEROINFER_CLUSTER=<state folder>`, and so have its children. So the
+remaining state folder of a cluster is enough to find all its processes, even if its starter died before it
+wrote anything. Processes are never searched by name.
 """
 
 import contextlib
@@ -23,14 +22,14 @@ POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process for good: its pid, and when it started, since pids are used again."""
+    """Identifies a process by its id and start time, because the kernel reuses ids."""
 
     pid: int
     started_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
-        """Returns the identity of a living process, None for a dead one or a zombie."""
+        """Returns the identity of a living process, or None for a dead one or a zombie."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
@@ -39,17 +38,17 @@ class ProcessIdentity:
         return None if fields[0] in (b"Z", b"X") else cls(pid=pid, started_ticks=int(fields[19]))
 
     def alive(self) -> bool:
-        """Returns whether that very process still runs."""
+        """Returns whether this process still runs."""
         return ProcessIdentity.of(self.pid) == self
 
 
 def spawn(
     command: Sequence[str], *, mark: Path, log: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessIdentity:
-    """Starts a program in a session of its own, marked, with its output appended to `log`.
+    """Starts a marked program in its own session. Its output is appended to `log`.
 
-    It sees no environment but PATH, HOME (= the state folder), the mark and `environment`, so
-    that a proxy or a credential of the caller's shell never changes how a cluster behaves.
+    Its environment has only PATH, HOME (= the state folder), the mark and `environment`, so that a proxy or a
+    credential of the caller's shell never affects a cluster.
 
     Raises:
         ClusterError: the program could not be started, or ended immediately.
@@ -57,7 +56,7 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
-        # posix_spawn and not Popen: the program is meant to outlive this object.
+        # posix_spawn instead of Popen, because the program outlives this object.
         pid = os.posix_spawnp(
             command[0],
             list(command),
@@ -73,7 +72,7 @@ def spawn(
         raise ClusterError(f"cannot start {command[0]}: {error}") from error
     identity = ProcessIdentity.of(pid)
     if identity is None:
-        raise ClusterError(f"{command[0]} ended immediately; its last words:\n{tail(log)}")
+        raise ClusterError(f"{command[0]} ended immediately. Its last output:\n{tail(log)}")
     return identity
 
 
@@ -85,10 +84,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """Returns what a short command printed.
+    """Runs a short command, and returns its output.
 
     Raises:
-        ClusterError: it failed, is missing, or took longer than `timeout_s`; the message holds its stderr.
+        ClusterError: the command failed, is missing, or took longer than `timeout_s`. The message has its
+            stderr.
     """
     try:
         done = subprocess.run(
@@ -102,7 +102,7 @@ def run(
             cwd=cwd,
         )
     except FileNotFoundError as error:
-        raise ClusterError(f"{command[0]} is not there: {error}") from error
+        raise ClusterError(f"{command[0]}was not found: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"{' '.join(command)} took longer than {timeout_s:g} s") from error
     if done.returncode:
@@ -113,7 +113,7 @@ def run(
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """Returns the last lines of a log, or the empty string when there is none."""
+    """Returns the last lines of a log, or "" without a log."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except FileNotFoundError:
@@ -128,23 +128,23 @@ def wait_until(
     process: ProcessIdentity | None = None,
     log: Path | None = None,
 ) -> None:
-    """Returns as soon as `check()` is true; asks every 50 ms.
+    """Waits until `check()` is true. Calls it every 50 ms.
 
     Raises:
-        ClusterError: the time is up, or `process` died; the message ends with the tail of `log`.
+        ClusterError: the time is over, or `process` has ended. The message has the end of `log`.
     """
     deadline = time.monotonic() + timeout_s
     while not check():
-        words = f"; the end of {log.name}:\n{tail(log)}" if log is not None else ""
+        words = f". The end of {log.name}:\n{tail(log)}" if log is not None else ""
         if process is not None and not process.alive():
-            raise ClusterError(f"{what}: the program died{words}")
+            raise ClusterError(f"{what}: the program has ended{words}")
         if time.monotonic() > deadline:
-            raise ClusterError(f"{what}: not within {timeout_s:g} s{words}")
+            raise ClusterError(f"{what}: did not happen within {timeout_s:g} s{words}")
         time.sleep(POLL_S)
 
 
 def marked_pids(mark: Path) -> list[int]:
-    """Returns the pids of the living processes that carry the mark of this state folder."""
+    """Returns the ids of the living processes with the mark of this state folder."""
     entry = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
@@ -157,7 +157,7 @@ def marked_pids(mark: Path) -> list[int]:
 
 
 def kill(pids: Sequence[int]) -> None:
-    """Sends SIGKILL to each, and reaps those that are children of ours."""
+    """Kills each process, and reaps those that are children of this process."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -167,10 +167,10 @@ def kill(pids: Sequence[int]) -> None:
 
 
 def stop_gently(process: ProcessIdentity, timeout_s: float = 10) -> None:
-    """Ends a program of ours by SIGTERM, and waits for its end.
+    """Sends SIGTERM to a program, and waits for its end.
 
     Raises:
-        ClusterError: it still runs after `timeout_s`.
+        ClusterError: the program still runs after `timeout_s`.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGTERM)
@@ -180,10 +180,10 @@ def stop_gently(process: ProcessIdentity, timeout_s: float = 10) -> None:
 
 
 def stop_marked(mark: Path, timeout_s: float = 20) -> None:
-    """Kills every process that carries the mark, and returns once none is left.
+    """Kills every process with the mark, and waits until none is left.
 
     Raises:
-        ClusterError: one is still there after `timeout_s`.
+        ClusterError: a process still runs after `timeout_s`.
     """
     found: set[ProcessIdentity] = set()
 
@@ -191,7 +191,7 @@ def stop_marked(mark: Path, timeout_s: float = 20) -> None:
         pids = marked_pids(mark)
         found.update(filter(None, map(ProcessIdentity.of, pids)))
         kill(pids)
-        # A process that is ending loses its environment, and so its mark, some time before it is gone.
+        # A process that is ending loses its environment, and so its mark, some time before it disappears.
         return not pids and not any(process.alive() for process in found)
 
     wait_until(f"the end of all programs of {mark}", none_left, timeout_s=timeout_s)

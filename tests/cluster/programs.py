@@ -1,4 +1,4 @@
-"""Programs of a cluster by name: written down as they start, so that they can be ended and started again."""
+"""Records the programs of a cluster when they start, so that they can be ended and started again by name."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from tests.cluster.state import State
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One program of the cluster whose folder `state` is; `identity` is its process of now."""
+    """A program of the cluster with the folder `state`. `identity` is its present process."""
 
     state: State
     name: str
@@ -27,10 +27,10 @@ class Program:
     def start(
         cls, state: State, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Self:
-        """Returns the program, started, with its log in the state folder.
+        """Starts the program, with its log in the state folder, and returns it.
 
         Raises:
-            ClusterError: it could not be started, or ended immediately.
+            ClusterError: the program could not be started, or ended immediately.
         """
         environment = dict(environment or {})
         identity = processes.spawn(command, mark=state.folder, log=state.log(name), environment=environment)
@@ -42,16 +42,16 @@ class Program:
 
     @classmethod
     def of(cls, state: State, name: str) -> Self:
-        """Returns the program of that name as it was last started.
+        """Returns the program of this name as it was last started.
 
         Raises:
-            ClusterError: the cluster has none of that name.
+            ClusterError: the cluster has no program of this name.
         """
         try:
             record = json.loads(_file(state, name).read_text())
         except FileNotFoundError as error:
             known = sorted(file.stem for file in _file(state, name).parent.glob("*.json"))
-            raise ClusterError(f"{state.name} has no program {name!r}; it has {known}") from error
+            raise ClusterError(f"{state.name} has no program {name!r}. Its programs: {known}") from error
         return cls(
             state=state,
             name=name,
@@ -61,10 +61,10 @@ class Program:
         )
 
     def kill(self) -> float:
-        """Ends it by SIGKILL, as a crash does; returns the Unix time just before.
+        """Kills the program like a crash. Returns the Unix time just before.
 
         Raises:
-            ClusterError: it runs on after 10 s.
+            ClusterError: the program still runs after 10 s.
         """
         at = time.time()
         if self.identity.alive():
@@ -73,7 +73,7 @@ class Program:
         return at
 
     def start_again(self) -> Self:
-        """Returns it started anew, with the same command."""
+        """Starts the program again with the same command, and returns it."""
         return type(self).start(self.state, self.name, self.command, self.environment)
 
 

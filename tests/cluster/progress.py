@@ -1,4 +1,4 @@
-"""Words for the person who waits; on stderr, since stdout is for what a shell evaluates."""
+"""Prints progress for the waiting user to stderr, because a shell evaluates stdout."""
 
 import sys
 

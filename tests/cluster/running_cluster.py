@@ -1,4 +1,4 @@
-"""A running cluster as tests use it, and the two ways to start one."""
+"""Gives tests access to a running cluster, and starts a control plane without nodes."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ CONTROL_PLANE_LIMIT = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A control plane: an API server that answers, with its controllers and scheduler, and no node.
+    """A control plane: an API server with its controllers and scheduler, without a node.
 
-    As a context manager it stops itself. `kubeconfig` has all rights (system:masters).
+    As a context manager, it stops itself. `kubeconfig` has all permissions (system:masters).
     """
 
     state: State
@@ -30,7 +30,7 @@ class Cluster:
         return self.state.kubeconfig
 
     def environment(self) -> dict[str, str]:
-        """Returns what a program needs in its environment to use this cluster and leave no files behind."""
+        """Returns the environment with which a program uses this cluster and leaves no files."""
         helm = self.state.folder / "helm"
         return {
             "KUBECONFIG": str(self.kubeconfig),
@@ -38,31 +38,31 @@ class Cluster:
             "HELM_CACHE_HOME": str(helm / "cache"),
             "HELM_CONFIG_HOME": str(helm / "config"),
             "HELM_DATA_HOME": str(helm / "data"),
-            # The cluster is on this machine: a proxy of the shell must not be asked for it.
+            # The cluster is on this machine, so programs must not use a proxy of the shell.
             "NO_PROXY": "*",
             "no_proxy": "*",
         }
 
     def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60) -> str:
-        """Returns what kubectl printed.
+        """Runs kubectl, and returns its output.
 
         Raises:
-            ClusterError: kubectl failed; the message holds what it said.
+            ClusterError: kubectl failed. The message has its output.
         """
         command = [str(tools.program(tools.KUBERNETES, "kubectl")), *arguments]
         return processes.run(command, stdin=stdin, timeout_s=timeout_s, environment=self.environment())
 
     def helm(self, *arguments: str, stdin: str | None = None, timeout_s: float = 300) -> str:
-        """Returns what helm printed.
+        """Runs helm, and returns its output.
 
         Raises:
-            ClusterError: helm failed; the message holds what it said.
+            ClusterError: helm failed. The message has its output.
         """
         command = [str(tools.program(tools.HELM, "helm")), *arguments]
         return processes.run(command, stdin=stdin, timeout_s=timeout_s, environment=self.environment())
 
     def stop(self) -> None:
-        """Ends the cluster and everything of it, without a trace."""
+        """Ends the cluster, and removes everything of it."""
         self.state.remove()
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def removed_on_failure(state: State) -> Iterator[None]:
-    """Takes a half-started cluster away when its start fails; HETEROINFER_KEEP=1 keeps it for a look."""
+    """Removes a cluster whose start has failed. HETEROINFER_KEEP=1 keeps it for an inspection."""
     try:
         yield
     except BaseException:
@@ -86,16 +86,16 @@ def removed_on_failure(state: State) -> Iterator[None]:
 
 
 def start_control_plane_only(*, gang_scheduling: bool = False, kubernetes: str = "") -> Cluster:
-    """Returns a ready control plane on free loopback ports; up to 32 run side by side on one machine.
+    """Starts a control plane on free loopback ports. Up to 32 run on one machine.
 
-    No kubelet tells that its nodes live: a node and its pods stay for an hour what a test says of them.
+    No kubelet reports the state of nodes: a node and its pods keep for an hour the state that a test writes.
 
     Args:
         gang_scheduling: whether kube-scheduler places the pods of a gang together (alpha or beta).
-        kubernetes: minor version of another Kubernetes than all tests have, as in `1.36`.
+        kubernetes: minor version of another Kubernetes than that of all other tests, as in `1.36`.
 
     Raises:
-        ClusterError: it did not come up; nothing of it is left.
+        ClusterError: the control plane did not start. Nothing of it is left.
     """
     debian.ensure_packages(debian.CONTROL_PLANE_NEEDS)
     later = (tools.LATER_KUBERNETES[kubernetes],) if kubernetes else ()
@@ -120,6 +120,6 @@ def start_control_plane_only(*, gang_scheduling: bool = False, kubernetes: str =
 
 
 def ensure_tools(wanted: Sequence[tools.Tool]) -> None:
-    """Builds those that the cache lacks, before any cluster is claimed."""
+    """Builds the tools that the cache lacks, before a cluster is started."""
     for tool in wanted:
         tools.ensure_built(tool)

@@ -1,8 +1,7 @@
-"""The state folder of a running cluster: who owns it, what it changed on the machine, and how to undo it.
+"""Manages the state folder of a running cluster: its owner, its changes of the machine, and how to undo them.
 
-Every change outside the folder is written to a journal before it is made (write-ahead), so that
-whatever happens to the one who started the cluster - an exception half-way, a SIGKILL - the next
-`up` or `down` finds the folder and takes everything back.
+Every change outside the folder is written to a journal before it is made (write-ahead). So if the starter of
+the cluster fails or is killed, the next `up` or `down` finds the folder and undoes everything.
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ UNDO: dict[str, Callable[[str], None]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """One cluster's folder; `name` is its kind and number: control-plane-0, and so on."""
+    """One cluster's folder. `name` is its kind and number: control-plane-0, and so on."""
 
     folder: Path
 
@@ -48,7 +47,7 @@ class State:
 
     @property
     def number(self) -> int:
-        """Tells clusters of one kind apart on one machine, from 0 on: addresses and links follow it."""
+        """Distinguishes clusters of one kind on one machine, from 0 on. Addresses and links depend on it."""
         return int(self.name.rpartition("-")[2])
 
     @property
@@ -56,15 +55,15 @@ class State:
         return self.folder / "admin.kubeconfig"
 
     def log(self, program: str) -> Path:
-        """Returns the file that a program of this cluster writes to."""
+        """Returns the log file of a program of this cluster."""
         return self.folder / "log" / f"{program}.log"
 
     @classmethod
     def claim(cls, kind: str, limit: int) -> Self:
-        """Makes the folder of a new cluster, owned by this process, after clearing what dead owners left.
+        """Creates the folder of a new cluster, owned by this process. First removes clusters of dead owners.
 
         Raises:
-            ClusterError: `limit` clusters of that kind run already.
+            ClusterError: `limit` clusters of this kind run already.
         """
         with locked(state_root() / ".lock"):
             for left in all_states():
@@ -77,7 +76,7 @@ class State:
                     state._write_owner(ProcessIdentity.of(os.getpid()))
                     return state
         raise ClusterError(
-            f"{limit} clusters of kind {kind} run already: stop one with `python -m tests.cluster down`"
+            f"{limit} clusters of kind {kind} run already. Stop one with `python -m tests.cluster down`"
         )
 
     def _write_owner(self, owner: ProcessIdentity | None) -> None:
@@ -86,32 +85,33 @@ class State:
         draft.rename(self.folder / "owner.json")
 
     def owner(self) -> ProcessIdentity | None:
-        """Returns the process this cluster lives and dies with; None: it stays until `down`."""
+        """Returns the process whose end also ends this cluster, or None: it stays until `down`."""
         owner = json.loads((self.folder / "owner.json").read_text())
         return None if owner is None else ProcessIdentity(**owner)
 
     def abandoned(self) -> bool:
-        """Returns whether the owner died without stopping its cluster."""
+        """Returns whether the owner has died without stopping its cluster."""
         try:
             owner = self.owner()
-        except FileNotFoundError:  # died between making the folder and writing its owner
+        except FileNotFoundError:  # the owner died between creating the folder and writing its own identity
             return True
         return owner is not None and not owner.alive()
 
     def detach(self) -> None:
-        """Lets the cluster outlive this process: it runs until `down`."""
+        """Makes the cluster independent of this process: it runs until `down`."""
         self._write_owner(None)
 
     def will_change(self, kind: str, subject: str) -> None:
-        """Writes down a change before it is made; `kind` is a key of UNDO."""
+        """Records a change before it is made. `kind` is a key of UNDO."""
         with (self.folder / "journal").open("a") as journal:
             journal.write(f"{kind} {subject}\n")
 
     def remove(self) -> None:
-        """Ends every program of the cluster and takes back every change; may be called again and again.
+        """Ends every program of the cluster, and undoes every change. May be called again.
 
         Raises:
-            ClusterError: something would not go away; the folder stays, so that it can be tried again.
+            ClusterError: a change could not be undone. The folder stays, so that the call can be
+                repeated.
         """
         processes.stop_marked(self.folder)
         journal = self.folder / "journal"
@@ -119,13 +119,13 @@ class State:
             for line in reversed(journal.read_text().splitlines()):
                 kind, _, subject = line.partition(" ")
                 UNDO[kind](subject)
-        # Programs that a container left outside every cgroup would hold files here: none may be left.
+        # Programs that a container left outside every cgroup would keep files here open, so none may be left.
         processes.stop_marked(self.folder)
         shutil.rmtree(self.folder)
 
 
 def all_states() -> Iterator[State]:
-    """Yields every cluster that has a folder on this machine, running or left over."""
+    """Yields every cluster with a folder on this machine, running or left over."""
     for folder in sorted(state_root().iterdir()):
         if folder.is_dir():
             yield State(folder=folder)

@@ -1,7 +1,7 @@
-"""Whether the test cluster, as it is here, has passed its own tests on this kind of machine.
+"""Records whether the present test cluster has passed its own tests on this kind of machine.
 
-They take minutes, and nothing but tests/cluster, the programs that it pins and the machine change what they
-find. So a stamp in the cache, named by a hash of these, stands for a run that passed.
+The tests take minutes, and depend only on tests/cluster, the pinned programs and the machine. So a stamp in
+the cache, named by a hash of these, records a run that passed.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ def digest() -> str:
 
 
 def is_tested() -> bool:
-    """Returns whether the stamp is there."""
+    """Returns whether the stamp exists."""
     return _stamp().exists()
 
 
 def record() -> None:
-    """Leaves the stamp: to be called after a run of all tests of the test cluster that passed."""
+    """Writes the stamp. Call it after a run in which all tests of the test cluster passed."""
     _stamp().parent.mkdir(parents=True, exist_ok=True)
     _stamp().touch()
 

@@ -1,9 +1,9 @@
-"""The programs that are built from pinned Go modules, and kept in the cache by what they are made of.
+"""Builds programs from pinned Go modules, and keeps them in the cache by a hash of their inputs.
 
-A folder under modules/ holds go.mod (with its `tool` lines) and go.sum, and of a program of our own
-its source; modules/common has most, so that what several of them import is compiled once. A build is
-named by the hash of these and of the recipe here, so that a changed pin is a new build and an old one
-is never taken for it.
+A folder in modules/ has go.mod (with its `tool` lines) and go.sum, and the source of our own programs.
+modules/common has most programs, so that their shared imports are compiled once. The name of a build is a
+hash of these files and of the build steps here. So a changed pin causes a new build, and an old build is
+never used for it.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
 from tests.cluster.processes import run
 from tests.cluster.progress import say
 
-RECIPE = "3"  # raise it when the way of building changes
-RENAMED = {"server": "etcd"}  # Go names a program after its package, and etcd's is .../server/v3
+RECIPE = "3"  # raise this number when the build steps change
+RENAMED = {"server": "etcd"}  # Go names a program after its package, and etcd's package is .../server/v3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Tool:
     """Programs of one pinned Go module.
 
     Attributes:
-        name: of the build in the cache.
-        programs: what it must yield.
-        module: the folder under modules/, by default the name.
-        packages: what is compiled, by default all that the module's `tool` lines name.
-        tags: leave parts out.
-        stamped: whether the linker tells Kubernetes' version.
+        name: name of the build in the cache.
+        programs: programs that the build must contain.
+        module: folder in modules/; by default the name.
+        packages: packages to compile; by default those of the module's `tool` lines.
+        tags: build tags, which leave out parts.
+        stamped: whether the linker gets Kubernetes' version.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Tool:
 
 
 def _common(name: str, *packages: str, programs: Sequence[str] = (), **others: Any) -> Tool:
-    """Returns a tool of modules/common, where all have one version of what they import."""
+    """Returns a tool of modules/common, in which all tools have the same versions of their imports."""
     named = tuple(programs) or tuple(package.rpartition("/")[2] for package in packages)
     return Tool(name=name, programs=named, module="common", packages=packages, **others)
 
@@ -75,15 +75,15 @@ LATER_KUBERNETES = {
     )
     for minor in ("1.36", "1.37")
 }
-"""Control planes of later versions, whose API of gangs is another one; by their minor version."""
+"""Control planes of later versions, which have other APIs of gangs, by their minor version."""
 ETCD = _common("etcd", "go.etcd.io/etcd/server/v3", programs=["etcd"])
 HELM = _common("helm", "helm.sh/helm/v3/cmd/helm")
 COREDNS = _common("coredns", "./coredns")
-"""With the plugins that a node here has; CoreDNS's own main program has the SDKs of three clouds."""
+"""With the plugins that a node needs here. CoreDNS's own main program has the SDKs of three clouds."""
 CONTAINERD = Tool(name="containerd", programs=("containerd", "ctr", "containerd-shim-runc-v2"))
-"""Debian 12 has containerd 1.6, which mounts no image volumes."""
+"""Debian 12 has containerd 1.6, which does not support image volumes."""
 KWOK = Tool(name="kwok", programs=("kwok",))
-# Debian's Prometheus discovers nothing on Kubernetes; of all discoveries only that one is built.
+# Debian's Prometheus has no discovery for Kubernetes. This build has only that discovery.
 PROMETHEUS = _common(
     "prometheus",
     f"{_PROMETHEUS}/prometheus",
@@ -91,36 +91,35 @@ PROMETHEUS = _common(
     tags=("remove_all_sd", "enable_kubernetes_sd"),
 )
 PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
-"""It needs an older Prometheus than ours; else its list is that of modules/common, and most is shared."""
+"""It needs an older Prometheus than ours. Its other versions are those of modules/common, so most is
+shared."""
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 KUEUE = Tool(name="kueue", programs=("kueue",))
 VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
 KUBE_SCORE = Tool(name="kube-score", programs=("kube-score",))
-"""Judges what the chart renders to."""
+"""Checks the objects that the chart renders."""
 ENDPOINT_PICKER = Tool(name="endpoint-picker", programs=("epp",))
-"""Of the Gateway API Inference Extension; its module also has the CRD of InferencePools."""
+"""From the Gateway API Inference Extension. Its module also has the CRD of InferencePools."""
 ENVOY_GATEWAY = Tool(name="envoy-gateway", programs=("envoy-gateway",))
-"""Configures Envoy from Gateways and HTTPRoutes; its module also has its Helm chart."""
+"""Configures Envoy from Gateways and HTTPRoutes. Its module also has its Helm chart."""
 KEDA = Tool(name="keda", programs=("adapter", "operator"))
-"""Scales by what the HTTP add-on counts; its module also has its manifests and CRDs."""
+"""Scales by the requests that the HTTP add-on counts. Its module also has its manifests and CRDs."""
 HTTP_ADD_ON = Tool(name="http-add-on", programs=("interceptor", "operator", "scaler"))
-"""Holds and counts requests; its module also has its manifests and CRD.
-
-It takes KEDA's versions of what both import, so that most is compiled once.
-"""
+"""Holds and counts requests. Its module also has its manifests and CRD. It uses KEDA's versions of shared
+imports, so that most is compiled once."""
 KSTATUS = _common("kstatus", "./kstatus")
-"""Ours: what Flux and others make of a resource's status."""
+"""Our own program: computes the kstatus that Flux and other tools read from a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
 CONTROL_PLANE = (ETCD, KUBERNETES, HELM, KSTATUS)
-"""What tests of an API server need."""
+"""Tools for tests of an API server."""
 NODE = (*CONTROL_PLANE, COREDNS, CONTAINERD)
-"""What tests of a real node need."""
+"""Tools for tests of a real node."""
 WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
-"""What the tests of dashboards, alerts and autoscaling need besides."""
+"""Additional tools for the tests of dashboards, alerts and autoscaling."""
 GANGS = (*CONTROL_PLANE, *LATER_KUBERNETES.values(), KWOK, KUEUE, VOLCANO, COSCHEDULING)
-"""What `make gangs` needs."""
+"""Tools of `make gangs`."""
 ROUTES = (*NODE, ENDPOINT_PICKER, ENVOY_GATEWAY, KEDA, HTTP_ADD_ON)
-"""What `make routes` needs."""
+"""Tools of `make routes`."""
 SETS = {
     "control-plane": CONTROL_PLANE,
     "node": NODE,
@@ -128,14 +127,14 @@ SETS = {
     "gangs": GANGS,
     "routes": ROUTES,
 }
-"""By the name that `python -m tests.cluster build` takes; the others are built where they are used."""
+"""By their names for `python -m tests.cluster build`. Other tools are built when they are needed."""
 
 
 def build_ldflags(tool: Tool) -> str:
-    """Returns the linker flags: no symbol tables, and for Kubernetes its version.
+    """Returns the linker flags: no symbol tables, and Kubernetes' version.
 
-    Kubernetes takes its version from the linker; without it `kubectl version` and every check
-    of the server's version fails to parse `v0.0.0-master+$Format:%H$`.
+    Without the version from the linker, `kubectl version` and all checks of the server's version fail to
+    parse `v0.0.0-master+$Format:%H$`.
     """
     if not tool.stamped:
         return "-s -w"
@@ -155,7 +154,7 @@ def build_ldflags(tool: Tool) -> str:
 
 
 def program_folder(tool: Tool) -> Path:
-    """Returns the folder that holds, or will hold, the programs of this very version of the module."""
+    """Returns the folder for the programs of this version of the module, which may not exist yet."""
     made_of = hashlib.sha256()
     for part in ((tool.source / "go.mod").read_bytes(), (tool.source / "go.sum").read_bytes()):
         made_of.update(hashlib.sha256(part).digest())
@@ -166,12 +165,12 @@ def program_folder(tool: Tool) -> Path:
 
 
 def program(tool: Tool, name: str) -> Path:
-    """Returns the path of a built program, building its module first when it is not in the cache."""
+    """Returns the path of a program. Builds its module first if the cache lacks it."""
     return ensure_built(tool) / name
 
 
 def ensure_built(tool: Tool) -> Path:
-    """Returns the folder with the tool's programs; compiles them when the cache has none.
+    """Returns the folder with the tool's programs. Compiles them if the cache lacks them.
 
     Raises:
         ClusterError: Go is missing, or the build failed.
@@ -186,9 +185,10 @@ def ensure_built(tool: Tool) -> Path:
 
 
 def _compile(tool: Tool, folder: Path) -> None:
+    """Compiles a tool with Go into a temporary folder, and moves it to `folder` if it is complete."""
     go = shutil.which("go")
     if go is None:
-        raise ClusterError("no `go` on the PATH: install Go 1.25 or newer (https://go.dev/dl)")
+        raise ClusterError("`go` is not on the PATH. Install Go 1.25 or newer (https://go.dev/dl)")
     began = time.monotonic()
     say(f"building {tool.name} from source (some minutes, once) …")
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,8 @@ def _compile(tool: Tool, folder: Path) -> None:
         made = Path(draft) / "made"
         built = subprocess.run(
             [
-                # The linker drops what a debugger reads: not to make it saves a fifth of the time.
+                # Without debug information from the compiler, which the linker drops anyway, a build takes a
+                # fifth less time.
                 *("nice", go, "install", "-trimpath", "-gcflags=all=-dwarf=false"),
                 *("-ldflags", build_ldflags(tool)),
                 *("-tags", ",".join(tool.tags), *tool.packages),
@@ -207,7 +208,7 @@ def _compile(tool: Tool, folder: Path) -> None:
         )
         if built.returncode:
             raise ClusterError(
-                f"building {tool.name} failed with exit code {built.returncode}; Go said why above"
+                f"building {tool.name} failed with exit code {built.returncode}. Read Go's output above"
             )
         for old, new in RENAMED.items():
             if (made / "bin" / old).exists():
@@ -215,25 +216,25 @@ def _compile(tool: Tool, folder: Path) -> None:
         lacking = [name for name in tool.programs if not (made / "bin" / name).exists()]
         if lacking:
             raise ClusterError(
-                f"building {tool.name} made no {', '.join(lacking)}: see the tool lines of its go.mod"
+                f"building {tool.name} made no {', '.join(lacking)}. Check the tool lines of its go.mod"
             )
         made.rename(folder.parent)
     say(f"built {tool.name} in {time.monotonic() - began:.0f} s")
 
 
 def source_folder(folder: str, module: str) -> Path:
-    """Returns where the source of a module lies that the go.mod of `modules/<folder>` pins.
+    """Returns the folder with the source of a module that the go.mod of `modules/<folder>` pins.
 
-    Some files of a project are data to us: the definitions of its resources.
+    Tests use some files of other projects as data, such as their CRDs.
 
     Raises:
-        ClusterError: it could not be had, or is not what go.sum says.
+        ClusterError: the download failed, or the source does not match go.sum.
     """
     command = ["go", "mod", "download", "-json", module]
-    said = run(
+    output = run(
         command,
         timeout_s=300,
         environment={"GOFLAGS": "-mod=readonly"},
         cwd=CLUSTER_SOURCE / "modules" / folder,
     )
-    return Path(json.loads(said)["Dir"])
+    return Path(json.loads(output)["Dir"])

@@ -1,4 +1,4 @@
-"""What a cluster could leave on the machine, as values that tests compare."""
+"""Lists what a cluster could leave on the machine, as values that tests compare."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.cluster import cluster_cgroup, processes
 
 
 def observe_traces() -> set[str]:
-    """Returns every link, route, mount, network namespace, cgroup and firewall table, a line each."""
+    """Returns every link, route, mount, network namespace, cgroup and firewall table, each as a line."""
     routes = processes.run(["ip", "route", "show", "table", "all"]).splitlines()
     links = [folder.name for folder in Path("/sys/class/net").iterdir()]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -32,6 +32,6 @@ def _network_namespaces() -> set[str]:
         if process.name.isdigit():
             try:
                 found.add(str((process / "ns" / "net").readlink()))
-            except OSError:  # it ended while we looked
+            except OSError:  # it ended in the meantime
                 continue
     return found

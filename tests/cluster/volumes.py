@@ -1,4 +1,4 @@
-"""A folder of this machine as a volume of the node, for models."""
+"""Makes a folder of this machine a volume of the node, for models."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Random resources on a real API server, each with a random fault: what must hold in every corner."""
+"""Runs random resources on a real API server, each with a random fault, and checks their state."""

@@ -1,13 +1,14 @@
-"""Random resources on a real API server, each with a random fault; must be root.
+"""Runs random resources on a real API server, each with a random fault. Must be root.
 
     python -m tests.corners [--count 1000] [--seed NUMBER] [--lanes 12]
 
-The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets how pods
-fare. Each resource is brought to where it gets to (it serves, rests, or its conditions say why not), one
-fault of `faults.py` happens to it, and it must be back there, or have used up its restarts. Meanwhile and
-after it hold: conditions are what the pods are, of this generation; no two epochs of a group overlap; no pod
-that ran has the name of another that did; what is deleted goes with all that it owned. Prints a table and
-the findings; exits 1 if there are any.
+The API server, controllers, scheduler and operator are real processes; kwok plays the kubelets. Each resource
+runs until its state is stable: it serves, rests, or its conditions report why not. Then one fault of
+`faults.py` happens to it. After that, it must reach this state again, or have used up its restarts.
+
+The program checks these invariants all the time: conditions match the pods, and are of the present
+generation; no two epochs of a group overlap; no two pods that ran have the same name; a deleted resource
+disappears with all objects that it owned. It prints a table and the findings, and exits 1 if there are any.
 """
 
 import argparse
@@ -34,16 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 if there are findings."""
     options = _parser().parse_args(arguments)
     say(f"seed {options.seed}: {options.count} resources in {options.lanes} lanes")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster ends with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cluster ends with this process
     with tempfile.TemporaryDirectory() as folder, site() as cluster:
         log = Path(folder) / "operator.log"
         began = time.monotonic()
         result = asyncio.run(_run(cluster, log, options))
         took_s = time.monotonic() - began
-        said = log.read_text()
-    result.findings += [f"the operator's log: {line}" for line in said.splitlines() if "defect" in line]
+        text = log.read_text()
+    result.findings += [f"the operator's log: {line}" for line in text.splitlines() if "defect" in line]
     if options.log:
-        options.log.write_text(said)
+        options.log.write_text(text)
     print(build_table(result))
     for finding in result.findings:
         print(f"FINDING: {finding}\n")
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Result:
+    """Runs all resources, and prints each finding and the progress."""
     bodies = draw_bodies(options.count, number=options.seed)
     reported_at = time.monotonic()
     told = 0
@@ -73,28 +75,30 @@ async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Resu
 
 
 def build_table(result: Result) -> str:
-    """Returns what became of the resources, by fault, as Markdown."""
+    """Returns a Markdown table of the outcomes by fault."""
     by_fault: dict[str, Counter[str]] = {}
     for (fault, before, after), count in sorted(result.lives.items()):
         words = before if before == after else f"{before} -> {after}"
         by_fault.setdefault(fault, Counter())[words] += count
-    lines = ["| fault | lives | what they did before, and after |", "|---|---|---|"]
+    lines = ["| fault | lives | state before and after the fault |", "|---|---|---|"]
     for fault, counts in by_fault.items():
-        said = ", ".join(f"{count} {words}" for words, count in counts.most_common())
-        lines.append(f"| {fault} | {counts.total()} | {said} |")
+        text = ", ".join(f"{count} {words}" for words, count in counts.most_common())
+        lines.append(f"| {fault} | {counts.total()} | {text} |")
     if result.noticed_s:
         median = statistics.median(result.noticed_s)
-        lines.append(f"\nThe status said so of {len(result.noticed_s)} epochs that ended after "
+        lines.append(f"\nThe status reported the end of {len(result.noticed_s)} epochs after "
                      f"{median:.1f} s in the median, {max(result.noticed_s):.1f} s at most.")  # fmt: skip
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.corners", description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="resources to draw")
-    parser.add_argument("--lanes", type=int, default=12, help="resources at a time")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of an earlier run")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="the operator's log goes here too")
+    parser.add_argument("--count", type=int, default=1000, help="number of resources")
+    parser.add_argument("--lanes", type=int, default=12, help="resources at the same time")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(32), help="seed of an earlier run, to repeat it"
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="also write the operator's log here")
     return parser
 
 

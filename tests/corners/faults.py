@@ -1,4 +1,4 @@
-"""The faults: each happens to a resource of a lane, and is taken back where it would stay."""
+"""Defines the faults. Each happens to a resource of a lane, and is reverted if it would stay."""
 
 import asyncio
 import copy
@@ -12,24 +12,25 @@ from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import CLAIM, CONFIG_MAP, HETERO_INFERENCE, POD, SERVICE, Kind
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError
 from tests.corners.lane import LOOK_S, Finding, Lane
-from tests.corners.truth import Seen, Verdict, find_lies, judge
+from tests.corners.truth import Seen, Verdict, find_false_conditions, judge
 from tests.integration.operator.running_operator import end_pod, end_rank
 
 QUOTA = Kind(name="ResourceQuota", api_version="v1", plural="resourcequotas")
 REFUSED = 429
 TRIES = 10
 REACTS_S = 20.0
-"""Between a fault and its echo in the status, on a machine that does a dozen resources at the same time."""
+"""Seconds from a fault until the status shows it, on a machine that runs a dozen resources at the same
+time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that happens to a resource.
+    """A fault of a resource.
 
     Attributes:
-        name: of it, in the report.
-        act: does it, and checks what must be seen meanwhile.
-        ends: whether it ends the epoch of a group that serves.
+        name: its name in the report.
+        act: makes the fault happen, and checks the status in the meantime.
+        ends: whether it ends the epoch of a serving group.
     """
 
     name: str
@@ -42,7 +43,7 @@ def some_pod(lane: Lane, seen: Seen) -> str:
 
 
 async def delete_pod(lane: Lane, seen: Seen, *, name: str = "", grace_s: int | None = None) -> None:
-    """Deletes a pod of the resource, if it has any."""
+    """Deletes a pod of the resource, if there is one."""
     if seen.pods:
         options = {} if grace_s is None else {"gracePeriodSeconds": grace_s}
         path = POD.path(lane.namespace, name or some_pod(lane, seen))
@@ -59,6 +60,7 @@ async def delete_all_pods(lane: Lane, seen: Seen) -> None:
 
 
 async def evict_pod(lane: Lane, seen: Seen) -> None:
+    """Evicts a pod of the resource. Tries again while its budget refuses the eviction."""
     if seen.pods:
         name = some_pod(lane, seen)
         metadata = {"name": name, "namespace": lane.namespace}
@@ -84,7 +86,7 @@ async def end_a_rank(lane: Lane, seen: Seen) -> None:
 
 
 async def end_with_nonsense(lane: Lane, seen: Seen) -> None:
-    """A pod ends, and leaves words that no supervisor of ours would."""
+    """Ends a pod with a termination message that no supervisor of ours writes."""
     if seen.pods:
         nonsense = [
             "",
@@ -102,7 +104,7 @@ async def end_with_nonsense(lane: Lane, seen: Seen) -> None:
 
 
 def draw_lost_label(lane: Lane, seen: Seen) -> tuple[str, str, str | None]:
-    """Returns a pod, one of its labels, and what somebody makes of it: None takes it off."""
+    """Chooses a pod, one of its labels, and a new value. None removes the label."""
     labels = [
         names.LABEL_GROUP,
         names.LABEL_EPOCH,
@@ -114,7 +116,7 @@ def draw_lost_label(lane: Lane, seen: Seen) -> tuple[str, str, str | None]:
 
 
 async def damage_labels_of_a_pod(lane: Lane, seen: Seen) -> None:
-    """Takes a label of a pod, or writes another value into it, until that is said."""
+    """Removes a label of a pod, or changes its value, until a condition reports this."""
     if not seen.pods:
         return
     name, label, value = draw_lost_label(lane, seen)
@@ -123,7 +125,7 @@ async def damage_labels_of_a_pod(lane: Lane, seen: Seen) -> None:
     await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: value}}}))
     selects = label not in {names.LABEL_EPOCH, names.LABEL_POD_INDEX} and value != made
     if selects and judge(seen)[0] is Verdict.SERVES:
-        await lane.wait(f"{label} of {name} is missed", seen.name, _lost_a_label, REACTS_S)
+        await lane.wait(f"the missing {label} of {name} is reported", seen.name, _lost_a_label, REACTS_S)
     await suppressing(NOT_FOUND, lane.server.merge(path, {"metadata": {"labels": {label: made}}}))
 
 
@@ -132,7 +134,7 @@ def _lost_a_label(now: Seen) -> bool:
 
 
 async def delete_child(lane: Lane, seen: Seen) -> None:
-    # A claim is a user's data: deleted, it would stay until the last pod lets go of it.
+    # A claim has data of the user. If deleted, it would stay until the last pod no longer uses it.
     found = [child for child in await lane.children(seen.name) if child[0] is not CLAIM]
     if found:
         kind, stored = lane.chance.choice(found)
@@ -150,7 +152,7 @@ async def damage_labels_of_a_child(lane: Lane, seen: Seen) -> None:
 
 
 async def damage_a_selector(lane: Lane, seen: Seen) -> None:
-    """Adds a key to a Service's selector, which then selects nothing; it must be taken out again."""
+    """Adds a key to a Service's selector, so that it selects no pod. The operator must remove the key."""
     services = [stored for kind, stored in await lane.children(seen.name) if kind is SERVICE]
     if not services:
         return
@@ -168,11 +170,11 @@ async def damage_a_selector(lane: Lane, seen: Seen) -> None:
                 return
             raise
         await asyncio.sleep(LOOK_S)
-    raise Finding(f"Service {name} keeps a key in its selector that is not ours")
+    raise Finding(f"Service {name} keeps a foreign key in its selector")
 
 
 async def lose_config_maps(lane: Lane, seen: Seen, *, unknown: bool = False) -> None:
-    """Deletes the ConfigMaps of plans and revisions, or adds an unknown field to them; then a pod goes."""
+    """Deletes the ConfigMaps of plans and revisions, or adds an unknown field to them. Then deletes a pod."""
     for kind, stored in await lane.children(seen.name):
         if kind is not CONFIG_MAP:
             continue
@@ -206,7 +208,7 @@ async def wipe_status_and_a_pod(lane: Lane, seen: Seen) -> None:
 
 
 async def turn_status_back(lane: Lane, seen: Seen) -> None:
-    """Writes a status as a backup would have it: epochs long ago, no failures."""
+    """Writes a status as from a backup: old epochs and no failures."""
 
     def old(status: dict[str, Any]) -> dict[str, Any]:
         groups = [{**group, "epoch": 1, "members": [], "failures": []} for group in status.get("groups", ())]
@@ -217,7 +219,7 @@ async def turn_status_back(lane: Lane, seen: Seen) -> None:
 
 
 async def write_status(lane: Lane, name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replaces the status of a resource, whoever else writes it meanwhile."""
+    """Replaces the status of a resource. Tries again if another writer has changed it."""
     for _ in range(TRIES):
         stored = await lane.server.get(HETERO_INFERENCE.path(lane.namespace, name))
         body = {**stored, "status": change(copy.deepcopy(stored.get("status") or {}))}
@@ -228,7 +230,7 @@ async def write_status(lane: Lane, name: str, change: Callable[[dict[str, Any]],
                 raise
         else:
             return
-    raise Finding(f"a status could not be written in {TRIES} tries: the operator writes it all the time")
+    raise Finding(f"the status changed before each of {TRIES} writes: the operator writes it all the time")
 
 
 async def change_spec(lane: Lane, name: str, fields: dict[str, Any]) -> None:
@@ -236,7 +238,7 @@ async def change_spec(lane: Lane, name: str, fields: dict[str, Any]) -> None:
 
 
 async def refuse_spec(lane: Lane, seen: Seen) -> None:
-    """Edits the spec into one that only the operator refuses; then a pod goes; then it is edited back."""
+    """Changes the spec so that only the operator refuses it, deletes a pod, and reverts the change."""
     spec = seen.spec
     engine = spec.get("engine", {})
     model = {"uri": "hf://org/model", "cache": None}
@@ -264,7 +266,7 @@ def _stalled_or_rests(now: Seen) -> bool:
 
 
 async def _live_on(lane: Lane, seen: Seen, what: str) -> None:
-    """A pod goes; what served before serves again, by its own plan."""
+    """Deletes a pod. The groups that served must serve again, with their own plan."""
     served = bool(seen.serving()) and seen.condition("Available").get("status") == "True"
     now = await lane.look(seen.name)
     if not served or now is None or not now.pods:
@@ -279,9 +281,9 @@ async def _live_on(lane: Lane, seen: Seen, what: str) -> None:
         return victim not in again.pods and (whole or failed)
 
     again = await lane.wait(f"the groups {what}, by their own plan", seen.name, back)
-    if again.condition("Failed").get("status") != "True" and (lies := find_lies(again)):
+    if again.condition("Failed").get("status") != "True" and (lies := find_false_conditions(again)):
         again = await lane.settle(seen.name)
-        if lies := find_lies(again):
+        if lies := find_false_conditions(again):
             raise Finding(f"{what}: {lies}")
 
 
@@ -304,7 +306,7 @@ def _at_rest(now: Seen) -> bool:
 
 
 async def scale_up_down_up(lane: Lane, seen: Seen) -> None:
-    """Epochs of a group that comes again are new ones."""
+    """Scales up, down and up again. The epochs of a group that returns must be new."""
     replicas = int(seen.spec.get("replicas", 1))
     for wanted in (replicas + 1, replicas, replicas + 1):
         await change_spec(lane, seen.name, {"replicas": wanted})
@@ -313,7 +315,10 @@ async def scale_up_down_up(lane: Lane, seen: Seen) -> None:
 
 
 async def take_name(lane: Lane, seen: Seen) -> None:
-    """A Service of somebody else's has the name of a further group's; then a pod of the others goes."""
+    """Creates a foreign Service with the name of an additional group's Service.
+
+    Then deletes a pod of another group.
+    """
     replicas = int(seen.spec.get("replicas", 1))
     name = f"{seen.name}-{replicas}-ranks"
     body = {
@@ -333,7 +338,7 @@ async def take_name(lane: Lane, seen: Seen) -> None:
 
 
 async def quota(lane: Lane, seen: Seen) -> None:
-    """No pod may be made any more when one goes; what is refused is in the status; then they may again."""
+    """Creates a quota that allows no more pods, and deletes a pod. The status must quote the refusal."""
     body = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -344,19 +349,19 @@ async def quota(lane: Lane, seen: Seen) -> None:
     try:
         await delete_pod(lane, seen)
         if seen.pods:
-            await lane.wait("the quota's words", seen.name, _tells_of_quota)
+            await lane.wait("the quota's message in the status", seen.name, _tells_of_quota)
     finally:
         await lane.server.delete(QUOTA.path(lane.namespace, "none"), {})
 
 
 def _tells_of_quota(now: Seen) -> bool:
     failed = now.condition("Failed").get("status") == "True"
-    said = any("quota" in condition["message"] for condition in now.status.get("conditions", ()))
-    return said or failed
+    is_reported = any("quota" in condition["message"] for condition in now.status.get("conditions", ()))
+    return is_reported or failed
 
 
-async def make_again(lane: Lane, seen: Seen) -> None:
-    """Deletes the resource, and creates it again under its name immediately after it is gone."""
+async def recreate(lane: Lane, seen: Seen) -> None:
+    """Deletes the resource, and creates it again with the same name immediately after it is gone."""
     path = HETERO_INFERENCE.path(lane.namespace, seen.name)
     await lane.server.delete(path, {})
     await lane.gone(seen.name)
@@ -366,7 +371,10 @@ async def make_again(lane: Lane, seen: Seen) -> None:
 
 
 async def suppressing(status: int, act: Awaitable[object]) -> None:
-    """Awaits something that may be late: a pod may be gone, or an object be there again."""
+    """Awaits an action, and ignores its errors with this HTTP status.
+
+    The pod may be gone already, or the object may exist again.
+    """
     try:
         await act
     except ApiError as error:
@@ -396,5 +404,5 @@ FAULTS = (
     Fault(name="scaled up, down, up, down", act=scale_up_down_up),
     Fault(name="name of a child taken, pod deleted", act=take_name),
     Fault(name="quota, pod deleted", act=quota),
-    Fault(name="deleted and made again", act=make_again),
+    Fault(name="deleted and made again", act=recreate),
 )

@@ -1,4 +1,4 @@
-"""A namespace in which one resource after the other lives; speaks for kubelets and provisioners."""
+"""Runs resources in one namespace, one after another. Plays the kubelets and provisioners."""
 
 import asyncio
 import random
@@ -18,15 +18,15 @@ from tests.integration.specs.lives import model_answer
 LOOK_S = 0.2
 TRIES = 5
 QUIET_S = 1.5
-"""Nothing of a resource has changed for so long: it has settled."""
+"""A resource is stable if nothing of it has changed for this time."""
 SETTLE_S = 120.0
-"""Back-offs of 10 s twice over, on a machine that does a dozen resources at the same time."""
+"""Twice a back-off of 10 s, on a machine that runs a dozen resources at the same time."""
 VOLUME = Kind(name="PersistentVolume", api_version="v1", plural="persistentvolumes", namespaced=False)
 _LOOKS_AT_MODELS = (names.COMPONENT_INSPECT, names.COMPONENT_FETCH)
 
 
 class Finding(Exception):  # noqa: N818 - of a test
-    """Something that must not be."""
+    """A violated invariant."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class Lane:
     """One namespace.
 
     Attributes:
-        server: with all rights.
-        namespace: of this lane alone.
-        chance: draws what happens; seeded.
-        ran: uids of the pods that ran under a name; of all lives in this namespace.
+        server: API server with all permissions.
+        namespace: namespace that only this lane uses.
+        chance: seeded source of random choices.
+        ran: uids of the pods that ran with a name, for all resources of this namespace.
     """
 
     server: ApiServer
@@ -46,10 +46,10 @@ class Lane:
     ran: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     async def look(self, name: str) -> Seen | None:
-        """Returns a resource and its pods now, or None if it is gone; checks what must hold at any moment.
+        """Returns a resource and its pods now, or None if it is gone. Checks the invariants that always hold.
 
         Raises:
-            Finding: two epochs of a group at the same time, or a name that two pods had when they ran.
+            Finding: a group has two epochs at the same time, or two pods that ran have the same name.
         """
         pods = (await self._get(POD.path(self.namespace)))["items"]
         try:
@@ -71,7 +71,7 @@ class Lane:
         return seen
 
     async def _get(self, path: str) -> dict[str, Any]:
-        """Returns an object; an API server that is short of CPU is asked again."""
+        """Returns an object. Repeats the request if the API server lacks CPU time."""
         for _ in range(TRIES - 1):
             try:
                 return await self.server.get(path)
@@ -83,10 +83,10 @@ class Lane:
     async def wait(
         self, what: str, name: str, accept: Callable[[Seen], bool], timeout_s: float = SETTLE_S
     ) -> Seen:
-        """Returns the first look at a resource that `accept` takes.
+        """Waits until `accept` accepts the observation of a resource, and returns it.
 
         Raises:
-            Finding: none in time.
+            Finding: no observation was accepted in time.
         """
         until = time.monotonic() + timeout_s
         while True:
@@ -96,16 +96,20 @@ class Lane:
             if accept(seen):
                 return seen
             if time.monotonic() > until:
-                said = [(c["type"], c["status"], c["reason"], c["message"][:200]) for c in _conditions(seen)]
+                conditions = [
+                    (c["type"], c["status"], c["reason"], c["message"][:200]) for c in _conditions(seen)
+                ]
                 groups = [
                     {key: group.get(key) for key in ("index", "epoch", "phase", "message", "nextEpochTime")}
                     for group in seen.groups
                 ]
-                raise Finding(f"not within {timeout_s:g} s: {what}; {said}; {groups}; {sorted(seen.pods)}")
+                raise Finding(
+                    f"not within {timeout_s:g} s: {what}; {conditions}; {groups}; {sorted(seen.pods)}"
+                )
             await asyncio.sleep(LOOK_S)
 
     async def settle(self, name: str, what: str = "something final") -> Seen:
-        """Returns a resource that serves, rests or says why not, once nothing of it changed for a while."""
+        """Waits until a resource serves, rests or reports why not, and nothing changes. Returns it."""
         quiet_since, before = time.monotonic(), object()
 
         def settled(seen: Seen) -> bool:
@@ -118,6 +122,7 @@ class Lane:
         return await self.wait(what, name, settled)
 
     async def _speak_for_kubelets(self, pods: list[dict[str, Any]], resource: Mapping[str, Any]) -> None:
+        """Ends placed pods that inspect or fetch the model, and provisions claims of caches."""
         for pod in pods:
             labels, status = pod["metadata"].get("labels", {}), pod.get("status", {})
             ended = status.get("phase") in {"Succeeded", "Failed"}
@@ -140,7 +145,7 @@ class Lane:
                 await self.add_volume(claim)
 
     async def add_volume(self, claim: Mapping[str, Any]) -> None:
-        """Makes the volume that a claim asks for."""
+        """Adds the volume that a claim requests."""
         metadata, spec = claim["metadata"], claim["spec"]
         volume = {
             "apiVersion": "v1",
@@ -162,7 +167,7 @@ class Lane:
                 raise
 
     async def children(self, name: str) -> list[tuple[Kind, dict[str, Any]]]:
-        """Returns everything that a resource owns, pods aside, damaged labels or not."""
+        """Returns everything that a resource owns except pods, also objects with damaged labels."""
         found = []
         for kind in (*CHILDREN, SECRET):
             for item in (await self.server.get(kind.path(self.namespace)))["items"]:
@@ -172,10 +177,10 @@ class Lane:
         return found
 
     async def gone(self, name: str, timeout_s: float = SETTLE_S) -> None:
-        """Returns once a deleted resource and all that it owned are gone.
+        """Waits until a deleted resource and everything that it owned are gone.
 
         Raises:
-            Finding: they are not in time.
+            Finding: objects are left at the time limit.
         """
         until = time.monotonic() + timeout_s
         while True:
@@ -185,7 +190,7 @@ class Lane:
             if not left and await self.look(name) is None:
                 return
             if time.monotonic() > until:
-                raise Finding(f"{timeout_s:g} s after {name} was deleted there are {left}")
+                raise Finding(f"{name} was deleted {timeout_s:g} s ago, but these objects exist: {left}")
             await asyncio.sleep(LOOK_S)
 
 

@@ -1,4 +1,4 @@
-"""The life of one random resource: made, struck by a fault once it serves or says why not, deleted."""
+"""Runs one random resource: creates it, applies a fault when its state is stable, and deletes it."""
 
 import asyncio
 import copy
@@ -18,22 +18,22 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.corners.faults import FAULTS, Fault
 from tests.corners.lane import Finding, Lane
-from tests.corners.truth import Seen, Verdict, find_lies, judge
+from tests.corners.truth import Seen, Verdict, find_false_conditions, judge
 from tests.integration.crd.strategies import changed, resources
 
 MAX_REPLICAS = 3
-"""More would only take longer."""
+"""More groups would only take longer."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of all resources.
+    """The outcomes of all resources.
 
     Attributes:
-        refused: resources that the API server refused at apply.
-        lives: resources that lived, by fault and by what they did before and after it.
-        noticed_s: from the end of a pod until Available or Ready was False, where all groups served.
-        findings: what must not be, with resource and fault.
+        refused: number of resources that the API server refused.
+        lives: number of resources by fault, and by their state before and after it.
+        noticed_s: seconds from the end of a pod until Available or Ready was False, if all groups served.
+        findings: violated invariants, with resource and fault.
     """
 
     refused: int = 0
@@ -43,7 +43,7 @@ class Result:
 
 
 def draw_bodies(count: int, *, number: int) -> list[dict[str, Any]]:
-    """Returns random resources, drawn from the seed `number`: good ones mostly, some with a thing changed."""
+    """Draws random resources from the seed `number`. Most are valid, and some have one change."""
     drawn: list[dict[str, Any]] = []
 
     @seed(number)
@@ -63,12 +63,12 @@ def draw_bodies(count: int, *, number: int) -> list[dict[str, Any]]:
 
 
 def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns a resource with a name of its own, and no more groups than the machine is fast for."""
+    """Gives a resource its own name, and limits its groups to what the machine can run."""
     spec = dict(body["spec"]) if isinstance(body.get("spec"), dict) else body.get("spec")
     if isinstance(spec, dict) and isinstance(spec.get("replicas"), int):
         spec["replicas"] = min(spec["replicas"], MAX_REPLICAS)
     if isinstance(spec, dict):
-        spec.pop("operatorClass", None)  # nobody would serve it
+        spec.pop("operatorClass", None)  # no operator would handle it
     return {**body, "metadata": {"name": f"life-{number}"}, "spec": spec}
 
 
@@ -79,10 +79,10 @@ async def run_lives(
     *,
     reported: Callable[[Result], None],
 ) -> Result:
-    """Has every resource live, as many at a time as there are lanes."""
+    """Runs every resource, as many at the same time as there are lanes."""
     result = Result()
     left: Iterator[tuple[int, dict[str, Any]]] = iter(enumerate(bodies))
-    # Each fault as often as any other, whatever lane is free.
+    # Each fault is used equally often, whichever lane is free.
     order = random.Random(lanes[0].chance.random())
     faults = [fault for _ in range(len(bodies) // len(FAULTS) + 1) for fault in FAULTS]
     order.shuffle(faults)
@@ -97,6 +97,7 @@ async def run_lives(
 
 
 async def _live(lane: Lane, body: dict[str, Any], faults: list[Fault], result: Result) -> None:
+    """Runs one resource to its end. Each error becomes a finding."""
     path = HETERO_INFERENCE.path(lane.namespace)
     try:
         await lane.server.create(path, body, {"fieldValidation": "Strict"})
@@ -111,14 +112,14 @@ async def _live(lane: Lane, body: dict[str, Any], faults: list[Fault], result: R
         await lane.server.delete(HETERO_INFERENCE.path(lane.namespace, name), {})
         await lane.gone(name)
     except Exception as error:
-        # The one boundary: whatever a life comes upon is a finding, and the others live on.
+        # The only catch of all exceptions: each becomes a finding, and the other resources continue.
         trace = "" if isinstance(error, Finding) else traceback.format_exc(limit=-4)
         result.findings.append(f"{name}, {fault.name}: {error}\n{json.dumps(body)}\n{trace}")
         await _clean(lane, name, result)
 
 
 async def _clean(lane: Lane, name: str, result: Result) -> None:
-    """Has the lane empty for the next one, whatever a finding left."""
+    """Empties the lane for the next resource, whatever a finding has left."""
     lane.ran.clear()
     for kind in ("resourcequotas", "services"):
         for item in (await lane.server.get(f"/api/v1/namespaces/{lane.namespace}/{kind}"))["items"]:
@@ -133,13 +134,17 @@ async def _clean(lane: Lane, name: str, result: Result) -> None:
 
 
 async def _strike(lane: Lane, name: str, fault: Fault, result: Result) -> None:
+    """Applies a fault to a stable resource, which must reach the same state again.
+
+    A resource that has used up its restarts is also accepted.
+    """
     before = await lane.settle(name)
     check(before, "before any fault")
     verdict, reason = judge(before)
     at = time.monotonic()
     await fault.act(lane, before)
     if fault.ends and verdict is Verdict.SERVES and before.wanted:
-        await lane.wait("Ready is False after a pod went", name, lambda now: _ended(now, before), 20.0)
+        await lane.wait("Ready is False after the end of a pod", name, lambda now: _ended(now, before), 20.0)
         result.noticed_s.append(time.monotonic() - at)
 
     def back(now: Seen) -> bool:
@@ -154,13 +159,13 @@ async def _strike(lane: Lane, name: str, fault: Fault, result: Result) -> None:
 
 
 def _ended(now: Seen, before: Seen) -> bool:
-    """Returns whether the status tells that an epoch ended: by a condition, or by the next one's number."""
+    """Returns whether the status shows the end of an epoch: by a condition, or by the next epoch's number."""
     epochs = {group["index"]: group["epoch"] for group in before.groups}
     newer = any(group["epoch"] != epochs.get(group["index"]) for group in now.groups)
     return newer or now.condition("Ready").get("status") != "True"
 
 
 def check(seen: Seen, when: str) -> None:
-    """Raises Finding if the status says what is not so."""
-    if lies := find_lies(seen):
+    """Raises Finding if the status is false."""
+    if lies := find_false_conditions(seen):
         raise Finding(f"{when}: {lies}; {seen.status.get('conditions')}")

@@ -1,4 +1,4 @@
-"""Where the lives are: a control plane with played nodes that hold anything, and lanes."""
+"""Starts a control plane with played nodes of any size, and lanes."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ SHAPE = kwok.NodeShape(
     labels={"nvidia.com/gpu.product": "NVIDIA-H200", "nvidia.com/gpu.memory": "143771"},
 )
 CLAIMS = ("claim", "c")
-"""Of models and caches that random resources name."""
+"""Names of models and caches in random resources."""
 
 
 @contextlib.contextmanager
 def site() -> Iterator[Cluster]:
-    """Gives a cluster with played nodes, the kind of resource, and namespaces that are made by `lanes`."""
+    """Yields a cluster with played nodes and the CRD. `make_lanes` creates its namespaces."""
     ensure_tools([*tools.CONTROL_PLANE, tools.KWOK])
     with start_control_plane_only() as cluster:
         kwok.start_kwok(cluster, nodes=NODES, profile=None, shape=SHAPE)
@@ -46,7 +46,7 @@ def site() -> Iterator[Cluster]:
 
 @contextlib.asynccontextmanager
 async def running_operator(cluster: Cluster, log: Path) -> AsyncIterator[OperatorProcess]:
-    """Runs an operator with a key, which may mount paths of nodes."""
+    """Runs an operator with a key, which allows paths of nodes as volumes."""
     cluster.kubectl("create", "secret", "generic", "-n", "default", KEY)  # as the chart does
     settings = {"key_secret": KEY, "namespace": "default", "allow_host_paths": "true"}
     async with operator(cluster.kubeconfig, log, **settings) as process:
@@ -56,7 +56,7 @@ async def running_operator(cluster: Cluster, log: Path) -> AsyncIterator[Operato
 
 @contextlib.asynccontextmanager
 async def connected(cluster: Cluster) -> AsyncIterator[ApiServer]:
-    """Gives the API server with all rights."""
+    """Yields the API server with all permissions."""
     server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
     try:
         yield server
@@ -65,7 +65,7 @@ async def connected(cluster: Cluster) -> AsyncIterator[ApiServer]:
 
 
 async def make_lanes(cluster: Cluster, server: ApiServer, count: int, *, number: int) -> list[Lane]:
-    """Returns lanes, each with a namespace of its own and the claims that resources name in it."""
+    """Returns lanes, each with its own namespace and the claims that resources name."""
     lanes = []
     for index in range(count):
         namespace = f"lane-{index:02d}"

@@ -1,4 +1,4 @@
-"""What a resource says, against the pods that it has. Pure."""
+"""Compares the conditions of a resource with its pods. Pure."""
 
 import enum
 from collections import defaultdict
@@ -15,14 +15,14 @@ _SAYS_WHY = {
     "Stalled": "True",
     "Failed": "True",
 }
-"""Conditions that, so, tell people why nothing serves."""
+"""Conditions with this status report why no group serves."""
 _REFUSED = ("ObjectRefused", "NameTaken", "NameHeld", "ChangedByOthers", "DeletedByOthers")
 _PODS_WAIT = ("Scheduling", "Image")
-"""The cluster keeps these pods from running; the status has the scheduler's or kubelet's words."""
+"""The cluster keeps these pods from running. The status quotes the scheduler or the kubelet."""
 
 
 class Verdict(enum.StrEnum):
-    """What became of a resource, as its conditions have it."""
+    """The state of a resource by its conditions."""
 
     SERVES = "serves"
     RESTS = "rests"
@@ -35,8 +35,8 @@ class Seen:
     """A resource and its worker pods at one moment.
 
     Attributes:
-        resource: as stored.
-        pods: worker pods by name, those too whose labels are damaged.
+        resource: stored object.
+        pods: worker pods by name, including those with damaged labels.
     """
 
     resource: Mapping[str, Any]
@@ -60,22 +60,22 @@ class Seen:
 
     @property
     def wanted(self) -> int:
-        """Returns how many groups shall serve now."""
+        """Returns how many groups must serve now."""
         return 0 if self.spec.get("suspend", False) else int(self.spec.get("replicas", 1))
 
     @property
     def fingerprint(self) -> object:
-        """Returns what changes whenever anything of it does."""
+        """Returns a value that changes whenever anything of the resource or its pods changes."""
         pods = {name: pod["metadata"]["resourceVersion"] for name, pod in self.pods.items()}
         return self.resource["metadata"]["resourceVersion"], pods
 
     def condition(self, kind: str) -> Mapping[str, Any]:
-        """Returns a condition; empty if there is none of that type."""
+        """Returns a condition, or an empty one if the status has none of this type."""
         conditions = self.status.get("conditions", ())
         return next((dict(each) for each in conditions if each["type"] == kind), {})
 
     def serving(self) -> set[int]:
-        """Returns the groups all of whose ranks' pods are there and ready."""
+        """Returns the groups whose ranks all have ready pods."""
         ready = {name for name, pod in self.pods.items() if _is_ready(pod)}
         by_index = {group["index"]: _pods_of(group) for group in self.groups}
         return {index for index, expected in by_index.items() if expected and expected <= ready}
@@ -85,7 +85,7 @@ _NO_NODE: Final = " nodes are available: "
 
 
 def judge(seen: Seen) -> tuple[Verdict, str]:
-    """Returns what became of a resource, and the reason that its conditions give."""
+    """Returns the state of a resource, and the reason in its conditions."""
     progressing, ready = seen.condition("Progressing"), seen.condition("Ready")
     if not progressing:
         return Verdict.MOVES, "no conditions"
@@ -96,10 +96,10 @@ def judge(seen: Seen) -> tuple[Verdict, str]:
         if found.get("status") == status:
             return Verdict.WAITS, f"{kind}: {found['reason']}"
     model = seen.condition("ModelReady")
-    # In the scheduler's words: the pod that fetches the model has no node, or no such claim. One that is not
-    # bound yet will be.
-    said = model.get("message", "")
-    if model.get("status") == "Unknown" and _NO_NODE in said and "unbound" not in said:
+    # In the scheduler's message: the pod that fetches the model has no node, or its claim does not exist. A
+    # claim that is not bound yet will be bound.
+    message = model.get("message", "")
+    if model.get("status") == "Unknown" and _NO_NODE in message and "unbound" not in message:
         return Verdict.WAITS, f"ModelReady: {model['reason']}"
     reason = str(progressing["reason"])
     refused = progressing["status"] == "False" and reason in _REFUSED
@@ -107,8 +107,8 @@ def judge(seen: Seen) -> tuple[Verdict, str]:
     return Verdict.WAITS if refused or waits else Verdict.MOVES, reason
 
 
-def find_lies(seen: Seen) -> list[str]:
-    """Returns what conditions say that is not so, once nothing moves; [] if all is true."""
+def find_false_conditions(seen: Seen) -> list[str]:
+    """Returns false conditions of a stable resource, or [] if all are true."""
     generation = seen.resource["metadata"]["generation"]
     conditions = seen.status.get("conditions", ())
     found = [
@@ -120,7 +120,7 @@ def find_lies(seen: Seen) -> list[str]:
         found.append(f"observedGeneration is {seen.status.get('observedGeneration')}, expected {generation}")
     serving = seen.serving()
     available = seen.condition("Available").get("status") == "True"
-    # Where the clients' Service is refused, nobody reaches the groups that serve.
+    # If the clients' Service is refused, no client reaches the serving groups.
     unreachable = not available and seen.condition("Available").get("reason") in _REFUSED
     if available != bool(serving and seen.wanted) and not unreachable:
         found.append(
@@ -157,13 +157,13 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def has_run(pod: Mapping[str, Any]) -> bool:
-    """Returns whether a pod's container has begun: its name is then no other pod's, for ever."""
+    """Returns whether a pod's container has started. From then on, no other pod may have its name."""
     states = pod["status"].get("containerStatuses", ())
     return any("running" in each["state"] or "terminated" in each["state"] for each in states)
 
 
 def is_worker(pod: Mapping[str, Any], resource: str) -> bool:
-    """Returns whether a pod is a worker of a resource, by owner and name: its labels may be damaged."""
+    """Returns whether a pod is a worker of a resource. Reads owner and name, as labels may be damaged."""
     owners = pod["metadata"].get("ownerReferences", ())
     ours = any(owner["kind"] == names.KIND and owner["name"] == resource for owner in owners)
     parts = pod["metadata"]["name"].removeprefix(f"{resource}-").split("-")

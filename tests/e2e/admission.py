@@ -1,4 +1,4 @@
-"""A webhook that changes pods as they are created, as platforms have them."""
+"""Runs a webhook that changes pods when they are created, as platforms do."""
 
 import base64
 import contextlib
@@ -15,18 +15,18 @@ from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 
 Change = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Returns a JSON patch of a pod; an empty one leaves it as it is."""
+"""Returns a JSON patch for a pod. An empty patch leaves it unchanged."""
 
 
 @contextlib.contextmanager
 def changed_pods(
     cluster: NodeCluster, name: str, namespaces: Sequence[str], folder: Path, change: Change
 ) -> Iterator[None]:
-    """Changes the new pods of namespaces for as long as the context lasts.
+    """Changes the new pods of namespaces until the context ends.
 
     Args:
-        name: of the webhook's configuration.
-        folder: for the key.
+        name: name of the webhook's configuration.
+        folder: folder for the key.
     """
     host = Addresses(number=cluster.state.number).machine
     key, certificate = folder / f"{name}-key.pem", folder / f"{name}.pem"
@@ -47,7 +47,7 @@ def changed_pods(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     server = http.server.ThreadingHTTPServer((host, 0), Handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)

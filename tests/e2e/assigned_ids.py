@@ -1,7 +1,7 @@
-"""User ids from a range of the namespace, as OpenShift's constraint restricted-v2 gives them to pods.
+"""Assigns user ids from a range of the namespace, as OpenShift's constraint restricted-v2 does for pods.
 
-A webhook gives an id to each container of a pod that states none. A ValidatingAdmissionPolicy refuses every
-pod that got its id elsewhere: a pod that states an id is refused, even one of the range.
+A webhook gives an id to each container of a pod without one. A ValidatingAdmissionPolicy refuses every pod
+that sets an id itself, even an id of the range.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.cluster.node import NodeCluster
 from tests.e2e.admission import changed_pods
 
 USER = 1000680000
-"""The first of the range; its group is 0."""
+"""The first id of the range. Its group is 0."""
 REFUSAL = "ids are given by the namespace"
 _POLICY = "given-ids"
 _MARK = "example.test/ids-given-by"
@@ -34,13 +34,14 @@ _GIVEN = f"""
 def assigned_ids(
     cluster: NodeCluster, namespaces: Sequence[str], folder: Path
 ) -> Iterator[Counter[tuple[str, str]]]:
-    """Gives ids in namespaces for as long as the context lasts.
+    """Assigns ids in namespaces until the context ends.
 
     Yields the number of pods that got ids, by namespace and component.
     """
     given: Counter[tuple[str, str]] = Counter()
 
     def give(pod: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the patch that adds the ids, or nothing if the pod sets an id itself."""
         spec, metadata = pod["spec"], pod["metadata"]
         contexts = [spec.get("securityContext") or {}]
         contexts += [each.get("securityContext") or {} for each in spec["containers"]]
@@ -92,7 +93,7 @@ def _policy(namespaces: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _refuses(cluster: NodeCluster, namespace: str, user: int) -> bool:
-    """Returns whether a pod with a stated user is refused."""
+    """Returns whether a pod that sets a user is refused."""
     container = {
         "name": "c",
         "image": "none",

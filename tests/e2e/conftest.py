@@ -1,4 +1,4 @@
-"""What all end-to-end tests share."""
+"""Defines the fixtures of all end-to-end tests."""
 
 import json
 import shutil
@@ -15,9 +15,9 @@ from tests.cluster.folders import REPOSITORY
 
 @pytest.fixture(scope="session")
 def model() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Returns a folder for a volume with the model in `small`, and what transformers answers."""
+    """Returns a folder for a volume with the model in `small`, and the model's expected tokens."""
     python = REPOSITORY / ".venv-worker/bin/python"
-    # Not in pytest's own folder: another session beside this one would clear it away.
+    # Not in pytest's own folder, which another session on this machine would delete.
     volume = Path(tempfile.mkdtemp(prefix="heteroinfer-models-"))
     volume.chmod(0o755)  # workers are not root
     folder = volume / "small"

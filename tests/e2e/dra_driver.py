@@ -1,8 +1,8 @@
-"""A driver of one device for dynamic resource allocation; run in the namespaces of a node, as root.
+"""Runs a driver of one device for dynamic resource allocation, as root in the namespaces of a node.
 
-`python -m tests.e2e.dra_driver` registers with the kubelet and answers for as long as it runs. A container
-with the device gets the variable DEVICE_VARIABLE, by CDI. No hardware is behind it. Messages of gRPC are
-written by hand: those of the kubelet's registration and of its API `dra/v1` have few fields.
+`python -m tests.e2e.dra_driver` registers with the kubelet, and answers it until it is ended. A container
+with the device gets the variable DEVICE_VARIABLE by CDI. There is no hardware. This module encodes the gRPC
+messages itself, because those of the kubelet's registration and of its API `dra/v1` have few fields.
 """
 
 import json
@@ -25,7 +25,7 @@ _ONE_BYTE_LENGTH = 128
 
 
 def claims(template: str) -> list[dict[str, Any]]:
-    """Returns a class of devices, and a template of claims for a device of it."""
+    """Returns a class of devices, and a template of claims for a device of this class."""
     kind = {"apiVersion": "resource.k8s.io/v1"}
     selector = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
     request = {"name": "any", "exactly": {"deviceClassName": DRIVER}}
@@ -37,7 +37,7 @@ def claims(template: str) -> list[dict[str, Any]]:
 
 
 def offer(node: str) -> dict[str, Any]:
-    """Returns the slice that offers the device on a node."""
+    """Returns the ResourceSlice that offers the device on a node."""
     pool = {"name": POOL, "generation": 1, "resourceSliceCount": 1}
     return {
         "apiVersion": "resource.k8s.io/v1",
@@ -48,7 +48,7 @@ def offer(node: str) -> dict[str, Any]:
 
 
 def encode(number: int, content: bytes) -> bytes:
-    """Returns a field of a message: a text, or a message in it."""
+    """Encodes a field of a message: a text, or an embedded message."""
     assert len(content) < _ONE_BYTE_LENGTH**2
     low, high = len(content) % _ONE_BYTE_LENGTH, len(content) // _ONE_BYTE_LENGTH
     length = bytes([low | _ONE_BYTE_LENGTH, high]) if high else bytes([low])
@@ -56,7 +56,7 @@ def encode(number: int, content: bytes) -> bytes:
 
 
 def decode(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields number and content of each field of a message that has texts and messages only."""
+    """Yields number and content of each field of a message with only texts and messages."""
     at = 0
     while at < len(message):
         number, length, at = message[at] >> 3, message[at + 1], at + 2
@@ -67,7 +67,7 @@ def decode(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def answer_claims(request: bytes, answer: bytes) -> bytes:
-    """Returns the same answer for each claim of a request, by its uid."""
+    """Returns the same answer for each claim of a request, by the claim's uid."""
     uids = [dict(decode(claim))[2] for _, claim in decode(request)]
     return b"".join(encode(1, encode(1, uid) + encode(2, answer)) for uid in uids)
 
@@ -80,24 +80,24 @@ def prepare(request: bytes, _: object) -> bytes:
 
 
 def unprepare(request: bytes, _: object) -> bytes:
-    """Returns that each claim has no device any more."""
+    """Confirms that each claim no longer has a device."""
     return answer_claims(request, b"")
 
 
 def introduce(_: bytes, __: object) -> bytes:
-    """Returns what the kubelet has to know of the driver."""
+    """Returns the registration data of the driver for the kubelet."""
     texts = ((1, "DRAPlugin"), (2, DRIVER), (3, str(_ANSWERS)), (4, "v1.DRAPlugin"))
     return b"".join(encode(number, text.encode()) for number, text in texts)
 
 
 def note_registration(status: bytes, _: object) -> bytes:
-    """Prints what the kubelet made of it."""
+    """Prints the kubelet's answer to the registration."""
     print("registered", status, flush=True)
     return b""
 
 
 def serve(socket: Path, service: str, methods: Mapping[str, Callable[[bytes, object], bytes]]) -> Any:
-    """Starts a server of gRPC on a socket; returns it, because it ends with the last reference."""
+    """Starts a gRPC server on a socket. Returns it, because the server ends with its last reference."""
     import grpc
 
     socket.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A webhook that adds a sidecar to pods as Istio's injector does, unless they opt out by their label."""
+"""Runs a webhook that adds a sidecar to pods like Istio's injector, unless their label opts out."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,11 +14,11 @@ SIDECAR = "istio-proxy"
 def mesh_injector(
     cluster: NodeCluster, namespace: str, folder: Path, image: str
 ) -> AbstractContextManager[None]:
-    """Injects into the pods of a namespace for as long as the context lasts.
+    """Adds a sidecar to the pods of a namespace until the context ends.
 
     Args:
-        folder: for the key.
-        image: of the sidecar, with a shell.
+        folder: folder for the key.
+        image: image of the sidecar, with a shell.
     """
     sidecar = {
         "name": SIDECAR,

@@ -1,4 +1,4 @@
-"""What the end-to-end test does as a user would: install, give a model, ask, watch, break things."""
+"""Does what a user does in the end-to-end tests: installs the chart, adds a model, sends requests."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SYSTEM = "heteroinfer-system"
 OPERATOR_LABELS = "app.kubernetes.io/name=heteroinfer-operator"
 VALUES = REPOSITORY / "tests/cluster/values.yaml"
 QUOTA = {"limits.cpu": "16", "limits.memory": "24Gi", "limits.ephemeral-storage": "32Gi"}
-"""With it the API server takes no container that lacks one of these limits."""
+"""With this quota, the API server refuses containers without one of these limits."""
 LIMITED = (
     "resources.limits.cpu=1",
     "resources.limits.ephemeral-storage=64Mi",
@@ -29,12 +29,12 @@ LIMITED = (
     "podResources.worker.limits.cpu=2",
     "podResources.worker.limits.ephemeral-storage=1Gi",
 )
-"""Values of the chart, as for --set, that give all pods those limits."""
+"""Values of the chart, as for --set, that set those limits for all pods."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def install(cluster: NodeCluster, *values: str) -> None:
-    """Installs the chart as the README says, with the images of this tree; `values` are as for --set."""
+    """Installs the chart as the README says, with the images of this tree. `values` are as for --set."""
     sets = [option for value in values for option in ("--set", value)]
     cluster.helm(
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
@@ -43,7 +43,7 @@ def install(cluster: NodeCluster, *values: str) -> None:
 
 
 def cache_volume(name: str, cache: Path) -> dict[str, Any]:
-    """Returns a volume of the node's folder `cache`, in which a fetch keeps its models."""
+    """Returns a volume of the node's folder `cache`, in which a fetch stores its models."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -59,7 +59,7 @@ def cache_volume(name: str, cache: Path) -> dict[str, Any]:
 
 
 def add_quota(cluster: NodeCluster, namespace: str) -> None:
-    """Bounds the limits of all pods of a namespace together, and shows that a pod without them is refused."""
+    """Limits the sum of all pods of a namespace, and checks that a pod without limits is refused."""
     hard = ",".join(f"{name}={amount}" for name, amount in QUOTA.items())
     cluster.kubectl("create", "quota", "limits", "-n", namespace, f"--hard={hard}")
 
@@ -89,7 +89,7 @@ class Resource:
     """One HeteroInference on the node.
 
     Attributes:
-        cluster: the node.
+        cluster: cluster of the node.
         namespace: its namespace.
         name: its name.
     """
@@ -105,7 +105,7 @@ class Resource:
 
     @property
     def status(self) -> dict[str, Any]:
-        """Returns the status as stored now."""
+        """Returns the stored status."""
         return dict(self.get(names.SINGULAR, self.name).get("status", {}))
 
     def pods(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ class Resource:
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_POD_INDEX]))
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits as the README says; the error holds what the resource and its pods say."""
+        """Waits as the README says. The error contains the status and the pods."""
         try:
             self.cluster.kubectl(
                 "wait", "-n", self.namespace, "--for=condition=Ready", f"hinf/{self.name}",
@@ -132,14 +132,14 @@ class Resource:
         )
 
     def url(self) -> str:
-        """Returns where clients ask for completions: the address of their Service."""
+        """Returns the URL for completions: the address of the clients' Service."""
         service = self.get("service", self.name)
         return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}/v1/completions"
 
     def complete(self, prompt: list[int], max_tokens: int, *, url: str | None = None) -> list[int]:
-        """Returns the greedy tokens after a prompt, asked through the clients' Service.
+        """Returns the greedy tokens after a prompt, through the clients' Service.
 
-        `url`: as `url()` returned it before, where the API server cannot be asked.
+        `url` is an earlier result of `url()`, for times without the API server.
         """
         body = {
             "model": self.name,
@@ -156,11 +156,11 @@ class Resource:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def execute(self, pod: str, script: str) -> str:
-        """Returns what a Python script printed in a pod's container."""
+        """Runs a Python script in a pod's container, and returns its output."""
         return self.cluster.kubectl("exec", "-n", self.namespace, pod, "--", "python3", "-c", script)
 
     def rank_pid(self, pod: str, rank: int) -> int:
-        """Returns the process id of a rank, as it is inside of its pod."""
+        """Returns the process id of a rank inside its pod."""
         log = self.cluster.kubectl("logs", "-n", self.namespace, pod)
         started = re.search(rf"started rank {rank} as process (\d+)", log)
         assert started is not None, log

@@ -1,6 +1,7 @@
-"""moe.yaml and moe-nodes.yaml on a real node: experts in the GPU's pod and in others, upgrades, deaths.
+"""Tests moe.yaml and moe-nodes.yaml on a real node: experts on other ranks of the pod, and in other pods.
 
-The node has no GPU: attention runs on a CPU rank by the same protocol. The tests are one story in order.
+The tests upgrade the chart and kill ranks. The node has no GPU, so the attention runs on a CPU rank, which
+uses the same protocol as a GPU rank. The tests depend on each other and run in this order.
 """
 
 import json
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.every_fault]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A volume with the model in `moe`, which workers, who are not root, can read."""
+    """Yields the folder of a volume that has the model in `moe`. Workers are not root, and can read it."""
     volume = tmp_path_factory.mktemp("volume")
     made = make_model("qwen3_moe", volume)
     made.rename(volume / "moe")
@@ -45,7 +46,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def experts(node_cluster: NodeCluster, folder: Path) -> Iterator[Resource]:
-    """The example, applied in a namespace that enforces the restricted Pod Security Standard; it serves."""
+    """Yields the example, which serves in a namespace that enforces the restricted Pod Security Standard."""
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
@@ -99,14 +100,14 @@ def test_an_upgrade_of_the_chart_changes_no_pod(experts: Resource, expected: lis
             "--values", str(VALUES), "--set", "podAnnotations.upgraded=yes",
             "--wait", "--timeout", "120s", *way,
         )  # fmt: skip
-    time.sleep(5)  # the new operator has looked at everything
+    time.sleep(5)  # the new operator has reconciled each resource
     assert uids(experts) == before
     assert cluster.kubectl(*secret) == key
     check_tokens(experts, expected)
 
 
 def check_death(resource: Resource, pod: str, rank: int) -> None:
-    """Kills a rank: the status names it in time, and the group starts again and serves."""
+    """Kills a rank. The status must name the rank in time, and the group must start again and serve."""
     epoch = resource.status["groups"][0]["epoch"]
     resource.execute(pod, f"import os; os.kill({resource.rank_pid(pod, rank)}, 9)")
     killed = time.monotonic()
@@ -116,7 +117,7 @@ def check_death(resource: Resource, pod: str, rank: int) -> None:
         return [failure for failure in group.get("failures", ()) if failure["epoch"] == epoch]
 
     processes.wait_until("the failure in the status", lambda: bool(failures()), timeout_s=SAID_WITHIN_S + 1)
-    print(f"said after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
+    print(f"reported after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
     (failure,) = failures()
     assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, rank)
     processes.wait_until(
@@ -136,14 +137,14 @@ def test_a_rank_that_is_killed_is_reported_and_the_group_serves_again(
 
 @pytest.fixture(scope="module")
 def experts_in_pods(experts: Resource) -> Resource:
-    """The example with experts in two pods of their own, applied after the other one is gone; it serves."""
+    """Yields the example with experts in two pods of their own, after the other example was removed."""
     cluster = experts.cluster
     cluster.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
     )
     text = (REPOSITORY / "examples/moe-nodes.yaml").read_text()
     assert 'cpu: "1"' in text
-    smaller = text.replace('cpu: "1"', "cpu: 500m")  # all three pods have to fit a node with two cores
+    smaller = text.replace('cpu: "1"', "cpu: 500m")  # all three pods must fit a node with two cores
     cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=smaller)
     resource = Resource(cluster=cluster, namespace=NAMESPACE, name="moe-nodes")
     resource.wait_ready(START_S)
@@ -151,7 +152,7 @@ def experts_in_pods(experts: Resource) -> Resource:
 
 
 def names_of(resource: Resource) -> list[str]:
-    """Returns the names of a group's pods, by index."""
+    """Returns the names of a group's pods by their index."""
     return sorted(pod["metadata"]["name"] for pod in resource.pods())
 
 

@@ -1,7 +1,6 @@
-"""A model of a hub on a real node: fetched into a volume with a token, then served without the hub.
+"""Tests a model from a hub on a real node: fetched into a volume with a token, then served without the hub.
 
-In a namespace in which nothing may be reached and nothing may be sent, but for what NetworkPolicies allow,
-and whose pods get a sidecar unless they opt out.
+The namespace denies all traffic that no NetworkPolicy allows. Its pods get a sidecar unless they opt out.
 """
 
 import json
@@ -45,7 +44,7 @@ PAUSE_BYTES = 8_000_000
 ROLE = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 FETCH_S = 120.0
 PROGRESS_S = 30.0
-"""The operator asks a fetch pod every 5 s; a busy node may leave some of its requests without an answer."""
+"""The operator queries a fetch pod every 5 s. A busy node may not answer some of the queries."""
 START_S = 420.0
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[HubServer]:
-    """The hub, on this machine's address that pods reach; its one model asks for a token."""
+    """Runs the hub at an address of this machine that pods reach. Its only model requires a token."""
     address = Addresses(number=node_cluster.state.number).machine
     with HubServer(host=address, content_host=address) as server:
         server.repositories[MODEL] = Repository.of_folder(model[0] / "small", token=TOKEN)
@@ -64,7 +63,7 @@ def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterat
 def cache() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="heteroinfer-cache-"))
     folder.chmod(0o755)
-    # A volume of a path of the node takes no group from fsGroup: its folder must be the workers'.
+    # fsGroup does not change a volume that is a path of the node, so the folder must belong to the workers.
     shutil.chown(folder, WORKER_USER, WORKER_USER)
     yield folder
     shutil.rmtree(folder)
@@ -84,7 +83,7 @@ def installed(node_cluster: NodeCluster, hub: HubServer) -> Iterator[NodeCluster
 
 
 def manifests(cache: Path, endpoint: str) -> str:
-    """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and CPUs alone."""
+    """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and for CPUs only."""
     volume = cache_volume("hub-cache", cache)
     secret = {
         "apiVersion": "v1",
@@ -140,7 +139,7 @@ STRANGER = json.dumps(
 
 
 def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
-    """Denies all traffic of the namespace; returns when a pod that reached hub and DNS reaches neither."""
+    """Denies all traffic of the namespace. Waits until a pod that reached hub and DNS reaches neither."""
     apply = ("apply", "-n", NAMESPACE, "-f", "-")
     cluster.kubectl(*apply, stdin=STRANGER)
     cluster.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", "pod/stranger", "--timeout=60s")
@@ -151,13 +150,15 @@ def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
         script = f"import socket; socket.create_connection({where}, timeout=1)"
         shell = f'python3 -c "{script}" 2>/dev/null && echo 1 || echo 0'
         in_pod = ("stranger", "-c", "main", "--", "sh", "-c", shell)
-        said = cluster.kubectl("exec", "-n", NAMESPACE, *in_pod)
-        return bool(int(said))
+        output = cluster.kubectl("exec", "-n", NAMESPACE, *in_pod)
+        return bool(int(output))
 
     assert reaches(to_hub)
     assert reaches(to_dns)
     cluster.kubectl(*apply, stdin=DENY_ALL)
-    processes.wait_until("the policy that denies", lambda: not reaches(to_hub), timeout_s=10)
+    processes.wait_until(
+        "the effect of the policy that denies all traffic", lambda: not reaches(to_hub), timeout_s=10
+    )
     assert not reaches(to_dns)
 
 
@@ -183,13 +184,14 @@ def test_a_model_of_a_hub_is_fetched_with_its_token_and_served_without_the_hub(
     with mesh_injector(installed, NAMESPACE, tmp_path, WORKER_IMAGE):
         cut_off(installed, hub)
         stranger = json.loads(installed.kubectl("get", "pod", "-n", NAMESPACE, "stranger", "-o", "json"))
-        assert SIDECAR in containers([stranger]), "who does not opt out gets one"
+        assert SIDECAR in containers([stranger]), "a pod that does not opt out gets a sidecar"
         check_fetched_and_served(installed, hub, cache, model)
 
 
 def check_fetched_and_served(
     installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
 ) -> None:
+    """Checks the fetch with its progress, the serving without the hub, and the deletion."""
     add_quota(installed, NAMESPACE)
     hub.pause_after_bytes = PAUSE_BYTES
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifests(cache, hub.endpoint))
@@ -208,13 +210,13 @@ def check_fetched_and_served(
     processes.wait_until("a third of the weights", is_paused, timeout_s=FETCH_S)
     processes.wait_until("progress in the status", part_way, timeout_s=PROGRESS_S)
     hub.pause_after_bytes = None
-    said = fetch_log(resource)
-    assert "bytes" in said
+    output = fetch_log(resource)
+    assert "bytes" in output
     processes.wait_until("the profile", lambda: model_status().get("phase") == "Ready", timeout_s=FETCH_S)
     commit = hub.repositories[MODEL].commit
     assert model_status()["commit"] == commit
     assert read_marker(cache / model_folder(MODEL, commit)) is not None
-    hub.close()  # from here on nobody answers: what is served comes from the volume
+    hub.close()  # The hub stops here, so the group serves the model from the volume.
 
     resource.wait_ready(START_S)
     assert containers(resource.pods()) == {names.CONTAINER_WORKER}
@@ -231,7 +233,7 @@ def check_fetched_and_served(
     assert any(event["reason"] == "ModelFetched" for event in json.loads(events)["items"])
     operator = installed.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")
     stored = json.dumps(resource.get(names.SINGULAR, resource.name)) + json.dumps(resource.get("pods"))
-    for text in (said, events, operator, stored, env, resource.logs()):
+    for text in (output, events, operator, stored, env, resource.logs()):
         assert TOKEN not in text
 
     installed.kubectl(
@@ -248,5 +250,5 @@ def check_fetched_and_served(
     def claims() -> list[Any]:
         return list(resource.get("pvc")["items"])
 
-    # The claim goes with the resource, once the garbage collector has seen that; the volume is the user's.
+    # The garbage collector deletes the claim after the resource. The volume belongs to the user, and stays.
     processes.wait_until("the end of the claim", lambda: not claims(), timeout_s=60)

@@ -1,8 +1,8 @@
-"""What platforms ask of pods, on a real node: assigned ids, a private authority, files, volumes, devices.
+"""Tests what platforms require of pods: assigned user ids, a private CA, files, volumes, devices.
 
-One group has all of it: namespaces that give user ids and refuse stated ones, a hub under TLS with the
-certificate of a company's authority, a chat template from a ConfigMap, volumes of each kind, and a device
-by dynamic resource allocation.
+The tests run on a real node. One group has all of it: namespaces that assign user ids and refuse fixed ones,
+a hub under TLS with the certificate of a company's CA, a chat template from a ConfigMap, volumes of each
+kind, and a device by dynamic resource allocation.
 """
 
 import json
@@ -65,7 +65,7 @@ for name, ask in clients.items():
         answers[name] = "refused" if "CERTIFICATE_VERIFY_FAILED" in repr(error) else repr(error)
 print(json.dumps(answers))
 """
-"""Clients that a worker has; vLLM's own fetch the images of requests."""
+"""HTTP clients of a worker. vLLM's own clients fetch the images of requests."""
 IN_POD = f"""
 import json, os, pathlib, subprocess, sys, tempfile
 from vllm_heteroinfer.pod.certificates import trust_ca_bundle
@@ -77,14 +77,15 @@ command = [sys.executable, "-c", {CLIENTS!r}, sys.argv[1]]
 runs = [subprocess.Popen(command, env=each, stdout=subprocess.PIPE, text=True) for each in (env, plain)]
 print(json.dumps([json.loads(run.communicate()[0].splitlines()[-1]) for run in runs]))
 """
-"""Asks the hub with the environment that a supervisor gives its processes, and without model.caBundle."""
+"""Asks the hub with the environment that a supervisor gives its processes, and again without
+model.caBundle."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
 def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]], tmp_path: Path) -> Iterator[HubServer]:
-    """The hub under TLS; its authority's certificate is `tmp_path`/ca.crt."""
+    """Runs the hub under TLS. The certificate of its CA is `tmp_path`/ca.crt."""
     address = Addresses(number=node_cluster.state.number).machine
     pki = Pki(folder=tmp_path)
     pki.create_authority("ca", "Company")
@@ -99,7 +100,7 @@ def hub(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]], tmp_path:
 def cache() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="heteroinfer-cache-"))
     folder.chmod(0o755)
-    shutil.chown(folder, USER, 0)  # a volume of a path of the node takes no group from fsGroup
+    shutil.chown(folder, USER, 0)  # fsGroup does not change a volume that is a path of the node
     yield folder
     shutil.rmtree(folder)
 
@@ -108,7 +109,10 @@ def cache() -> Iterator[Path]:
 def given(
     node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Counter[tuple[str, str]]]:
-    """Namespaces that give user ids; the pods that got ids, by namespace and component."""
+    """Creates namespaces that assign user ids.
+
+    Yields the number of pods that got ids, by namespace and component.
+    """
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
     with assigned_ids(node_cluster, (NAMESPACE, SYSTEM), tmp_path_factory.mktemp("ids")) as counted:
@@ -118,7 +122,7 @@ def given(
 
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster, given: Counter[tuple[str, str]]) -> Iterator[NodeCluster]:
-    """The chart as on OpenShift."""
+    """Installs the chart as on OpenShift."""
     install(node_cluster, "assignedUserIds=true", "allowedServiceAccounts={models}")
     assert given[SYSTEM, ""] == 1, "the operator"
     node_cluster.kubectl("create", "serviceaccount", "-n", NAMESPACE, "models")
@@ -130,7 +134,7 @@ def installed(node_cluster: NodeCluster, given: Counter[tuple[str, str]]) -> Ite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folders:
-    """Folders of the node behind the volumes `platform-cache` and `platform-notes`."""
+    """Folders of the node for the volumes `platform-cache` and `platform-notes`."""
 
     cache: Path
     notes: Path
@@ -138,10 +142,11 @@ class Folders:
 
 @pytest.fixture
 def folders(node_cluster: NodeCluster) -> Iterator[Folders]:
+    """Creates the folders on the node, and deletes them with the objects that use them."""
     made = [Path(tempfile.mkdtemp(prefix=f"heteroinfer-{name}-")) for name in ("cache", "notes")]
     for folder in made:
         folder.chmod(0o755)
-        shutil.chown(folder, USER, 0)  # a volume of a path of the node takes no group from fsGroup
+        shutil.chown(folder, USER, 0)  # fsGroup does not change a volume that is a path of the node
     (made[1] / "note").write_text("of a claim")
     yield Folders(cache=made[0], notes=made[1])
     volumes = ("platform-cache", "platform-notes")
@@ -154,7 +159,7 @@ def folders(node_cluster: NodeCluster) -> Iterator[Folders]:
 
 @pytest.fixture
 def driver(node_cluster: NodeCluster) -> Iterator[None]:
-    """A driver of devices on the node, which ends with the node, and no device that it offers."""
+    """Runs a device driver on the node, which offers no device yet. The driver ends with the node."""
     state = node_cluster.state
     python = str(REPOSITORY / ".venv-worker/bin/python")
     command = [*node_cluster.namespaces.prefix, python, "-B", "-m", "tests.e2e.dra_driver"]
@@ -167,7 +172,7 @@ def driver(node_cluster: NodeCluster) -> Iterator[None]:
 
 
 def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> str:
-    """Returns what a user applies: objects that the resource names, and the resource."""
+    """Returns the manifests that a user applies: the resource, and the objects that it names."""
     volume = cache_volume("platform-cache", folders.cache)
     notes = cache_volume("platform-notes", folders.notes)
     notes["spec"]["claimRef"] = {"namespace": NAMESPACE, "name": "notes"}
@@ -287,20 +292,20 @@ def test_a_group_serves_with_all_fields_that_platforms_need(
     (pod,) = resource.pods()
     name = pod["metadata"]["name"]
 
-    def said(command: str) -> str:
+    def output(command: str) -> str:
         return installed.kubectl("exec", "-n", NAMESPACE, name, "--", "sh", "-c", command).strip()
 
     assert resource.execute(name, WHO).split() == [str(USER), "0", "/tmp", "heteroinfer", "/tmp"]
-    assert said("id -G").split() == ["0", "7777", str(USER)]
-    assert said("cat /mnt/a/note /mnt/b/note /mnt/c/one /mnt/c/two") == "of a ConfigMapof a Secret" * 2
-    assert said("touch /mnt/d/x && ls /mnt/d") == "x"
-    assert said("touch /mnt/e/x && cat /mnt/e/note /mnt/f/note") == "of a claimof an image"
-    assert said("touch /mnt/f/x 2>&1 || true").endswith("Read-only file system")
+    assert output("id -G").split() == ["0", "7777", str(USER)]
+    assert output("cat /mnt/a/note /mnt/b/note /mnt/c/one /mnt/c/two") == "of a ConfigMapof a Secret" * 2
+    assert output("touch /mnt/d/x && ls /mnt/d") == "x"
+    assert output("touch /mnt/e/x && cat /mnt/e/note /mnt/f/note") == "of a claimof an image"
+    assert output("touch /mnt/f/x 2>&1 || true").endswith("Read-only file system")
     assert (folders.notes / "x").stat().st_uid == USER
-    assert said(f"printenv {dra_driver.DEVICE_VARIABLE}") == dra_driver.DEVICE
-    assert "company.test" in said("cat /etc/resolv.conf")
+    assert output(f"printenv {dra_driver.DEVICE_VARIABLE}") == dra_driver.DEVICE
+    assert "company.test" in output("cat /etc/resolv.conf")
     assert pod["spec"]["serviceAccountName"] == "models"
-    assert said("ls -d /var/run/secrets/kubernetes.io 2>/dev/null || echo no token") == "no token"
+    assert output("ls -d /var/run/secrets/kubernetes.io 2>/dev/null || echo no token") == "no token"
     (operator,) = Resource(cluster=installed, namespace=SYSTEM, name="").get(
         "pods", "-l", "app.kubernetes.io/name=heteroinfer-operator"
     )["items"]
@@ -312,7 +317,7 @@ def test_a_group_serves_with_all_fields_that_platforms_need(
 
 
 def offer_device(cluster: NodeCluster, resource: Resource) -> None:
-    """Offers the device, once the status has quoted the scheduler about its absence."""
+    """Offers the device after the status has quoted the scheduler's message that there is none."""
 
     def quoted() -> bool:
         conditions = resource.status.get("conditions", [])
@@ -323,7 +328,7 @@ def offer_device(cluster: NodeCluster, resource: Resource) -> None:
 
 
 def check_trust(resource: Resource, pod: str) -> None:
-    """Checks that each client of a worker reaches the hub under TLS, and only by model.caBundle."""
+    """Checks that each client of a worker reaches the hub under TLS only with model.caBundle."""
     run = ("exec", "-n", NAMESPACE, pod, "--", "python3", "-c", IN_POD, MODEL)
     with_bundle, without = json.loads(resource.cluster.kubectl(*run, timeout_s=120))
     clients = {"ssl", "requests", "httpx", "huggingface_hub", "vLLM, sync", "vLLM, async"}
@@ -331,15 +336,15 @@ def check_trust(resource: Resource, pod: str) -> None:
     assert without == dict.fromkeys(clients, "refused")
 
 
-# A model in an image
+# The tests of a model in an image follow.
 
 REGISTRY = "localhost:5000"
-"""On the node's loopback, where containerd asks without TLS."""
+"""On the node's loopback, where containerd uses no TLS."""
 
 
 @pytest.fixture(scope="module")
 def registry(node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A registry on the node, which ends with the node; returns the log with its requests."""
+    """Runs a registry on the node, which ends with the node. Returns the log of its requests."""
     tmp_path = tmp_path_factory.mktemp("registry")
     debian.ensure_packages({"docker-registry": "docker-registry", "skopeo": "skopeo"})
     store = {"filesystem": {"rootdirectory": str(tmp_path / "store")}}
@@ -362,7 +367,7 @@ def registry(node_cluster: NodeCluster, tmp_path_factory: pytest.TempPathFactory
 
 
 def push(cluster: NodeCluster, tag: str, files: dict[str, bytes], folder: Path) -> str:
-    """Pushes an image of these files; returns its reference."""
+    """Pushes an image of these files, and returns its reference."""
     layout = Layout(folder=folder)
     layout.put_image(tag, files, {})
     name = f"{REGISTRY}/models/{tag}"
@@ -409,6 +414,6 @@ def test_a_group_serves_a_model_from_an_image(
         assert names.MODEL_MOUNT in mounts
         script = f"cd {names.MODEL_MOUNT}/weights && ls && touch x 2>&1 || true"
         run = ("exec", "-n", NAMESPACE, pod["metadata"]["name"], "--", "sh", "-c", script)
-        said = installed.kubectl(*run)
-        assert "config.json" in said
-        assert "Read-only file system" in said
+        output = installed.kubectl(*run)
+        assert "config.json" in output
+        assert "Read-only file system" in output

@@ -1,4 +1,4 @@
-"""Releases that come and go, on a real node: two side by side, and namespaces with all in them."""
+"""Tests several releases on a real node: two releases side by side, and deleted namespaces and CRDs."""
 
 import functools
 import json
@@ -19,7 +19,8 @@ from tests.e2e.serving import OPERATOR_LABELS, VALUES, Resource
 CRD = f"{names.PLURAL}.{names.API_GROUP}"
 NAMESPACE = "served-by-two"
 GONE_S = 120.0
-"""Of a namespace: pods have their time, and the garbage collector learns of a new kind within 50 s."""
+"""For a namespace: pods have their grace period, and the garbage collector learns of a new kind within 50
+s."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,7 +32,7 @@ def cluster(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
 
 
 def install(cluster: NodeCluster, release: str, *values: str) -> None:
-    """Installs a release in a namespace of its own name; the first one brings the CRD."""
+    """Installs a release in a namespace of its own name. The first release installs the CRD."""
     crds = CRD in cluster.kubectl("get", "crd", "-o", "name")
     sets = (*values, *(["crds.install=false"] if crds else []))
     cluster.helm(
@@ -90,7 +91,7 @@ def seen(resource: Resource) -> bool:
 
 
 def children(resource: Resource) -> list[str]:
-    """Returns what the operator created for a resource."""
+    """Returns the objects that the operator created for a resource."""
     kinds = "pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets"
     selector = f"{names.LABEL_RESOURCE}={resource.name}"
     return resource.cluster.kubectl(
@@ -99,7 +100,7 @@ def children(resource: Resource) -> list[str]:
 
 
 def uids(resource: Resource) -> list[str]:
-    """Returns the identities of the worker pods."""
+    """Returns the UIDs of the worker pods."""
     return [pod["metadata"]["uid"] for pod in resource.pods()]
 
 
@@ -150,14 +151,14 @@ def test_two_releases_can_be_uninstalled_in_either_order(
     for resource in resources.values():
         scale(resource, 1)
         scale(resource, 0)
-    processes.wait_until("the other release works on", lambda: seen(resources[stays]), timeout_s=SEEN_S)
-    assert not seen(left_behind), "nobody serves it now"
+    processes.wait_until("the other release still works", lambda: seen(resources[stays]), timeout_s=SEEN_S)
+    assert not seen(left_behind), "its release is gone, but its group serves"
     assert uids(left_behind) == before
-    # Without its operator, the resource goes by itself; so does the other one, whose operator is there.
+    # Both resources are deleted: the one without an operator, and the one whose operator still runs.
     for resource in resources.values():
         cluster.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=20s")
     kept = functools.partial(children, left_behind)
-    processes.wait_until("the end of the group that was left behind", lambda: not kept(), timeout_s=GONE_S)
+    processes.wait_until("the end of the group without an operator", lambda: not kept(), timeout_s=GONE_S)
     cluster.helm("uninstall", releases[stays], "--namespace", releases[stays], "--wait")
     for namespace in (NAMESPACE, *releases.values()):
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
@@ -168,7 +169,7 @@ def test_two_releases_can_be_uninstalled_in_either_order(
     assert not [name for name in left.split() if any(release in name for release in releases.values())]
 
 
-def test_deleting_the_crd_deletes_all_children_without_an_operator(
+def test_deleting_the_crd_deletes_all_resources_and_pods_without_an_operator(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]]
 ) -> None:
     """This is the last test.

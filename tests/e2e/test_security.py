@@ -1,6 +1,6 @@
-"""Two operators of a namespaced release under quotas and the restricted Pod Security Standard, on a node.
+"""Tests a namespaced release with two operators under quotas and the restricted Pod Security Standard.
 
-What is open and what is closed, what is asked to people, and that a secret is asked to nobody.
+The tests check which ports are open, which rights the operator has, and that no report contains a secret.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ VALUES = REPOSITORY / "tests/cluster/values.yaml"
 OPERATOR_LABELS = "app.kubernetes.io/name=heteroinfer-operator"
 START_S = 420.0
 TOKEN = secrets.token_hex(24)
-"""Given to workers by a Secret; nobody may print it."""
+"""A Secret gives this value to workers. No log or report may contain it."""
 SECRET_ENV = ("HF_TOKEN", "VLLM_API_KEY")
 
 pytestmark = pytest.mark.timeout(900)
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
-    """The chart with Roles only, two replicas that log all they can, and nothing but restricted pods."""
+    """Installs the chart with Roles only, two replicas with all logs, and restricted pods only."""
     for namespace in (SYSTEM, NAMESPACE):
         node_cluster.kubectl("create", "namespace", namespace)
         node_cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
@@ -62,7 +62,7 @@ def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
 
 @pytest.fixture(scope="module")
 def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[Resource]:
-    """examples/cpu-pair.yaml with a secret in the environment of its workers, which log all they can."""
+    """Yields examples/cpu-pair.yaml. The workers have a secret in their environment and log everything."""
     installed.kubectl(
         "create", "-n", NAMESPACE, "secret", "generic", "hub", "--from-file=token=/dev/stdin", stdin=TOKEN
     )
@@ -111,14 +111,14 @@ def reaches(cluster: NodeCluster, namespace: str, pod: str, address: str, port: 
         f"try: socket.create_connection(('{address}', {port}), timeout=2); print('reached')\n"
         "except TimeoutError: print('no answer')"
     )
-    said = run_python(cluster, namespace, pod, dial)
-    assert said in {"reached", "no answer"}
-    return said == "reached"
+    output = run_python(cluster, namespace, pod, dial)
+    assert output in {"reached", "no answer"}
+    return output == "reached"
 
 
 @contextlib.contextmanager
 def stranger(cluster: NodeCluster, operator: str) -> Iterator[str]:
-    """Yields a pod of another namespace that no policy concerns, with the operator's image."""
+    """Yields a pod with the operator's image, in another namespace, that no policy selects."""
     where = ("-o", "jsonpath={.spec.containers[0].image}")
     image = cluster.kubectl("get", "pod", "-n", SYSTEM, operator, *where).strip()
     command = ("--restart=Never", "--image-pull-policy=Never", "--command", "--", "sleep", "600")
@@ -138,7 +138,9 @@ def test_an_operator_without_rights_on_nodes_serves(pair: Resource) -> None:
     assert " 403 " not in log
     roles = pair.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
     ours = {role.partition("/")[2] for role in roles if OPERATOR in role}
-    assert ours == {f"{OPERATOR}-view", f"{OPERATOR}-edit"}, "people's, and none of the operator"
+    assert ours == {f"{OPERATOR}-view", f"{OPERATOR}-edit"}, (
+        "only the roles for users, and none of the operator"
+    )
 
 
 def test_the_groups_own_ports_are_open_inside_and_closed_outside(pair: Resource) -> None:
@@ -157,7 +159,7 @@ def test_the_groups_own_ports_are_open_inside_and_closed_outside(pair: Resource)
 
 
 def heteroinfer(cluster: NodeCluster, *arguments: str) -> str:
-    """Returns what the command prints to a user with all rights."""
+    """Runs a command of `heteroinfer` as a user with all rights, and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "heteroinfer_operator.cli", *arguments, "-n", NAMESPACE],
         env={**os.environ, **cluster.environment()}, capture_output=True, text=True, timeout=60, check=True,
@@ -178,7 +180,7 @@ def test_top_shows_the_present_report_of_the_leader(pair: Resource) -> None:
 
 
 def log_of(cluster: NodeCluster, namespace: str, name: str) -> str:
-    """Returns the log of a pod; "" of one that went meanwhile, or has not begun."""
+    """Returns the log of a pod, or "" if the pod has gone or has not started."""
     try:
         return cluster.kubectl("logs", "-n", namespace, name)
     except ClusterError as error:
@@ -188,7 +190,7 @@ def log_of(cluster: NodeCluster, namespace: str, name: str) -> str:
 
 
 def everything_reported(cluster: NodeCluster) -> dict[str, str]:
-    """Returns all that anybody printed or stored where people look, but for the Secret itself."""
+    """Returns all logs, events and objects that people read, except the Secret itself."""
     reported = {}
     kinds = "pods,services,configmaps,networkpolicies,leases,events,hinf"
     for namespace in (SYSTEM, NAMESPACE):
@@ -223,8 +225,8 @@ def test_secrets_are_in_no_report(pair: Resource) -> None:
     found = [
         (who, what)
         for who, text in hidden.items()
-        for what, said in (reported | after).items()
-        if text in said
+        for what, output in (reported | after).items()
+        if text in output
     ]
     assert found == []
 

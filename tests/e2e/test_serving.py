@@ -1,6 +1,7 @@
-"""The whole way on a real node: install the chart, apply an example, ask, remove it. What breaks it: faults/.
+"""Tests what a user does on a real node: install the chart, apply an example, send requests, uninstall.
 
-The tests are one story and run in this order; each leaves the group serving for the next.
+The tests depend on each other and run in this order. Each leaves the group serving for the next. The folder
+faults/ has the tests of faults.
 """
 
 import concurrent.futures
@@ -33,21 +34,21 @@ CALIBRATION = (
     "calibration.nodeKinds[0].nodeSelector.kind=small",
 )
 MEASURED_S = 180.0
-"""Three tries of 20 s, each with a start: nothing else is on the node, but the machine may be busy."""
+"""Three tries of 20 s, each with a start. The node runs nothing else, but the machine may be busy."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> NodeCluster:
-    """The chart, installed as the README says, with images of this tree and a kind of nodes to measure."""
+    """Installs the chart as the README says, with images of this tree and calibration of a kind of nodes."""
     install(node_cluster, *CALIBRATION)
     return node_cluster
 
 
 @pytest.fixture(scope="module")
 def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
-    """examples/cpu-pair.yaml, applied in a namespace that enforces the restricted Pod Security Standard."""
+    """Yields examples/cpu-pair.yaml in a namespace that enforces the restricted Pod Security Standard."""
     installed.kubectl("create", "namespace", NAMESPACE)
     installed.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
     installed.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
@@ -68,11 +69,12 @@ DENY_CALIBRATIONS = json.dumps(
         },
     }
 )
-"""What a policy that denies all traffic of the namespace is for these pods; the operator keeps its own."""
+"""Has the effect of a policy that denies all traffic of the namespace. The operator keeps its own
+policies."""
 
 
 def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
-    """All prompts at the same time give the reference's tokens."""
+    """Sends all prompts at the same time, and compares the tokens with the reference."""
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = {
             prompt: pool.submit(pair.complete, reference[prompt]["prompt_token_ids"], REFERENCE_TOKENS)
@@ -83,22 +85,22 @@ def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
 
 
 def test_helm_test_succeeds_after_an_installation(installed: NodeCluster) -> None:
-    said = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
-    assert "Phase:          Succeeded" in said
+    output = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
+    assert "Phase:          Succeeded" in output
 
 
 def test_tokens_equal_those_of_the_reference(pair: Resource, model: tuple[Path, dict[str, Any]]) -> None:
     check_tokens(pair, model[1])
 
 
-def test_the_columns_show_the_state(pair: Resource) -> None:
+def test_kubectl_columns_show_the_state(pair: Resource) -> None:
     def row() -> dict[str, str]:
         header, values = pair.cluster.kubectl("get", "hinf", "-n", NAMESPACE, pair.name).splitlines()
         starts = [word.start() for word in re.finditer(r"\S+", header)]
         ends = [*starts[1:], len(values)]
         return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
-    # Step times come with the first look after the requests, at most a minute later.
+    # Step times come with the first query after the requests, at most a minute later.
     processes.wait_until("step times", lambda: row()["SLOWESTRANK"] != "", timeout_s=90)
     got = row()
     assert (got["READY"], got["GROUPS"], got["GPU"], got["CPU"]) == ("True", "1/1", "0", "2")
@@ -121,12 +123,12 @@ def test_each_rank_has_metrics(pair: Resource) -> None:
         assert len(decode) == 1
         assert f'rank="{rank}"' in decode[0]
         assert float(decode[0].split()[-1]) > 0
-        # The limit of the pod's container runtime, which RDMA needs to be large.
+        # The limit of the pod's container runtime. RDMA needs a large one.
         (limit,) = (line for line in text.splitlines() if line.startswith(LOCKED_LIMIT))
         assert float(limit.split()[-1]) > 0
 
 
-def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
+def test_the_groups_own_ports_are_closed_to_other_pods(pair: Resource) -> None:
     leader = pair.pods()[0]["status"]["podIP"]
     operator = pair.cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "name").strip()
 
@@ -136,9 +138,9 @@ def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
             f"try: socket.create_connection(('{leader}', {port}), timeout=2); print('reached')\n"
             "except TimeoutError: print('no answer')"
         )
-        said = pair.cluster.kubectl("exec", "-n", SYSTEM, operator, "--", "python3", "-c", dial).strip()
-        assert said in {"reached", "no answer"}
-        return said == "reached"
+        output = pair.cluster.kubectl("exec", "-n", SYSTEM, operator, "--", "python3", "-c", dial).strip()
+        assert output in {"reached", "no answer"}
+        return output == "reached"
 
     assert reaches(names.DEFAULT_API_PORT)
     assert reaches(names.DEFAULT_HEALTH_PORT)
@@ -148,7 +150,7 @@ def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
 
 
 def planned_by(calibration: Calibration, folder: Path, tmp_path: Path) -> dict[str, Any]:
-    """Returns what `heteroinfer plan` says of the same resource and calibration."""
+    """Returns what `heteroinfer plan` prints for the same resource and calibration."""
     file = tmp_path / "calibration.json"
     file.write_text(calibration.to_json())
     example = str(REPOSITORY / "examples/cpu-pair.yaml")
@@ -174,23 +176,24 @@ def test_a_new_node_is_measured_and_predictions_use_the_result(
     selector = "app.kubernetes.io/component=calibration"
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", SYSTEM, "-l", selector, "-o", "json"))["items"]
     assert job["status"]["active"] == 1, "it waits for a node of its kind"
-    cluster.kubectl("apply", "-f", "-", stdin=DENY_CALIBRATIONS)  # the chart's own policy opens their way
+    # the chart's own policy allows their traffic
+    cluster.kubectl("apply", "-f", "-", stdin=DENY_CALIBRATIONS)
     cluster.kubectl("label", "node", node, "kind=small")
     name = job["metadata"]["name"]
     cluster.kubectl(
         "wait", "-n", SYSTEM, "--for=condition=Complete", f"job/{name}", f"--timeout={MEASURED_S:.0f}s",
         timeout_s=MEASURED_S + 10,
     )  # fmt: skip
-    # A busy node may have ended a first pod by its deadline.
+    # On a busy node, a first measuring pod may have exceeded its deadline.
     of_job = ("-l", f"batch.kubernetes.io/job-name={name}", "--field-selector=status.phase=Succeeded")
     succeeded = cluster.kubectl("get", "pods", "-n", SYSTEM, *of_job, "-o", "name").strip()
-    said = cluster.kubectl("logs", "-n", SYSTEM, succeeded)
+    output = cluster.kubectl("logs", "-n", SYSTEM, succeeded)
     config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-measured", "-o", "json")
     kept = MeasuredKind.from_entry("small.json", json.loads(config_map)["data"]["small.json"])
     system = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
     assert kept.selector == {"kind": "small", **system}
     assert kept.calibration.hardware.cpu in Path("/proc/cpuinfo").read_text()
-    assert f"calibration {kept.calibration.hash} of" in said
+    assert f"calibration {kept.calibration.hash} of" in output
 
     processes.wait_until("its prediction", lambda: kept.calibration.hash in made_of(), timeout_s=30)
     after, planned = pair.status["plans"][0], planned_by(kept.calibration, model[0] / "small", tmp_path)
@@ -217,7 +220,7 @@ def test_uninstall_removes_the_operator_and_keeps_the_crd(pair: Resource) -> Non
     cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
     kinds = "deployments,jobs,roles,rolebindings,serviceaccounts,configmaps"
     left = set(cluster.kubectl("get", kinds, "-n", SYSTEM, "-o", "name").split())
-    measured = {f"configmap/{RELEASE}-measured"}  # stays, if a calibration has ended
+    measured = {f"configmap/{RELEASE}-measured"}  # stays if a calibration has ended
     assert left - measured == {"serviceaccount/default", "configmap/kube-root-ca.crt"}
     crd = f"{names.PLURAL}.{names.API_GROUP}"
     assert crd in cluster.kubectl("get", "crd", "-o", "name")

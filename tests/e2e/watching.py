@@ -1,4 +1,4 @@
-"""What the API server's own watch says, with the time at which each change arrived here."""
+"""Follows the API server's watches, and records the time at which each change arrived."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One line of a watch.
+    """One event of a watch.
 
     Attributes:
         at: Unix time of its arrival, in seconds.
@@ -38,14 +38,14 @@ class Change:
 
 
 class Watch:
-    """Follows a collection; `changes` holds what came, from before the context's begin on.
+    """Follows a collection. `changes` has the events since the begin of the context.
 
-    A watch that breaks off, as when the API server is killed, is begun again: what exists then comes once
-    more, as ADDED.
+    If a watch breaks, for example because the API server is killed, a new one starts: existing objects arrive
+    again as ADDED.
 
     Args:
-        cluster: where.
-        path: of the collection, with a selector if it is not all of it.
+        cluster: cluster to watch.
+        path: path of the collection, with a selector if not all of it is needed.
     """
 
     def __init__(self, cluster: Cluster, path: str) -> None:
@@ -60,29 +60,29 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         self._thread.start()
-        assert self._began.wait(10), "the API server gave no watch"
+        assert self._began.wait(10), "the API server did not start the watch"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         connection = self._connection
         if connection is not None and connection.sock is not None:
-            # Ends the read of the other thread; closing under it would take its buffer away.
+            # This ends the other thread's read. Closing the connection would free its buffer during the read.
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
 
     def find(self, accept: Callable[[Change], bool], *, since: float = 0.0) -> Change | None:
-        """Returns the first change, after `since`, that `accept` takes; None if none has come."""
+        """Returns the first change after `since` that `accept` accepts, or None."""
         return next((change for change in list(self.changes) if change.at >= since and accept(change)), None)
 
     def wait_for(
         self, what: str, accept: Callable[[Change], bool], timeout_s: float, *, since: float = 0.0
     ) -> Change:
-        """Returns the first change, after `since`, that `accept` takes; waits for it.
+        """Waits for a change after `since` that `accept` accepts, and returns it.
 
         Raises:
-            AssertionError: none came in time; the message holds the last one that did.
+            AssertionError: no change was accepted in time. The message has the last change.
         """
         deadline = time.monotonic() + timeout_s
         while (found := self.find(accept, since=since)) is None:
@@ -93,6 +93,7 @@ class Watch:
         return found
 
     def _run(self) -> None:
+        """Reads events until the context ends. Starts a new watch whenever one breaks."""
         while not self._ended.is_set():
             self._connection = HTTPSConnection(
                 self._site.address, self._site.api_port, context=self._context, timeout=1200
@@ -100,7 +101,7 @@ class Watch:
             with contextlib.suppress(OSError, HTTPException), contextlib.closing(self._connection):
                 self._connection.request("GET", self._path)
                 answer = self._connection.getresponse()
-                if answer.status == OK:  # an API server that starts refuses for a moment
+                if answer.status == OK:  # a starting API server refuses requests for a moment
                     self._began.set()
                     while line := answer.readline():
                         self._note(json.loads(line))
@@ -112,6 +113,6 @@ class Watch:
 
 
 def condition_of(stored: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Returns a condition of a stored object; empty if it has none of that type."""
+    """Returns a condition of a stored object, or an empty one if there is none of this type."""
     conditions = stored.get("status", {}).get("conditions", ())
     return next((dict(each) for each in conditions if each["type"] == kind), {})

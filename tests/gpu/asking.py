@@ -1,4 +1,4 @@
-"""What the tests ask of a group, all prompts at the same time."""
+"""Sends requests to a group for the tests, all prompts at the same time."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +9,16 @@ from tests.gpu.reference import MAX_TOKENS, Answer
 from tests.integration.worker.groups import Group
 
 BF16_GAP, BF16_SHARE = 0.05, 0.95
-"""At so many positions the best token's logprob is as near to stock vLLM's on one GPU."""
+"""Share of positions at which the best token's logprob must be close to stock vLLM's on one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What a group answered to one prompt.
+    """A group's answer to one prompt.
 
     Attributes:
         tokens: token ids.
-        logprobs: of each of them.
+        logprobs: logprob of each token.
     """
 
     tokens: tuple[int, ...]
@@ -26,7 +26,7 @@ class Generated:
 
 
 def generate(group: Group, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generated]:
-    """Returns answers of MAX_TOKENS tokens; greedy unless `options` say otherwise."""
+    """Returns answers of MAX_TOKENS tokens. They are greedy unless `options` say otherwise."""
 
     def one(prompt: Sequence[int]) -> Generated:
         choice = group.choice(prompt, **{"max_tokens": MAX_TOKENS, "logprobs": 1, **options})
@@ -39,10 +39,11 @@ def generate(group: Group, prompts: Sequence[Sequence[int]], **options: Any) -> 
 
 
 def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> list[list[dict[int, float]]]:
-    """Returns, of each text and each of its positions but the first, logprobs by token.
+    """Returns the logprobs at each position of each text except the first, by token.
 
-    Given all tokens before the position; of the token that stands there, and of the `best` most likely
-    ones. The prefix cache is not read for this (vllm/sampling_params.py::SamplingParams@v0.32.0).
+    The logprobs depend on all tokens before the position. They are of the text's token and of the `best` most
+    likely tokens. Such requests do not read the prefix cache
+    (vllm/sampling_params.py::SamplingParams@v0.32.0).
     """
 
     def one(text: Sequence[int]) -> list[dict[int, float]]:
@@ -57,7 +58,7 @@ def score(group: Group, texts: Sequence[Sequence[int]], *, best: int = 0) -> lis
 
 
 def bf16_gaps(stock: Sequence[Answer], got: Sequence[Sequence[Mapping[int, float]]]) -> list[float]:
-    """Returns how far the logprob of stock's best token is from the group's, at every position."""
+    """Returns the differences of logprobs from stock vLLM's, of stock's best token at every position."""
     return [
         abs(position.get(token, float("-inf")) - logprob)
         for answer, positions in zip(stock, got, strict=True)

@@ -1,7 +1,7 @@
-"""Options, groups and references of the tests on a GPU machine.
+"""Defines the options, groups and references of the tests on a GPU machine.
 
-Runs in the worker's own environment: pytest and pytest-timeout, no other plugin. Tests of
-topologies run in the order of tests/gpu/topologies.py, each topology's together, on one group.
+Runs in the worker's own environment: pytest and pytest-timeout, no other plugin. The tests of each topology
+run together, in the order of tests/gpu/topologies.py, on one group.
 """
 
 import os
@@ -23,12 +23,13 @@ from tests.gpu.topologies import TOPOLOGIES, Topology
 from tests.integration.worker.conftest import make
 
 MODEL_OPTIONS = {"float32": (), "bfloat16": ("--initializer-range", "0.05")}
-"""For bf16 a gentler model: rounding alone must not move logprobs as far as the bar (tests/models.py)."""
+"""For bf16, a model whose logprobs rounding alone moves by less than the limit (tests/models.py)."""
 REFERENCE_ENV = {
-    "OMP_NUM_THREADS": "1",  # tiny layers; two threads that share a busy CPU took minutes in place of 15 s
+    # Layers are tiny. Two threads that shared a busy CPU took minutes instead of 15 s.
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",  # stock: not even asked
+    "VLLM_PLUGINS": "",  # stock: without a look for our plugin
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,7 +39,7 @@ REPORT = pytest.StashKey[Report]()
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 References = dict[str, Future[tuple[Answer, ...]]]
-"""By `transformers`, or the dtype that stock vLLM runs in on one device."""
+"""The reference: `transformers`, or the dtype in which stock vLLM runs on one device."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--devices-as-cpu",
         action="store_true",
-        help="a dry run without a GPU: CPU ranks in place of GPU ranks",
+        help="a dry run without a GPU: CPU ranks replace GPU ranks",
     )
     group.addoption("--report", type=Path, help="write the table of results here; default $OUT/topologies.md")
     group.addoption(
@@ -58,8 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers, and prepares the table of results. Fails without a GPU."""
     config.addinivalue_line(
-        "markers", "gpus2: needs two GPUs; on fewer it is left out, and the summary says so"
+        "markers", "gpus2: needs two GPUs. With fewer, it is skipped, and the summary shows this"
     )
     config.addinivalue_line("markers", "gpu: needs a GPU, also in a dry run with --devices-as-cpu")
     as_cpu = config.getoption("--devices-as-cpu")
@@ -67,10 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = []
     if not as_cpu and not visible_gpus():
         raise pytest.UsageError(
-            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none; run it on a machine with one, or dry-run "
+            "tests/gpu needs an NVIDIA GPU: nvidia-smi found none. Run it on a machine with a GPU, or try "
             "the topologies with --devices-as-cpu"
         )
-    # What ends this process by a signal shall not leave groups on the GPU.
+    # A signal that ends this process must not leave groups on the GPU.
     signal.signal(signal.SIGTERM, _terminate)
 
 
@@ -79,7 +81,7 @@ def _terminate(*_: object) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts each topology's tests together, and leaves out what this machine has too few GPUs for."""
+    """Sorts the tests by topology, and skips those that need more GPUs than this machine has."""
     gpus = len(visible_gpus())
     as_cpu = config.getoption("--devices-as-cpu")
 
@@ -105,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes failures in the table of results, and beside it with the group's logs."""
+    """Records failures in the table of results, and writes them with the group's logs to a file."""
     outcome = yield
     topology = topology_of(item)
     if outcome.failed:
@@ -116,7 +118,7 @@ def pytest_runtest_makereport(
 
 
 def write_failure(item: pytest.Item, text: str) -> None:
-    """Adds a failure to `failures.txt` beside the report, if there is one."""
+    """Appends a failure to `failures.txt` beside the report, if there is a report."""
     report = report_path(item.config)
     if report is None:
         return
@@ -130,7 +132,7 @@ def write_failure(item: pytest.Item, text: str) -> None:
 def pytest_terminal_summary(
     terminalreporter: "pytest.TerminalReporter", exitstatus: int, config: pytest.Config
 ) -> None:
-    """Prints the table of results, and what was left out."""
+    """Prints the table of results, and the skipped tests."""
     report, left_out = config.stash[REPORT], config.stash[LEFT_OUT]
     if report.rows:
         terminalreporter.section("topologies")
@@ -151,27 +153,27 @@ def pytest_terminal_summary(
 
 
 def report_path(config: pytest.Config) -> Path | None:
-    """Returns where the table goes, or None for the terminal only."""
+    """Returns the file for the table, or None for the terminal only."""
     given: Path | None = config.getoption("--report")
     out = os.environ.get("OUT")
     return given or (Path(out) / "topologies.md" if out else None)
 
 
 def topology_of(item: pytest.Item) -> Topology | None:
-    """Returns the topology that a test is for, if any."""
+    """Returns the topology of a test, if it has one."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("topology") if callspec is not None else None
 
 
 def wanted(session: pytest.Session) -> list[Topology]:
-    """Returns the topologies of the selected tests, in order, each once."""
+    """Returns the topologies of the selected tests in order, each once."""
     found = (topology_of(item) for item in session.items)
     return list(dict.fromkeys(topology for topology in found if topology is not None))
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
-    """The model of each dtype that is needed."""
+    """Makes the model of each dtype that the tests need."""
     dtypes = dict.fromkeys(topology.dtype for topology in wanted(request.session))
     return {dtype: make(tmp_path_factory.mktemp(dtype), *MODEL_OPTIONS[dtype]) for dtype in dtypes}
 
@@ -180,7 +182,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def references(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[References]:
-    """Answers of one device alone, made while the first groups start."""
+    """Starts to compute the answers of one device alone, while the first groups start."""
     folder = tmp_path_factory.mktemp("references")
     device = "cpu" if request.config.getoption("--devices-as-cpu") else "gpu"
     give_up = threading.Event()
@@ -214,7 +216,7 @@ def groups(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Groups]:
-    """Every group that the selected tests ask for; as many alive at the same time as --groups-at-once says.
+    """Starts the groups of the selected tests, at most --groups-at-once at the same time.
 
     The first ones start with the session, beside tests that need no group.
     """
@@ -222,7 +224,7 @@ def groups(
     site = Site(
         models=models,
         logs=tmp_path_factory.mktemp("groups"),
-        # The compilers' work outlives a run of the tests, as a node's cache outlives a pod.
+        # The compilers' caches stay after a run of the tests, as a node's cache stays after a pod.
         caches=Path(tempfile.gettempdir()) / "heteroinfer-test-gpu",
         gpus=() if as_cpu else visible_gpus(),
         devices_as_cpu=as_cpu,
@@ -238,7 +240,7 @@ def groups(
 def served(
     groups: Groups, topology: Topology, report: Report, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
-    """The group of this test's topology, ready; it ends with the last test of its topology."""
+    """Yields the ready group of this test's topology. It ends after the last test of its topology."""
     last = next(item for item in reversed(request.session.items) if topology_of(item) == topology)
     try:
         served = groups.take(topology)
@@ -251,5 +253,5 @@ def served(
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """The table of results."""
+    """Yields the table of results."""
     return request.config.stash[REPORT]

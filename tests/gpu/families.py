@@ -1,4 +1,4 @@
-"""Tiny mixtures of many families, made for GPUs: attention that vLLM's CPU backend lacks, and other routing.
+"""Makes tiny mixtures of many families for GPUs, whose attention or routing vLLM's CPU backend lacks.
 
 Imports torch and transformers inside functions only.
 """
@@ -81,11 +81,11 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Model type -> what its configuration has besides the common sizes."""
+"""For each model type, the fields of its configuration besides the common sizes."""
 
 
 def make(family: str, directory: Path, spread: float) -> Path:
-    """Makes a model of a family in bf16 and returns its folder."""
+    """Makes a model of a family in bf16, and returns its folder."""
     import torch
 
     from tests.integration.feed_forward.tiny_models import build

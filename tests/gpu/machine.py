@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, asked of its driver: no torch, so that nothing is held on them."""
+"""Finds this machine's GPUs by their driver, without torch, which would allocate memory on them."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ TIMEOUT_S = 30.0
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Returns what CUDA_VISIBLE_DEVICES may hold here, one for each GPU; empty without any."""
+    """Returns possible values for CUDA_VISIBLE_DEVICES, one for each GPU, or nothing without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
@@ -21,7 +21,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def describe_gpus() -> str:
-    """Returns the names of the GPUs, for reports; empty without any."""
+    """Returns the names of the GPUs for reports, or "" without a GPU."""
     if not visible_gpus():
         return ""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

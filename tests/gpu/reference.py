@@ -1,12 +1,13 @@
-"""What one device alone answers: the reference that every topology is compared with.
+"""Computes the answers of one device alone, with which every topology is compared.
 
-Run with the worker's Python, each in a process of its own:
+Run with the worker's Python, each in its own process. The first command writes greedy tokens, in float32 on
+the CPU; the second one uses stock vLLM on the GPU (or --device cpu):
 
-    python -m tests.gpu.reference transformers MODEL OUT            greedy tokens, float32, on the CPU
-    python -m tests.gpu.reference vllm MODEL OUT --dtype float32    stock vLLM, on the GPU (or --device cpu)
+    python -m tests.gpu.reference transformers MODEL OUT
+    python -m tests.gpu.reference vllm MODEL OUT --dtype float32
 
-Without a plan in the environment our plugin does nothing (vllm_heteroinfer/__init__.py), and
-VLLM_PLUGINS= keeps vLLM from even asking it. Imports torch and vLLM inside functions only.
+Without a plan in the environment, our plugin does nothing (vllm_heteroinfer/__init__.py). With VLLM_PLUGINS=,
+vLLM does not load it at all. Imports torch and vLLM inside functions only.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.models import PROMPTS
 
 MAX_TOKENS = 64
-"""Of each answer."""
+"""Number of tokens of each answer."""
 ALL_PROMPTS = (
     *PROMPTS,
     "그룹은 모델 하나를 함께 제공하는 파드의 모음입니다.",
@@ -36,7 +37,7 @@ ALL_PROMPTS = (
 )
 TIMEOUT_S = 400.0
 MIN_LEAD = 1e-3
-"""How far the best token's logit must lead: float32 sums in another order differ by less."""
+"""Smallest lead of the best token's logit. Other orders of float32 sums change logits by less."""
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 32
 KV_CACHE_BYTES = 64 << 20
@@ -44,14 +45,14 @@ KV_CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was answered to one prompt.
+    """An answer to one prompt.
 
     Attributes:
         prompt: token ids of the prompt.
         tokens: greedy token ids.
-        logprobs: of each of `tokens`.
-        best: at each position of prompt + tokens but the first, the best token and its logprob, given all
-            before it; empty where nobody asked.
+        logprobs: logprob of each of `tokens`.
+        best: for each position of prompt + tokens except the first, the best token and its logprob, given
+            all tokens before. Empty if it was not requested.
     """
 
     prompt: tuple[int, ...]
@@ -61,7 +62,7 @@ class Answer:
 
 
 def read(path: Path) -> tuple[Answer, ...]:
-    """Returns the answers that a reference process wrote, by prompt."""
+    """Reads the answers of a reference process, by prompt."""
     return tuple(
         Answer(
             prompt=tuple(raw["prompt"]),
@@ -76,10 +77,11 @@ def read(path: Path) -> tuple[Answer, ...]:
 def make(
     kind: str, model: Path, out: Path, *options: str, env: Mapping[str, str], give_up: threading.Event
 ) -> tuple[Answer, ...]:
-    """Returns the answers of a reference process, run now.
+    """Runs a reference process, and returns its answers.
 
     Raises:
-        RuntimeError: it failed, took longer than TIMEOUT_S, or was given up; the message holds its log.
+        RuntimeError: the process failed, took longer than TIMEOUT_S, or was given up. The message has its
+            log.
     """
     command = [str(WORKER_PYTHON), "-m", "tests.gpu.reference", kind, str(model), str(out), *options]
     log = out.with_suffix(".log")
@@ -108,10 +110,10 @@ def make(
 
 
 def by_transformers(model: Path) -> list[Answer]:
-    """Returns greedy answers of transformers in float32 on the CPU, one prompt after the other.
+    """Returns greedy answers of transformers in float32 on the CPU, one prompt after another.
 
     Raises:
-        RuntimeError: two tokens are so close that the order of a sum decides; take another seed.
+        RuntimeError: two tokens are so close that the order of a sum decides. Use another seed.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -144,7 +146,7 @@ def by_stock_vllm(model: Path, dtype: str, device: str) -> list[Answer]:
     """Returns greedy answers of stock vLLM on one device, all prompts at the same time."""
     import vllm
 
-    # float32 through a backend that multiplies in float32 (facts: Hybrid on a real GPU).
+    # A backend that multiplies float32 in float32 (facts: Hybrid on a real GPU).
     exact = {"attention_backend": "TRITON_ATTN"} if device == "gpu" and dtype == "float32" else {}
     llm = vllm.LLM(
         model=str(model),
@@ -155,7 +157,7 @@ def by_stock_vllm(model: Path, dtype: str, device: str) -> list[Answer]:
         max_num_batched_tokens=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
-        gpu_memory_utilization=0.05,  # others share the device
+        gpu_memory_utilization=0.05,  # other processes share the device
         enable_prefix_caching=False,
         **exact,
     )
@@ -190,7 +192,7 @@ def _best(position: Any) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Makes the answers and writes them as JSON; see the module."""
+    """Computes the answers, and writes them as JSON; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.reference")
     parser.add_argument("kind", choices=["transformers", "vllm"])
     parser.add_argument("model", type=Path)

@@ -1,4 +1,4 @@
-"""What each topology showed, as a table for docs/user/benchmarks.md."""
+"""Collects the results of each topology, and prints them as a table for docs/user/benchmarks.md."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from tests.gpu.topologies import Topology
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What one topology showed; None where it was not looked at.
+    """Results of one topology; None if there is no such result.
 
     Attributes:
-        ready_s: seconds from its start until it answered.
-        equal_tokens: greedy tokens that equal both references.
-        all_tokens: that were compared.
-        largest_gap: of a greedy token's logprob to stock vLLM's.
-        within_bar: share of positions whose best token's logprob is within the bar of bf16.
-        ended_s: seconds from the death of a rank until the group said not ready.
+        ready_s: seconds from its start until it would answer a request.
+        equal_tokens: number of greedy tokens that equal both references.
+        all_tokens: number of compared tokens.
+        largest_gap: largest difference of a greedy token's logprob from stock vLLM's.
+        within_bar: share of positions whose best token's logprob is within the limit for bf16.
+        ended_s: seconds from the death of a rank until the group was not ready.
         failures: names of tests that failed.
     """
 
@@ -56,15 +56,15 @@ class Report:
     """The rows of a session.
 
     Attributes:
-        as_cpu: whether CPU ranks stood in for GPU ranks.
-        rows: by name of topology, in the order of their tests.
+        as_cpu: whether CPU ranks replaced GPU ranks.
+        rows: rows by name of topology, in the order of their tests.
     """
 
     as_cpu: bool
     rows: dict[str, Row] = field(default_factory=dict)
 
     def row(self, topology: Topology) -> Row:
-        """Returns the row of a topology, made if need be."""
+        """Returns the row of a topology. Adds it if needed."""
         return self.rows.setdefault(topology.name, Row(topology=topology))
 
     def to_markdown(self) -> str:

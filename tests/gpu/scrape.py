@@ -8,16 +8,16 @@ from tests.integration.worker.groups import Group, fetch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """What one rank exports now, in Prometheus' text format."""
+    """The present metrics of one rank, in Prometheus' text format."""
 
     text: str
 
     def total(self, name: str, **labels: str) -> float:
-        """Returns the sum of a metric's samples that have these labels; 0 without any."""
+        """Returns the sum of a metric's samples with these labels, or 0 without samples."""
         return sum(value for _, value in self.samples(name, **labels))
 
     def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """Returns a metric's samples that have these labels."""
+        """Returns a metric's samples with these labels."""
         found = []
         for line in self.text.splitlines():
             match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
@@ -29,7 +29,7 @@ class Scrape:
 
 
 def scrape(group: Group, rank: int) -> Scrape:
-    """Returns what a rank exports; raises AssertionError when it exports nothing."""
+    """Returns a rank's metrics. Raises AssertionError without an answer."""
     text = fetch(group.metrics_url(rank) + "/metrics")
     assert text is not None, f"rank {rank} serves no metrics:\n{group.logs()}"
     return Scrape(text=text)

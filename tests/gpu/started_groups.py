@@ -1,4 +1,4 @@
-"""Groups that start while others are tested: a start costs half a minute, its checks a few seconds."""
+"""Starts groups while others are tested: a start takes half a minute, and its checks a few seconds."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,18 @@ from tests.gpu.topologies import Topology, environment, plan_of, pod_environment
 from tests.integration.worker.groups import Group, start_group
 
 STARTS_AT_ONCE = 3
-"""Groups that start or run at the same time; also bounds the GPU's memory."""
+"""Largest number of groups that start or run at the same time. It also limits the use of the GPU's memory."""
 READY_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A group that is ready.
+    """A ready group.
 
     Attributes:
-        topology: what it is.
-        group: asks it.
-        ready_s: seconds from its start until it answered.
+        topology: its topology.
+        group: sends requests to it.
+        ready_s: seconds from its start until it would answer a request.
     """
 
     topology: Topology
@@ -31,13 +31,13 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where groups run.
+    """The parameters of all groups.
 
     Attributes:
-        models: folder of each dtype's model.
-        logs: a folder for each group is made in it.
-        caches: of compilers.
-        gpus: for CUDA_VISIBLE_DEVICES; empty where GPU ranks run on the CPU.
+        models: folder of the model of each dtype.
+        logs: each group gets a folder in it.
+        caches: folder for compilers.
+        gpus: values for CUDA_VISIBLE_DEVICES; empty if GPU ranks run on the CPU.
         devices_as_cpu: whether GPU ranks are replaced by CPU ranks.
     """
 
@@ -58,10 +58,10 @@ class _Running:
 
 
 class Groups:
-    """Starts the groups that will be asked for, in that order, a few ahead of the tests.
+    """Starts the groups in the order in which tests will need them, a few before the tests.
 
-    A group occupies one of the threads from its start to its end, so that as many are alive as
-    there are threads; `release` ends a group and lets the next one start.
+    A group occupies a thread from its start to its end, so there are at most as many groups as threads.
+    `release` ends a group, so that the next one can start.
     """
 
     def __init__(self, site: Site, wanted: Sequence[Topology], *, at_once: int = STARTS_AT_ONCE) -> None:
@@ -74,23 +74,23 @@ class Groups:
             self._running[topology.name] = running
 
     def take(self, topology: Topology) -> Served:
-        """Returns the group of a topology, once it is ready; raises what kept it from starting."""
+        """Waits until the group of a topology is ready, and returns it. Raises the error of its start."""
         running = self._running[topology.name]
-        assert not running.reported, f"{topology.name} did not start; the first test of it says why"
+        assert not running.reported, f"{topology.name} did not start. Its first test shows the reason"
         running.reported = True
         served = running.served.result(2 * READY_TIMEOUT_S)
         running.reported = False
         return served
 
     def release(self, topology: Topology) -> None:
-        """Ends the group of a topology; raises AssertionError when it did not stop in its time."""
+        """Ends the group of a topology. Raises AssertionError if it does not stop in time."""
         running = self._running.pop(topology.name)
         running.release.set()
         assert running.stopped is not None
         running.stopped.result(READY_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends what is left; groups that have not begun to start never do."""
+        """Ends the remaining groups. Groups that have not begun to start never start."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for running in self._running.values():
             running.release.set()
@@ -99,6 +99,7 @@ class Groups:
         self._threads.shutdown(wait=True)
 
     def _live(self, topology: Topology, running: _Running) -> None:
+        """Runs a group from its start to its release, in a thread of its own."""
         site = self._site
         plan = plan_of(topology, site.models[topology.dtype], devices_as_cpu=site.devices_as_cpu)
         try:
@@ -113,7 +114,7 @@ class Groups:
                 ready_s = group.wait_ready(READY_TIMEOUT_S)
                 running.served.set_result(Served(topology=topology, group=group, ready_s=ready_s))
                 running.release.wait()
-        except BaseException as error:  # whoever takes or releases the group sees it
+        except BaseException as error:  # the thread that takes or releases the group gets the error
             if running.served.done():
                 raise
             running.served.set_exception(error)

@@ -1,4 +1,4 @@
-"""The bridge between a GPU rank and CPU ranks: what tests/integration/bridge asks of CPU ranks, on a GPU."""
+"""Tests the bridge between a GPU rank and CPU ranks, with the scenarios of tests/integration/bridge."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.integration.bridge.calls import DTYPES, OPERATIONS, Call
 from tests.integration.bridge.scenarios import (
     LARGE,
     check_differences,
-    check_thousand,
+    check_thousand_calls,
     differing_calls,
     every_operation,
 )
@@ -53,7 +53,7 @@ def test_tensors_around_each_limit_between_copy_methods_are_right(group: Group) 
 def test_results_of_a_thousand_random_calls_are_equal_bit_by_bit(group: Group) -> None:
     done = outcomes(group, "calls", seed=20261121, count=1000)
     assert len(done) == len(group.devices)
-    check_thousand(done)
+    check_thousand_calls(done)
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -1,6 +1,7 @@
-"""`heteroinfer-worker calibrate` where there is a GPU: its rates, its link and the exchange are measured.
+"""Tests `heteroinfer-worker calibrate` on a machine with a GPU.
 
-Nothing else runs there, so that all kernels of its CPUs are measured, too.
+It measures the GPU, its link and the exchange. No other test runs at the same time, so that it also measures
+all CPU kernels.
 """
 
 import subprocess
@@ -15,7 +16,7 @@ from tests.gpu.machine import visible_gpus
 pytestmark = [pytest.mark.skipif(not visible_gpus(), reason="needs a GPU"), pytest.mark.timeout(300)]
 
 
-def test_the_gpu_and_its_link_and_the_exchange_are_measured() -> None:
+def test_calibrate_measures_the_gpu_its_link_and_the_exchange() -> None:
     command = [sys.executable, "-m", "vllm_heteroinfer.launch.cli", "calibrate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -24,7 +25,7 @@ def test_the_gpu_and_its_link_and_the_exchange_are_measured() -> None:
     assert found.duration_s < 60
     assert found.hardware.gpu
     assert found.gpu is not None, missing
-    # The slowest card in use has 300 GB/s, the fastest link 64.
+    # The slowest card in use has 300 GB/s, and the fastest link 64 GB/s.
     assert found.gpu.bytes_per_s > 100e9
     rates = {(each.direction, each.contended): each.bytes_per_s for each in found.transfers}
     assert set(rates) == {(way, busy) for way in Direction for busy in (False, True)}, missing

@@ -1,4 +1,4 @@
-"""Mixtures of many families whose experts are on CPUs: logprobs as stock vLLM's on the GPU alone."""
+"""Tests mixtures of many families with experts on CPUs: the logprobs are those of stock vLLM on a GPU."""
 
 import re
 import threading
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
 
 
 def layers_with_experts(model: Path) -> list[int]:
-    """Returns the numbers of the layers with routed experts, by the names in the checkpoint."""
+    """Returns the indices of the layers with routed experts, by the names in the checkpoint."""
     found = set()
     for file in model.glob("*.safetensors"):
         header = file.read_bytes()
@@ -33,7 +33,7 @@ def layers_with_experts(model: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_logprobs_are_those_of_stock_vllm(family: str, tmp_path: Path) -> None:
+def test_logprobs_with_experts_on_cpus_are_those_of_stock_vllm(family: str, tmp_path: Path) -> None:
     model = families.make(family, tmp_path / family, BF16_SPREAD)
     out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")
     stock = make("vllm", model, out, *options, env=REFERENCE_ENV, give_up=threading.Event())

@@ -1,4 +1,4 @@
-"""A GPU rank with feed-forward ranks on CPUs: right tokens from CUDA graphs, and deaths while they replay."""
+"""Tests a GPU rank with feed-forward ranks on CPUs: tokens with CUDA graphs, and ranks killed in replays."""
 
 import json
 import random
@@ -37,12 +37,12 @@ ENV = {
 }
 FLOAT32 = ("--attention-backend", "TRITON_ATTN")
 BF16_SPREAD = 0.05
-"""Of weights: rounding alone must not move logprobs as far as the bar."""
+"""Standard deviation of the weights. With it, rounding alone moves logprobs by less than the limit."""
 
 
 @pytest.mark.parametrize("shares", [(BY_RATE,), (BY_RATE, BY_RATE)], ids=["one", "two"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
-def test_graphs_give_the_tokens_of_transformers(
+def test_cuda_graphs_give_the_tokens_of_transformers(
     architecture: str, shares: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = make_model(architecture, tmp_path)
@@ -88,7 +88,7 @@ def test_bf16_logprobs_are_near_those_of_stock_vllm(architecture: str, tmp_path:
     assert within >= BF16_SHARE, sorted(gaps)[:: len(gaps) // 20]
 
 
-def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:
+def test_sleep_and_wake_keep_the_number_of_asks(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     with serving(
         "qwen3_moe",

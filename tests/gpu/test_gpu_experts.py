@@ -1,4 +1,4 @@
-"""Experts that a GPU copies from the memory of feed-forward ranks: unpacked weights, and right tokens."""
+"""Tests experts that a GPU copies from the memory of feed-forward ranks: unpacked weights, and tokens."""
 
 import json
 import os
@@ -33,10 +33,8 @@ MIXED_PROMPTS = [
     for length in (6, CAPTURED_ROWS - 1, CAPTURED_ROWS, CAPTURED_ROWS + 1, 26, 50, 58, 90, 122, 250, 280)
 ]
 KV_BLOCKS, KV_BLOCK_BYTES = 19, tiny_models.LAYERS * 32 * 2 * 2 * 32 * 4
-"""Fewer blocks than the shorter prompts and their answers need at the same time.
-
-A block has 32 tokens of 2 heads of 32 elements in float32.
-"""
+"""Fewer blocks than the shorter prompts and their answers need at the same time. A block has 32 tokens of 2
+heads of 32 elements in float32."""
 
 pytestmark = pytest.mark.skipif(not visible_gpus(), reason="needs a GPU")
 
@@ -50,7 +48,7 @@ def test_unpacked_weights_equal_those_of_the_checkpoint() -> None:
 
 
 def fixed_division(part: str) -> dict[str, str]:
-    """Returns the variables with which the GPU computes a fixed part of the experts, with any rows."""
+    """Returns the variables with which the GPU computes a fixed part of the experts."""
     folders = [str(Path(__file__).parent / "fixed_division"), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "GPU_PART": part}
 

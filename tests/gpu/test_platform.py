@@ -1,6 +1,7 @@
-"""Details of seeds 000 and 001 where a GPU is: each rank's process has its own device's platform.
+"""Tests that each rank's process gets the platform of its own device, on a machine with a GPU.
 
-The CPU rank's side alone is in tests/integration/worker/test_platform.py.
+The tests cover issues 000 and 001. tests/integration/worker/test_platform.py has those that need CPU ranks
+only.
 """
 
 from dataclasses import replace
@@ -40,7 +41,7 @@ def tensor(model: Path) -> Plan:
 
 
 def env_of(plan: Plan, rank: int) -> dict[str, str]:
-    """Returns the environment of a rank on this machine, whose GPU ranks use its first GPUs."""
+    """Returns the environment of a rank on this machine. GPU ranks use the machine's first GPUs."""
     env = environment(plan, rank, **GPU_ENV)
     if plan.ranks[rank].device is Device.GPU:
         env["CUDA_VISIBLE_DEVICES"] = visible_gpus()[0]

@@ -1,4 +1,4 @@
-"""Every topology gives the tokens of one GPU alone, says where its time goes, and names a rank that dies."""
+"""Tests that every topology gives the tokens of one GPU, reports its times, and names a killed rank."""
 
 import os
 import re
@@ -25,15 +25,15 @@ from tests.integration.worker import deaths as death
 from tests.integration.worker.groups import Group, fetch
 
 FLOAT32_GAP = 0.01
-"""Of logprobs to stock vLLM's: float32 sums in another order make 5e-5 (CPU, 2026-11-21), a wrong token
-in a rank's history made up to 14.5 (facts: Sampling in mixed TP)."""
+"""Largest difference of logprobs from stock vLLM's. Another order of float32 sums causes 5e-5 (CPU,
+2026-11-21); a wrong token in a rank's history caused up to 14.5 (facts: Sampling in mixed TP)."""
 HOP_VALUES = 2 * 256
-"""Of a token: hidden states and residual, 256 wide."""
+"""Bytes of a token: hidden states and residual, 256 wide."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def topologies(choose: Callable[[Topology], bool]) -> pytest.MarkDecorator:
-    """Returns the parametrization of a test over the topologies that it is about."""
+    """Returns the parametrization of a test with the topologies that `choose` accepts."""
     return pytest.mark.parametrize(
         "topology",
         [
@@ -149,7 +149,7 @@ def test_times_and_bytes_of_every_rank_add_up(served: Served, references: Refere
         transfer = seen.total(names.TRANSFER_SECONDS + "_sum")
         assert min(*step.values(), *compute.values()) > 0, seen.text
         spent = sum(compute.values()) + sum(wait.values()) + transfer
-        # In tensor mode the first step counts what the warm-up's last collective cost.
+        # In tensor mode, the first step includes the time of the warm-up's last collective.
         exact = 1e-6 if served.topology.mode is Mode.PIPELINE else 0.02
         assert spent == pytest.approx(sum(step.values()), rel=exact), seen.text
         timed = seen.total(names.DEVICE_SECONDS + "_count")
@@ -162,7 +162,7 @@ def test_times_and_bytes_of_every_rank_add_up(served: Served, references: Refere
 
 
 def check_hops(served: Served, found: list[Scrape]) -> None:
-    """Every token's hidden states went from each stage to the next, and nothing else did."""
+    """Checks that each token's hidden states went from each stage to the next, and no other bytes."""
     tokens = found[0].total(names.TOKENS_TOTAL)
     hop_bytes = tokens * HOP_VALUES * ITEM_BYTES[served.topology.dtype]
     for rank, seen in enumerate(found):
@@ -186,7 +186,7 @@ def test_a_sleeping_group_frees_memory_and_wakes_with_the_same_tokens(
     wait_until(group, lambda: not any(is_ready(group, pod.index) for pod in group.plan.pods))
     for rank in group.plan.ranks:
         if rank.device is Device.GPU:
-            # As the allocator counts it: others use the same GPU meanwhile.
+            # As the allocator counts it, because other groups use the same GPU at the same time.
             log = group.children[rank.pod].log.read_text()
             freed = re.findall(r"CuMemAllocator: sleep freed ([\d.]+) GiB", log)
             assert freed, log[-6000:]

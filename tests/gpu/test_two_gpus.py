@@ -1,4 +1,4 @@
-"""Two GPU ranks of one pod with feed-forward ranks of their own: right tokens, and deaths in replays."""
+"""Tests two GPU ranks of one pod, each with feed-forward ranks: tokens, and a rank killed during replays."""
 
 import signal
 import time
@@ -27,10 +27,10 @@ class Pair:
     """A group of two GPU ranks.
 
     Attributes:
-        shares: of the feed-forward ranks of each stage.
-        tensor: GPU ranks of each stage.
-        stages: layers of each.
-        ring_bytes: of each GPU's memory, for experts that it computes itself.
+        shares: shares of the feed-forward ranks of each stage.
+        tensor: number of GPU ranks of each stage.
+        stages: number of layers of each stage.
+        ring_bytes: part of each GPU's memory for experts that the GPU computes itself.
         kill: rank that is killed while the group decodes.
     """
 

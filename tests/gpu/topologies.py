@@ -1,4 +1,4 @@
-"""Every shape of group that must give the right tokens: data, and how it becomes a plan and environments."""
+"""Defines every shape of group that must give the right tokens, and makes its plan and environments."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,13 @@ from tests.integration.worker.groups import build_plan
 
 GPU, CPU = Device.GPU, Device.CPU
 CPUS_PER_THREAD = 8
-"""A CPU rank gets a thread for so many CPUs: several groups of up to four ranks run together, and more
-threads than CPUs would spin against each other."""
+"""Number of CPUs for each thread of a CPU rank. Several groups of up to four ranks run together, and more
+threads than CPUs would compete in their busy waits."""
 
 SLEEPERS_KV_BYTES = 3 << 30
-"""Of each rank of a group that sleeps on a GPU: vLLM asserts that the GPU has more free memory afterwards,
-while other groups start on it (vllm/v1/worker/gpu_worker.py::Worker.sleep@v0.32.0)."""
+"""Bytes of the KV cache of each rank of a group that sleeps on a GPU. vLLM asserts that the GPU has more free
+memory after the sleep, while other groups start on it
+(vllm/v1/worker/gpu_worker.py::Worker.sleep@v0.32.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +26,17 @@ class Topology:
     """One shape of group.
 
     Attributes:
-        name: of the test.
+        name: name of the test.
         pods: device and number of ranks of each pod.
-        layers: of each stage; 8 in all.
+        layers: number of layers of each stage; 8 in all.
         mode: pipeline or tensor.
-        tensor: ranks of each stage.
+        tensor: number of ranks of each stage.
         graphs: whether GPU ranks compile and capture CUDA graphs.
-        dtype: of weights and hidden states.
-        gpus: that must be there, one for each GPU rank; 1 when GPU ranks of different pods may share it.
-        env: of every pod.
-        kill: rank that is killed at the end, while it decodes; None for no death.
-        sleeps: whether it is put to sleep and woken.
+        dtype: dtype of weights and hidden states.
+        gpus: required GPUs: one for each GPU rank, or 1 if GPU ranks of different pods may share a GPU.
+        env: variables of every pod.
+        kill: rank that is killed at the end, while it decodes, or None.
+        sleeps: whether the group sleeps and wakes.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Topology:
 
 
 SINGLE_GPU = (
-    # Those whose first start compiles come first, while others start beside them.
+    # Topologies whose first start compiles come first, while others start at the same time.
     Topology(
         name="cpu+gpu-graphs",
         pods=((CPU, 1), (GPU, 1)),
@@ -70,7 +71,7 @@ SINGLE_GPU = (
     Topology(name="cpu+gpu-eager", pods=((CPU, 1), (GPU, 1)), layers=(3, 5), kill=1),
     Topology(name="gpu+cpu-eager", pods=((GPU, 1), (CPU, 1)), layers=(5, 3)),
     Topology(name="cpu+gpu+cpu-graphs", pods=((CPU, 1), (GPU, 1), (CPU, 1)), layers=(2, 4, 2), graphs=True),
-    # Two pods of one GPU rank each may share a GPU: no NCCL between them.
+    # Two pods of one GPU rank each may share a GPU, because they do not use NCCL.
     Topology(name="gpu+gpu+cpu-graphs", pods=((GPU, 1), (GPU, 1), (CPU, 1)), layers=(3, 3, 2), graphs=True),
     Topology(name="cpu+gpu+gpu-graphs", pods=((CPU, 1), (GPU, 1), (GPU, 1)), layers=(2, 3, 3), graphs=True),
     Topology(
@@ -194,10 +195,10 @@ TOPOLOGIES = (*SINGLE_GPU, *TWO_GPUS)
 
 
 def plan_of(topology: Topology, model: Path, *, devices_as_cpu: bool) -> Plan:
-    """Returns the plan of a topology; with CPU ranks in place of GPU ranks if asked."""
+    """Returns the plan of a topology. `devices_as_cpu` replaces GPU ranks by CPU ranks."""
     args: list[str] = []
     if topology.dtype == "float32":
-        # A backend of the GPU that multiplies in float32; CPU ranks have one backend and keep it.
+        # A GPU backend that multiplies in float32. CPU ranks have only one backend.
         args += ["--attention-backend", "TRITON_ATTN"]
     if topology.sleeps:
         args.append("--enable-sleep-mode")
@@ -224,7 +225,7 @@ def plan_of(topology: Topology, model: Path, *, devices_as_cpu: bool) -> Plan:
 
 
 def environment(topology: Topology, caches: Path) -> dict[str, str]:
-    """Returns what every pod of a topology gets; compilers keep their work in `caches`."""
+    """Returns the variables of every pod of a topology. Compilers keep their results in `caches`."""
     env = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // CPUS_PER_THREAD)),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -234,16 +235,16 @@ def environment(topology: Topology, caches: Path) -> dict[str, str]:
         **dict(topology.env),
     }
     if topology.dtype == "float32":
-        env["TRITON_F32_DEFAULT"] = "ieee"  # its tl.dot takes TF32 by default (facts: Hybrid on a real GPU)
+        env["TRITON_F32_DEFAULT"] = "ieee"  # its tl.dot uses TF32 by default (facts: Hybrid on a real GPU)
     return env
 
 
 def pod_environments(topology: Topology, gpus: Sequence[str]) -> Mapping[int, Mapping[str, str]]:
-    """Returns each GPU pod's own devices: different ones as far as there are enough, else shared ones.
+    """Returns the devices of each GPU pod: different ones if there are enough, otherwise shared ones.
 
     Args:
         topology: whose pods.
-        gpus: what CUDA_VISIBLE_DEVICES may hold; empty where GPU ranks run on the CPU.
+        gpus: possible values of CUDA_VISIBLE_DEVICES; empty if GPU ranks run on the CPU.
     """
     if not gpus:
         return {}

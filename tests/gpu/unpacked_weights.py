@@ -2,7 +2,7 @@
 
     python -m tests.gpu.unpacked_weights
 
-Answers the error of each format as JSON, "" for none. Runs in the worker's Python.
+Prints the error of each format as JSON, or "" without an error. Runs in the worker's Python.
 """
 
 import json
@@ -33,7 +33,7 @@ EXPERTS, HIDDEN, INNER = 6, 256, 384
 
 
 class Held:
-    """Packed experts, as a feed-forward rank has them, without a way to compute them."""
+    """Packed experts, as a feed-forward rank stores them. They cannot be computed."""
 
     def __init__(self, w13: PackedMatrix, w2: PackedMatrix) -> None:
         self.count, self.matrices = len(w13.packed), (w13, w2)
@@ -48,7 +48,7 @@ def offer(memory: WeightMemory, held: Held, columns: Span) -> offered_weights.Of
 def unpack(
     offers: list[offered_weights.OfferedWeights], first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns w13 and w2 of some experts, as the ring unpacks them, in bf16."""
+    """Returns w13 and w2 of some experts in bf16, as the GPU's ring unpacks them."""
     device = torch.device("cuda")
     layer_recipe = LayerRecipe(
         experts=EXPERTS, topk=2, hidden=HIDDEN, inner=INNER, activation="silu", method="", parameters={}
@@ -59,7 +59,7 @@ def unpack(
     ranks = tuple(RankExperts(each.layers[0], memory) for each, memory in zip(offers, memories, strict=True))
     layer = GpuLayer(0, layer_recipe, ranks)
     ring = WeightRing([layer], 1 << 24, torch.bfloat16, Unpacker(device), StreamTimes())
-    # A longer load that the ring has copied early serves, too.
+    # A longer load that the ring has started early must work, too.
     early = Load(SlotContent(layer=0, first=first, experts=EXPERTS - first), ranks)
     ring.start_early_copy(early)
     load = Load(SlotContent(layer=0, first=first, experts=count), ranks)
@@ -76,7 +76,7 @@ def unpack(
 
 
 def check_format(name: str, lanes: int) -> None:
-    """Raises AssertionError if unpacked weights are not those of the checkpoint."""
+    """Raises AssertionError if unpacked weights differ from those of the checkpoint."""
     library, draw, form = register(), torch.Generator().manual_seed(7), FORMATS[name]
     inner = INNER // lanes
     gates, ups, downs, offers, memories = [], [], [], [], []
@@ -113,7 +113,7 @@ def check_format(name: str, lanes: int) -> None:
 
 
 def check_kernels_for_silu(dtype: torch.dtype) -> None:
-    """Raises AssertionError if weights that `kernels.experts` packed are not those of the checkpoint."""
+    """Raises AssertionError if weights that `kernels.experts` packed differ from those of the checkpoint."""
     library, memory = linear.find(), WeightMemory()
     assert library is not None
     torch.manual_seed(3)
@@ -148,7 +148,7 @@ def check_kernels_for_silu(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    """Answers the errors of all checks."""
+    """Prints the errors of all checks."""
     checks: dict[str, Callable[[], None]] = {
         **{
             f"{name}, {lanes} ranks": partial(check_format, name, lanes)

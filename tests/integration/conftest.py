@@ -1,4 +1,4 @@
-"""Which tests run in one process, and in which order, where several processes run them (pytest-xdist)."""
+"""Decides which tests run in one process, and in which order, if pytest-xdist uses several processes."""
 
 from pathlib import Path, PurePath
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 SHARED = Path(__file__).parent / "watching"
-"""Its files share what is longest to start: they are kept together, and come first."""
+"""The tests of this folder share a fixture that starts slowly. So they run in one process, and first."""
 
 
 class Together(LoadFileScheduling):
-    """Gives the tests of a file, or of the shared folder, to one process."""
+    """Gives all tests of a file, or of the shared folder, to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
@@ -19,10 +19,10 @@ class Together(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
-    """Is how xdist shares out the tests of this folder."""
+    """Replaces the scheduler of pytest-xdist for the tests of this folder."""
     return Together(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has the longest first, which nothing would run beside at the end."""
+    """Moves the longest tests to the front, so that they do not run alone at the end."""
     items.sort(key=lambda item: item.path.parent != SHARED)

@@ -1,9 +1,11 @@
-"""Processes of the worker's Python that begin with torch imported: forked from one that has imported it.
+"""Forks processes of the worker's Python from a process that has imported torch.
 
-For many short processes, whose imports would be most of their time. Not for what is about imports, or about
-the environment that a process begins with. The parent runs no tensor operation: it has no thread to lose.
+Use it for many short processes, whose imports would take most of their time. Do not use it for tests of
+imports, or of the environment in which a process starts. The parent runs no tensor operation, so it has no
+threads that a fork would lose.
 
-`python -m tests.integration.forked_python MODULE...` is that parent; requests come by the socket at stdin.
+`python -m tests.integration.forked_python MODULE...` is this parent. It reads requests from the socket at
+stdin.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ _REQUEST_BYTES = 1 << 20
 
 
 class ForkedProcess:
-    """A forked process, a session of its own, with pipes for stdin and stdout."""
+    """A forked process in its own session, with pipes for stdin and stdout."""
 
     def __init__(self, pid: int, stdin: IO[str], stdout: IO[str]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -37,21 +39,21 @@ class ForkedProcess:
             self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once the process has ended; raises TimeoutError if it has not by then."""
+        """Waits until the process has ended. Raises TimeoutError if it still runs."""
         if self._pidfd is not None and not select.select([self._pidfd], [], [], timeout_s)[0]:
-            raise TimeoutError(f"process {self.pid} runs on after {timeout_s} s")
+            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s")
 
     def kill(self) -> None:
-        """Ends the process, and what it started, immediately."""
+        """Kills the process and the processes that it started."""
         if self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:  # no session of its own yet, or it has ended since
+            except ProcessLookupError:  # It has no session of its own yet, or it has ended in the meantime.
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the process and closes its pipes."""
+        """Kills the process and closes its pipes."""
         self.kill()
         for pipe in (self.stdin, self.stdout):
             with contextlib.suppress(BrokenPipeError):
@@ -63,28 +65,28 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A forked process that has ended: what it printed, and whether with an error."""
+    """A forked process that has ended: its output, and whether it failed."""
 
     lines: list[str]
     errors: str
 
     def answer(self) -> Any:
-        """Returns the last line, parsed."""
+        """Returns the last line of the output, parsed as JSON."""
         assert self.lines, self.errors[-4000:]
         return json.loads(self.lines[-1])
 
 
 class Forks:
-    """A parent of forked processes; it ends with this process.
+    """The parent of forked processes. It ends with this process.
 
     Args:
-        python: of the worker.
-        modules: that it imports before the first fork.
+        python: the worker's Python.
+        modules: modules that the parent imports before the first fork.
     """
 
     def __init__(self, python: Path, *modules: str) -> None:
         self._requests, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this object
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - stays open as long as this object
         with theirs:
             self._parent = subprocess.Popen(
                 [str(python), "-m", "tests.integration.forked_python", *modules],
@@ -101,10 +103,10 @@ class Forks:
         """Forks a process that calls `module.main(argument)`.
 
         Args:
-            module: one of the parent's modules, or another.
-            argument: of its `main`.
+            module: one of the parent's modules, or another module.
+            argument: argument of `main`.
             errors: file for its stderr.
-            env: added to its environment before the call.
+            env: variables that are set before the call.
         """
         read_in, write_in = os.pipe()
         read_out, write_out = os.pipe()
@@ -123,7 +125,7 @@ class Forks:
         return ForkedProcess(int(pid), os.fdopen(write_in, "w"), os.fdopen(read_out))
 
     def run(self, module: str, argument: str, *, env: Mapping[str, str] | None = None) -> Ended:
-        """Does the same until the process ends, or pytest's time limit comes."""
+        """Forks a process like `start`, and waits for its end or for pytest's time limit."""
         with tempfile.TemporaryDirectory() as folder:
             errors = Path(folder) / "stderr"
             process = self.start(module, argument, errors=errors, env=env)
@@ -135,15 +137,15 @@ class Forks:
 
 @functools.cache
 def forks(python: Path, *modules: str) -> Forks:
-    """Returns the one parent of these modules."""
+    """Returns the parent of forks with these modules. All callers share it."""
     return Forks(python, *modules)
 
 
 def main(modules: list[str]) -> None:
-    """Forks a process for each request, until nobody is there to ask."""
+    """Forks a process for each request, until the requesting process has ended."""
     for module in modules:
         importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
     requests = socket.socket(fileno=os.dup(0))
     while True:
         request, pipes, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
@@ -159,7 +161,7 @@ def main(modules: list[str]) -> None:
 
 
 def _run(request: list[Any], pipes: list[int]) -> None:
-    """Runs a request in a new process, and ends it."""
+    """Runs a request in this new process, and ends the process."""
     code = 1
     try:
         os.setsid()
@@ -172,7 +174,7 @@ def _run(request: list[Any], pipes: list[int]) -> None:
         importlib.import_module(module).main(argument)
         code = 0
     except SystemExit as end:
-        if isinstance(end.code, str):  # as Python itself does: words are an error
+        if isinstance(end.code, str):  # like Python itself: an exit code that is a text is an error
             print(end.code, file=sys.stderr)
         else:
             code = end.code or 0

@@ -1,7 +1,7 @@
-"""Short scripts in processes of the worker's Python that have imported what vLLM imports of others.
+"""Runs short scripts in processes of the worker's Python that have imported the packages that vLLM uses.
 
-vLLM itself is imported by each script, under its own environment. Not for an environment that must be
-there when a process begins (LD_LIBRARY_PATH).
+Each script imports vLLM itself, in its own environment. Do not use it for variables that must be set when a
+process begins (LD_LIBRARY_PATH).
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Final
 from tests.integration.forked_python import Ended, forks
 
 OTHERS: Final = ("torch._dynamo", "torch._inductor.config", "transformers", "openai", "aiohttp", "fastapi")
-"""Most of the time of `import vllm`; they know nothing of its platforms."""
+"""Packages that take most of the time of `import vllm`. They do not depend on vLLM's platforms."""
 
 
 def run_script(
@@ -24,14 +24,14 @@ def run_script(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Ended:
-    """Runs a script until it ends, or pytest's time limit comes.
+    """Runs a script until it ends, or until pytest's time limit.
 
     Args:
-        python: of the worker.
-        script: source; what it prints last is its answer.
+        python: the worker's Python.
+        script: source code. Its last output line is the answer.
         arguments: its `sys.argv[1:]`.
-        env: added to this environment.
-        folder: that it runs in.
+        env: variables that are added to this environment.
+        folder: working directory.
     """
     request = json.dumps([script, list(arguments), str(folder) if folder else None])
     return forks(python, __name__, *OTHERS).run(__name__, request, env=env)

@@ -1,9 +1,10 @@
 """Shows that the tests catch faults: `python -m tests.planted_faults [WORD...] [--list]`.
 
-Each fault of `faults.py` is planted in a copy of the working tree, and its tests run there, in the
-environments of this tree. If they all pass, the tests no longer catch it, and the exit code is 1.
-A row says how the first of them failed: on a machine too busy a time-out looks like a fault that is caught.
-Not part of `make test`: it is for changes of the tests themselves, before and after.
+The program puts each fault of `faults.py` into a copy of the working tree, and runs the fault's tests there,
+in the environments of this tree. If all of them pass, the tests no longer catch the fault, and the exit code
+is 1. A row shows how the first test failed, because on a busy machine, a time-out looks like a caught fault.
+
+Not part of `make test`: run it before and after changes of the tests.
 """
 
 import argparse
@@ -25,10 +26,12 @@ TIMEOUT_S = 900.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plants the faults whose names have one of the words, or all; prints a row of a table for each."""
+    """Tries the faults whose names contain one of the words, or all. Prints a table row for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of the faults' names; all by default")
-    parser.add_argument("--list", action="store_true", help="say only what would be planted")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="word in the faults' names; default: all faults"
+    )
+    parser.add_argument("--list", action="store_true", help="only list the faults")
     chosen = parser.parse_args(arguments)
     faults = [
         fault for fault in FAULTS if not chosen.words or any(word in fault.name for word in chosen.words)
@@ -43,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def try_fault(fault: PlantedFault) -> bool:
-    """Returns whether the tests catch a fault; prints its row."""
+    """Returns whether the tests catch a fault, and prints its row."""
     with tempfile.TemporaryDirectory(prefix="hi-fault-") as scratch:
         tree = Path(scratch) / "tree"
         copy(tree)
-        plant(fault, tree)
+        plant_fault(fault, tree)
         start = time.monotonic()
-        failed = run(fault, tree)
+        failed = run_tests(fault, tree)
     by = ", ".join(failed) or "**nothing**"
     how = next(iter(failed.values()), "")
     print(f"| {fault.name} | {by} | {how} | {time.monotonic() - start:.0f} s |", flush=True)
@@ -57,7 +60,7 @@ def try_fault(fault: PlantedFault) -> bool:
 
 
 def copy(tree: Path) -> None:
-    """Makes a copy of the files that git knows here, with the environments of this tree."""
+    """Copies the files that git knows, with the environments of this tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY, check=True, capture_output=True, text=True,
@@ -67,38 +70,38 @@ def copy(tree: Path) -> None:
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
-    shutil.copytree(REPOSITORY / COMPILED, tree / COMPILED)  # compiled anew only where a source is changed
+    shutil.copytree(REPOSITORY / COMPILED, tree / COMPILED)  # compiled again only if a source has changed
     for name in ENVIRONMENTS:
         (tree / name).symlink_to(REPOSITORY / name)
 
 
-def plant(fault: PlantedFault, tree: Path) -> None:
+def plant_fault(fault: PlantedFault, tree: Path) -> None:
     """Changes one file of a tree.
 
     Raises:
-        ValueError: the file no longer holds the text exactly once.
+        ValueError: the file does not contain the text exactly once.
     """
     path = tree / fault.path
     text = path.read_text()
     if text.count(fault.right) != 1:
         raise ValueError(
-            f"{fault.path} has {text.count(fault.right)} times {fault.right!r}, expected once: mend "
+            f"{fault.path} has {text.count(fault.right)} times {fault.right!r}, expected once. Mend "
             f"'{fault.name}' in tests/planted_faults/faults.py"
         )
     path.write_text(text.replace(fault.right, fault.wrong))
 
 
-def run(fault: PlantedFault, tree: Path) -> dict[str, str]:
-    """Returns the tests that fail in a tree, and how: pytest's short summary, cut.
+def run_tests(fault: PlantedFault, tree: Path) -> dict[str, str]:
+    """Runs the fault's tests in a tree. Returns the failed tests and pytest's short reason.
 
     Raises:
-        RuntimeError: pytest could not run them, or they did not end.
+        RuntimeError: pytest could not run the tests, or they did not end.
     """
     python = str(tree / ".venv/bin/python")
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tree / "operator/src"), str(tree / "worker_image/src")]),
-        "COLUMNS": "250",  # else the summary has no reasons
+        "COLUMNS": "250",  # otherwise the summary has no reasons
     }
     subprocess.run(
         [python, "-m", "vllm_heteroinfer.kernels.build"],

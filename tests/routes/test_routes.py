@@ -1,9 +1,9 @@
-"""Two groups behind gateways with TLS and an API key, and scaled to zero, on a real node: `make routes`.
+"""Tests two groups behind gateways with TLS and an API key, and scaling to zero: `make routes`.
 
-All parts are the real programs, built from their modules, and run as pods by their own charts and manifests:
-Envoy Gateway, the endpoint picker of the Gateway API Inference Extension, KEDA and its HTTP add-on. Only the
-Envoy before the picker is a process of the node with a configuration of `gateway.py`, because Envoy Gateway
-alone does not support InferencePools.
+All parts are the real programs on a real node, built from their modules, and run as pods from their own
+charts and manifests: Envoy Gateway, the endpoint picker of the Gateway API Inference Extension, KEDA and its
+HTTP add-on. Only the Envoy before the picker is a process of the node, with a configuration by `gateway.py`,
+because Envoy Gateway alone does not support InferencePools.
 """
 
 import http.client
@@ -49,17 +49,17 @@ HOST = "llm.example.com"
 KEY = "a-key-of-these-tests"
 START_S = 420.0
 ANSWER_S = 300.0
-"""All clients at the same time, on a node whose two cores other tests use too."""
+"""Number of clients at the same time, on a node whose two cores other tests use, too."""
 REQUESTS = 48
 CLIENTS = 8
-"""Each sends its next request after an answer, so the picker sees the load that it made."""
+"""Requests of each client. Each is sent after the last answer, so that the picker sees the load."""
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
-    """examples/cpu-pair.yaml with two groups, and an API key as in docs/user/expose.md#give-the-api-a-key."""
+    """Yields examples/cpu-pair.yaml with two groups, and an API key as docs/user/expose.md describes."""
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
@@ -82,7 +82,7 @@ def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Res
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """What clients reach from outside."""
+    """The address that clients outside of the cluster use."""
 
     groups: Resource
     address: str
@@ -90,7 +90,7 @@ class Gateway:
     authority: Path
 
     def open(self, path: str, body: dict[str, Any] | None, key: str = KEY) -> http.client.HTTPResponse:
-        """Returns the answer to a request by TLS, of which the body is not read yet."""
+        """Sends a request by TLS, and returns the answer before its body is read."""
         context = ssl.create_default_context(cafile=str(self.authority))
         connection = http.client.HTTPSConnection(HOST, self.port, timeout=ANSWER_S)
         plain = socket.create_connection((self.address, self.port), ANSWER_S)
@@ -105,7 +105,7 @@ class Gateway:
         return connection.getresponse()
 
     def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
-        """Returns status and text of a request by TLS."""
+        """Sends a request by TLS, and returns status and text."""
         with self.open(path, body, key) as answer:
             return answer.status, answer.read().decode()
 
@@ -113,12 +113,12 @@ class Gateway:
         return self.ask("/v1/completions", asks_for(prompt, max_tokens, **options))
 
     def answered(self) -> Counter[str]:
-        """Returns how many requests each leader has answered, by pod."""
+        """Returns the number of requests that each leader has answered, by pod."""
         found: Counter[str] = Counter()
         for pod in leaders(self.groups):
             url = f"http://{pod['status']['podIP']}:8000/metrics"
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as said:
-                lines = said.read().decode().splitlines()
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
             done = [line for line in lines if line.startswith("vllm:request_success_total")]
             found[pod["metadata"]["name"]] = round(sum(float(line.rpartition(" ")[2]) for line in done))
         return found
@@ -134,7 +134,7 @@ def leaders(groups: Resource) -> list[dict[str, Any]]:
 
 
 def create_authority(cluster: NodeCluster) -> Pki:
-    """Returns the keys of a gateway for the examples' host; its authority is in `ca.crt`."""
+    """Returns the keys of a gateway for the examples' host. The CA is in `ca.crt`."""
     pki = Pki(folder=cluster.state.folder / "gateway")
     if not pki.folder.exists():
         pki.folder.mkdir(mode=0o700)
@@ -144,7 +144,7 @@ def create_authority(cluster: NodeCluster) -> Pki:
 
 
 def wait_rollouts(cluster: NodeCluster, namespace: str, timeout_s: float = 180.0) -> None:
-    """Waits until all Deployments of a namespace are available; the error shows their pods and events."""
+    """Waits until all Deployments of a namespace are available. The error shows their pods and events."""
     every = ("--for=condition=Available", "deployment", "--all", f"--timeout={timeout_s:.0f}s")
     try:
         cluster.kubectl("wait", "-n", namespace, *every, timeout_s=timeout_s + 10)
@@ -155,7 +155,7 @@ def wait_rollouts(cluster: NodeCluster, namespace: str, timeout_s: float = 180.0
 
 @pytest.fixture(scope="module")
 def gateway(groups: Resource) -> Gateway:
-    """The example's pool with its picker, and Envoy in front."""
+    """Yields the example's pool with its picker, and Envoy in front of them."""
     cluster, state = groups.cluster, groups.cluster.state
     bases = tools.source_folder("endpoint-picker", "sigs.k8s.io/gateway-api-inference-extension")
     for file in sorted((bases / "config/crd/bases").glob("*.yaml")):
@@ -186,7 +186,7 @@ def gateway(groups: Resource) -> Gateway:
 
 
 def answers(front: Gateway) -> bool:
-    """Returns whether a gateway passes requests on."""
+    """Returns whether a gateway forwards requests."""
     try:
         return front.ask("/v1/models")[0] == 200
     except OSError:
@@ -216,8 +216,8 @@ def test_the_picker_refuses_a_prompt_of_token_ids(gateway: Gateway) -> None:
 def test_both_groups_get_requests(gateway: Gateway) -> None:
     before = gateway.answered()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        said = list(pool.map(lambda i: gateway.complete(f"{i} ranks", 64), range(REQUESTS)))
-    assert Counter(status for status, _ in said) == {200: REQUESTS}
+        answers = list(pool.map(lambda i: gateway.complete(f"{i} ranks", 64), range(REQUESTS)))
+    assert Counter(status for status, _ in answers) == {200: REQUESTS}
     now = gateway.answered()
     shares = {pod: now[pod] - before[pod] for pod in now}
     assert sum(shares.values()) == REQUESTS
@@ -229,7 +229,7 @@ def test_a_stream_arrives_in_parts(gateway: Gateway) -> None:
     with gateway.open("/v1/completions", asks_for("A stream", 128, stream=True)) as answer:
         arrived = [(time.monotonic() - began, line.strip()) for line in answer if line.strip()]
     assert arrived[-1][1] == b"data: [DONE]"
-    assert len(arrived) > 64  # the bytes of one character come together
+    assert len(arrived) > 64  # the bytes of one character arrive together
     (first_s, _), *_, (last_s, _) = arrived
     assert first_s < last_s / 2, f"the first of {len(arrived)} events came after {first_s} of {last_s} s"
 
@@ -237,8 +237,8 @@ def test_a_stream_arrives_in_parts(gateway: Gateway) -> None:
 def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
     asleep = leaders(gateway.groups)[0]
     name, address = asleep["metadata"]["name"], asleep["status"]["podIP"]
-    status, said = gateway.groups.cluster.pod_http(address, 8000, "/sleep?level=1", body=b"", timeout_s=60)
-    assert status == 200, said
+    status, answer = gateway.groups.cluster.pod_http(address, 8000, "/sleep?level=1", body=b"", timeout_s=60)
+    assert status == 200, answer
 
     def is_unready() -> bool:
         conditions = gateway.groups.get("pod", name)["status"]["conditions"]
@@ -280,7 +280,7 @@ spec:
 
 
 def install_controller(cluster: NodeCluster) -> None:
-    """Installs Envoy Gateway by its own chart."""
+    """Installs Envoy Gateway from its own chart."""
     programs = {
         CONTROLLER_IMAGE: [tools.program(tools.ENVOY_GATEWAY, "envoy-gateway")],
         ENVOY_IMAGE: [ensure_envoy()],
@@ -299,7 +299,7 @@ def install_controller(cluster: NodeCluster) -> None:
 
 @pytest.fixture(scope="module")
 def routed(groups: Resource) -> Gateway:
-    """examples/routes/httproute.yaml with Envoy Gateway."""
+    """Yields examples/routes/httproute.yaml with Envoy Gateway."""
     cluster = groups.cluster
     install_controller(cluster)
     cluster.kubectl("apply", "-f", "-", stdin=GATEWAY_CLASS)
@@ -325,7 +325,7 @@ def test_a_gateway_controller_serves_the_examples_route(
     tokens = answer["token_ids"]
     status, text = routed.complete(prompt, len(tokens), temperature=0, return_token_ids=True)
     assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, tokens), text
-    assert routed.complete([3, 5])[0] == 200  # no picker reads it
+    assert routed.complete([3, 5])[0] == 200  # no picker reads this request
     assert routed.ask("/v1/models", key="another")[0] == 401
     assert routed.ask("/metrics")[0] == 404
     assert routed.ask("/v1/../metrics")[0] == 404
@@ -343,11 +343,11 @@ def test_a_stream_through_the_controllers_envoy_arrives_in_parts(routed: Gateway
 
 KEDA = "keda"
 QUIET_S = 20
-"""After so long without a request KEDA scales to zero; 15 min in the example."""
+"""Seconds without a request after which KEDA scales to zero; 15 min in the example."""
 
 
 def install_keda(cluster: NodeCluster) -> None:
-    """Installs KEDA and its HTTP add-on by their own manifests, with one replica each."""
+    """Installs KEDA and its HTTP add-on from their own manifests, with one replica each."""
     add_on = "ghcr.io/kedacore/http-add-on-"
     images = {
         f"{add_on}{name}": tools.program(tools.HTTP_ADD_ON, name) for name in tools.HTTP_ADD_ON.programs
@@ -367,7 +367,7 @@ def install_keda(cluster: NodeCluster) -> None:
         apply(cluster, definitions)
         for definition in definitions:
             wait_established(cluster, definition["metadata"]["name"])
-        # The add-on's own ScaledObject wants three interceptors.
+        # The add-on's own ScaledObject requires three interceptors.
         kept = [item for item in rendered if item["kind"] not in ("CustomResourceDefinition", "ScaledObject")]
         for item in kept:
             if item["kind"] == "Deployment":
@@ -378,7 +378,8 @@ def install_keda(cluster: NodeCluster) -> None:
                 if item["metadata"]["name"] == "keda-operator":
                     container["args"].append("--enable-webhook-patching=false")  # there is no webhook
         apply(cluster, kept)
-    # KEDA's operator makes the certificates. Its own pod and the adapter's start again until they see them.
+    # KEDA's operator makes the certificates. Its own pod and the adapter's pod restart until the certificates
+    # exist.
     wait_rollouts(cluster, KEDA, START_S)
 
 
@@ -389,7 +390,7 @@ def apply(cluster: NodeCluster, objects: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def holder(groups: Resource) -> str:
-    """The example's HTTPScaledObject with KEDA; returns the address of the interceptor's Service."""
+    """Yields the address of the interceptor's Service, with the example's HTTPScaledObject and KEDA."""
     install_keda(groups.cluster)
     example = yaml.safe_load((REPOSITORY / "examples/scale-to-zero/http-scaled-object.yaml").read_text())
     example["spec"]["scaledownPeriod"] = QUIET_S
@@ -400,7 +401,10 @@ def holder(groups: Resource) -> str:
 
 
 def ask_holder(address: str) -> tuple[int, str]:
-    """Returns status and text of a completion by the interceptor, which holds it until a group is Ready."""
+    """Sends a completion through the interceptor, which waits until a group is Ready.
+
+    Returns status and text.
+    """
     body = {"model": "cpu-pair", "prompt": [3, 5], "max_tokens": 4}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", "Host": HOST}
     url = f"http://{address}/v1/completions"
@@ -428,10 +432,10 @@ def test_keda_scales_to_zero_and_back_for_a_request(groups: Resource, holder: st
 
 
 def wait_for(groups: Resource, what: str, holds: Callable[[], bool]) -> None:
-    """Waits for KEDA; its log is in the error."""
+    """Waits for a state of the groups. The error contains KEDA's log."""
     try:
         processes.wait_until(what, holds, timeout_s=180)
     except ClusterError as error:
-        said = groups.cluster.kubectl("logs", "-n", KEDA, "deployment/keda-operator", "--tail=40")
+        log = groups.cluster.kubectl("logs", "-n", KEDA, "deployment/keda-operator", "--tail=40")
         scaled = groups.cluster.kubectl("get", "-n", NAMESPACE, "scaledobjects,hpa", "-o", "yaml")
-        raise AssertionError(f"{error}\n{said}\n{scaled}") from error
+        raise AssertionError(f"{error}\n{log}\n{scaled}") from error

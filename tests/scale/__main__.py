@@ -1,9 +1,10 @@
-"""The operator with a thousand resources of four pods, on a real control plane and kwok nodes.
+"""Measures the operator with a thousand resources of four pods, on a real control plane and kwok nodes.
 
     python -m tests.scale [--resources 1000] [--idle-seconds 600] [--write FILE]
 
-Creates them at the same time, waits until every group serves, leaves the operator alone, kills it and starts
-another. Prints a table, and writes it to FILE; exits 1 if a figure is worse than its limit. Must be root.
+The program creates the resources at the same time, waits until every group serves, leaves the operator idle,
+kills it and starts another one. It prints a table, and writes it to FILE. It exits 1 if a figure exceeds its
+limit. Must be root.
 """
 
 import argparse
@@ -21,19 +22,22 @@ from tests.scale.report import build_page, build_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 if a figure is worse than its limit."""
+    """Returns the exit code: 0, or 1 if a figure exceeds its limit."""
     parser = argparse.ArgumentParser(prog="python -m tests.scale", description=__doc__)
-    parser.add_argument("--resources", type=int, default=1000, help="of 4 pods each (default: %(default)s)")
+    parser.add_argument(
+        "--resources", type=int, default=1000, help="resources of 4 pods (default: %(default)s)"
+    )
     parser.add_argument(
         "--idle-seconds",
         type=float,
         default=600,
-        help="how long nothing may be written (default: %(default)s)",
+        help="seconds in which the operator must write nothing (default: %(default)s)",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="new folder for the operators' logs")
     chosen = parser.parse_args(arguments)
-    for end in (signal.SIGINT, signal.SIGTERM):  # either way the cluster and the operator end with us
+    # in either case, the cluster and the operator end with this process
+    for end in (signal.SIGINT, signal.SIGTERM):
         signal.signal(end, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         load = os.getloadavg()[2]

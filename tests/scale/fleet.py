@@ -1,4 +1,4 @@
-"""Many resources on a real control plane, and what the operator makes of them."""
+"""Creates many resources on a real control plane, and lists their objects."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.server import ApiServer
 from tests.integration.operator.running_operator import PROFILE, OperatorProcess
 
 NAMESPACES = tuple(f"team-{number:02d}" for number in range(20))
-"""Controllers look at all Services and budgets of a namespace for each of its pods: teams have their own."""
+"""Number of namespaces. For each pod, controllers check all Services and budgets of its namespace."""
 PODS_PER_RESOURCE = 4
 KINDS = (HETERO_INFERENCE, POD, SERVICE, NETWORK_POLICY, CONFIG_MAP)
 _CREATES_AT_ONCE = 8
@@ -28,7 +28,7 @@ _PAGE = 500
 
 
 def build_resource(number: int) -> dict[str, Any]:
-    """Returns a resource of one group: a GPU pod and three CPU pods; its namespace is one of NAMESPACES."""
+    """Builds a resource of one group: a GPU pod and three CPU pods. Its namespace is one of NAMESPACES."""
     cpu = {"limits": {"cpu": "4", "memory": "8Gi"}}
     return {
         "apiVersion": HETERO_INFERENCE.api_version,
@@ -51,12 +51,12 @@ def _namespace(number: int) -> str:
 
 
 def profile() -> str:
-    """Returns what an inspect pod says of the resources' model."""
+    """Returns the termination message of inspect pods for the resources' model."""
     return json.dumps(PROFILE)
 
 
 async def create_resources(server: ApiServer, count: int) -> None:
-    """Creates all resources, some at a time."""
+    """Creates all resources, some at the same time."""
     limit = asyncio.Semaphore(_CREATES_AT_ONCE)
 
     async def create(number: int) -> None:
@@ -68,7 +68,7 @@ async def create_resources(server: ApiServer, count: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """An object, as far as it tells whether it was touched."""
+    """The part of an object that shows whether it was changed."""
 
     kind: str
     name: str
@@ -79,7 +79,7 @@ class Stored:
 
 
 async def list_stored(server: ApiServer, kinds: Iterable[Kind] = KINDS) -> dict[str, Stored]:
-    """Returns everything there is of resources, of some kinds, by uid."""
+    """Lists all objects of some kinds that belong to resources, by uid."""
     found: dict[str, Stored] = {}
     for kind in kinds:
         query: dict[str, str | int] = {"limit": _PAGE}
@@ -110,7 +110,7 @@ def _stored(kind: Kind, item: dict[str, Any]) -> Stored:
 
 
 async def ready_groups(process: OperatorProcess) -> int:
-    """Returns how many groups serve, as the operator's own metric says."""
+    """Returns the number of serving groups, from the operator's own metric."""
     status, text = await process.http("/metrics")
     assert status == 200, text
     wanted = f'{metric_names.OPERATOR_GROUPS}{{phase="Ready"}} '

@@ -1,4 +1,4 @@
-"""One run: create, idle, restart; each step with a deadline."""
+"""Measures one run: create, idle, restart. Each step has a deadline."""
 
 import asyncio
 import contextlib
@@ -29,24 +29,25 @@ from tests.scale.report import Figures
 
 GPUS_PER_NODE = 8
 SPARE_NODES = 0.1
-"""A tenth of the nodes more than the GPU pods fill: else CPU pods fill nodes whose GPUs are still free."""
+"""A tenth more nodes than the GPU pods fill. Otherwise CPU pods would fill nodes whose GPUs are still
+free."""
 CREATE_TIMEOUT_S = 1500.0
 QUIET_S = 30.0
-"""Nothing was written for so long: the way up is over."""
+"""Seconds without writes after which the start-up phase is over."""
 RESTART_TIMEOUT_S = 300.0
 _SAY_EVERY_S = 15.0
 _LOOK_EVERY_S = 5.0
-"""The metrics of a thousand resources cost the operator a part of a second."""
+"""The metrics of a thousand resources cost the operator a fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Usage:
-    """What a process has used.
+    """The resources that a process has used.
 
     Attributes:
         cpu_s: user and system time.
-        rss_bytes: resident now.
-        peak_bytes: the most that was ever resident.
+        rss_bytes: resident memory now.
+        peak_bytes: peak of the resident memory.
     """
 
     cpu_s: float
@@ -67,10 +68,10 @@ class _Usage:
 
 
 async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
-    """Returns the figures of one run.
+    """Runs all steps, and returns the figures.
 
     Raises:
-        AssertionError: a step was not done within its deadline, or the operator ended.
+        AssertionError: a step missed its deadline, or the operator ended.
     """
     ensure_tools([*tools.CONTROL_PLANE, tools.KWOK])
     logs.mkdir(parents=True)
@@ -120,7 +121,7 @@ async def measure(resources: int, idle_s: float, logs: Path) -> Figures:
 
 
 def _install(cluster: Cluster, folder: Path) -> Path:
-    """Returns a kubeconfig with the chart's own rights."""
+    """Installs the chart. Returns a kubeconfig with the chart's own permissions."""
     apply_crds(cluster, build_crd())
     manifests = [manifest for namespace in fleet.NAMESPACES for manifest in _namespace(namespace)]
     cluster.kubectl("create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)))
@@ -132,7 +133,7 @@ def _install(cluster: Cluster, folder: Path) -> Path:
 
 
 def _namespace(name: str) -> tuple[dict[str, Any], ...]:
-    """Returns the manifests of a namespace and of the models' volume in it."""
+    """Returns the manifests of a namespace and of its volume of models."""
     common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
     volume_name = f"models-of-{name}"
     volume = {
@@ -175,14 +176,17 @@ class _Made:
 
 
 async def _create(server: ApiServer, process: OperatorProcess, resources: int) -> _Made:
-    """Returns how long it took from the first resource until the last pod was there, and served."""
+    """Creates the resources.
+
+    Returns the seconds until the last pod existed, and until the last group served.
+    """
     began, started = datetime.now(UTC), time.monotonic()
     creating = asyncio.ensure_future(fleet.create_resources(server, resources))
     reported = started
 
     async def all_ready() -> bool:
         nonlocal reported
-        assert process.process.poll() is None, process.said[-4000:]
+        assert process.process.poll() is None, process.output[-4000:]
         if creating.done():
             creating.result()
         ready = await fleet.ready_groups(process)
@@ -193,16 +197,16 @@ async def _create(server: ApiServer, process: OperatorProcess, resources: int) -
         await asyncio.sleep(_LOOK_EVERY_S)
         return ready == resources
 
-    await until("every group serves", all_ready, CREATE_TIMEOUT_S, lambda: process.said[-4000:])
+    await until("every group serves", all_ready, CREATE_TIMEOUT_S, lambda: process.output[-4000:])
     ready_s = time.monotonic() - started
     pods = await fleet.list_stored(server, [POD])
-    # Creation times are whole seconds, cut off.
+    # Creation times are whole seconds, rounded down.
     created_s = max((pod.created - began).total_seconds() for pod in pods.values()) + 1
     return _Made(created_s=min(created_s, ready_s), ready_s=ready_s)
 
 
 async def _settle(process: OperatorProcess) -> dict[str, float]:
-    """Returns the writes so far, once there were no more for a while."""
+    """Waits until there are no more writes, and returns the writes so far."""
     kept, since = await process.writes(), time.monotonic()
 
     async def quiet() -> bool:
@@ -213,12 +217,12 @@ async def _settle(process: OperatorProcess) -> dict[str, float]:
         await asyncio.sleep(1)
         return time.monotonic() - since > QUIET_S
 
-    await until("an end of writes", quiet, 10 * QUIET_S, lambda: process.said[-4000:])
+    await until("an end of writes", quiet, 10 * QUIET_S, lambda: process.output[-4000:])
     return kept
 
 
 async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
-    """Returns how long a new operator takes for its first resync, its writes, and what it used."""
+    """Starts a new operator. Returns the seconds until its first resync, its writes, and its usage."""
     started = time.monotonic()
     async with operator(kubeconfig, log) as process:
 
@@ -228,14 +232,14 @@ async def _restart(kubeconfig: Path, log: Path) -> tuple[float, float, _Usage]:
                 status == 200 and await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > 0
             )
 
-        await until("a first resync", passed, RESTART_TIMEOUT_S, lambda: process.said[-4000:])
+        await until("a first resync", passed, RESTART_TIMEOUT_S, lambda: process.output[-4000:])
         restart_s = time.monotonic() - started
         writes = await _settle(process)
         return restart_s, sum(writes.values()), _Usage.of(process.process.pid)
 
 
 def _check_whole(stored: dict[str, fleet.Stored], resources: int) -> None:
-    """Asserts on the API server's own word that nothing is missing or too much, and every pod is ready."""
+    """Checks on the API server that no object is missing or superfluous, and every pod is ready."""
     pods = [s for s in stored.values() if s.kind == POD.name]
     assert len(pods) == fleet.PODS_PER_RESOURCE * resources, f"{len(pods)} pods"
     unready = [pod.name for pod in pods if not pod.ready]

@@ -1,4 +1,4 @@
-"""The figures of a run, their limits, and the page that shows them."""
+"""Defines the figures of a run, their limits, and the page that shows them."""
 
 import datetime
 import os
@@ -16,7 +16,7 @@ CREATED_AIM_S = 135.0
 RSS_LIMIT_BYTES = 300e6
 RESTART_LIMIT_S = 60.0
 LIMITS_ARE_FOR = 1000
-"""Resources."""
+"""Number of resources."""
 _PAGE = """# The operator at scale
 
 This page shows how much time, memory and how many writes one operator needs for many resources.
@@ -50,26 +50,26 @@ class Limited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured.
+    """The figures of a run.
 
     Attributes:
-        resources: HeteroInferences.
-        pods: of them all.
-        nodes: kwok nodes.
-        created_s: from the first resource's creation until the last pod was created.
-        ready_s: until the last group served.
-        writes: of the operator until then, by verb and kind as its metric has them.
-        reconciles: of the operator until then.
+        resources: number of HeteroInferences.
+        pods: number of their pods.
+        nodes: number of kwok nodes.
+        created_s: seconds from the first resource's creation until the last pod was created.
+        ready_s: seconds until the last group served.
+        writes: writes of the operator until then, by verb and kind as in its metric.
+        reconciles: reconciles of the operator until then.
         create_cpu_s: the operator's CPU time until then.
-        idle_s: how long nothing was asked of it.
-        idle_writes: that it made meanwhile.
-        idle_touched: objects that came, went or changed meanwhile.
-        idle_cpu_s: its CPU time meanwhile.
-        rss_bytes: resident after that.
-        peak_bytes: the most that was resident.
-        restart_s: from the start of a new process to the end of its first resync.
-        restart_writes: that it made, until none came any more.
-        restart_touched: pods that came, went or changed since before the old process ended.
+        idle_s: length of the idle phase.
+        idle_writes: writes of the operator in the idle phase.
+        idle_touched: objects that were created, deleted or changed in the idle phase.
+        idle_cpu_s: CPU time of the operator in the idle phase.
+        rss_bytes: resident memory after the idle phase.
+        peak_bytes: peak of the resident memory.
+        restart_s: seconds from the start of a new process to the end of its first resync.
+        restart_writes: its writes until there were no more.
+        restart_touched: pods that were created, deleted or changed since before the old process ended.
     """
 
     resources: int
@@ -157,7 +157,7 @@ def build_table(figures: Figures) -> list[str]:
 
 
 def build_page(figures: Figures, command: str, date: datetime.date, load: float) -> str:
-    """Returns the whole page: what was run where and when, on a machine how busy with other things."""
+    """Returns the whole page: the figures, the command, the date, and the load of the machine."""
     return _PAGE.format(
         resources=figures.resources,
         nodes=figures.nodes,
@@ -172,7 +172,7 @@ def build_page(figures: Figures, command: str, date: datetime.date, load: float)
 
 
 def describe_machine() -> str:
-    """Returns processor, cores and memory of this machine."""
+    """Describes processor, cores and memory of this machine."""
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     model = found[1] if found else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,1 +1,1 @@
-"""Published models without their weights: configs, tensors, and vLLM's recorded answers about them."""
+"""Lists published models without their weights: configs, tensors, and vLLM's recorded answers about them."""

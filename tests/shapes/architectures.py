@@ -1,7 +1,9 @@
 """Writes the table of the model classes that vLLM serves, from the registries of vLLM and transformers.
 
-    .venv-worker/bin/python -m tests.shapes.architectures          # writes the planner's table
-    .venv-worker/bin/python -m tests.shapes.architectures --check  # exits 1 if it is not current
+The first command writes the planner's table; the second one exits 1 if the table is not current:
+
+    .venv-worker/bin/python -m tests.shapes.architectures
+    .venv-worker/bin/python -m tests.shapes.architectures --check
 
 Imports vLLM and transformers inside functions only.
 """
@@ -16,14 +18,14 @@ from typing import Any
 from tests.shapes.classes import ask
 
 STUB = ".vl_stub"
-"""The module of a class that only says on CPUs that there is none."""
+"""Module of a class that only raises an error on CPUs."""
 AROUND = {"BailingMoeV3VLForConditionalGeneration"}
-"""Classes around one of `GPU_STATES`, whose own modules have no layers."""
+"""Classes that wrap `GPU_STATES` models, and whose own modules have no layers."""
 TABLE = Path(__file__).parents[2] / "operator/src/heteroinfer_operator/vllm_support/listed_architectures.py"
 
 
 def build_table() -> dict[str, Any]:
-    """Returns the table: names of classes by what vLLM does with them, and what endings of others mean."""
+    """Builds the table: class names by what vLLM does with them, and the meaning of other names' suffixes."""
     import transformers
     from transformers.models.auto import modeling_auto
     from vllm.config.model import iter_architecture_defaults
@@ -62,30 +64,33 @@ def _named(config_class: Any) -> Any:
 
 
 def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Returns the names of classes by what they cannot do.
+    """Sorts the names of classes by the features that they lack.
 
     Args:
-        classes: what they say of themselves (`tests.shapes.classes`), in an environment without a GPU.
+        classes: properties of the classes (`tests.shapes.classes`), in an environment without a GPU.
     """
 
     def having(*modules: str) -> set[str]:
-        return {name for name, said in classes.items() if not set(modules).isdisjoint(said.get("states", ()))}
+        return {
+            name for name, answer in classes.items() if not set(modules).isdisjoint(answer.get("states", ()))
+        }
 
-    stubs = {name for name, said in classes.items() if said["module"].endswith(STUB)}
-    # One that cannot even be imported is taken for one of GPUs, if vLLM has it in modules by platform.
+    stubs = {name for name, answer in classes.items() if answer["module"].endswith(STUB)}
+    # A class that cannot be imported counts as a class for GPUs, if vLLM has it in modules by platform.
     of_gpus = stubs | {
         name
-        for name, said in classes.items()
-        if ".nvidia." in said["module"] or ("error" in said and said["module"].startswith("vllm.models."))
+        for name, answer in classes.items()
+        if ".nvidia." in answer["module"]
+        or ("error" in answer and answer["module"].startswith("vllm.models."))
     }
     of_gpu_states = having(
         "mamba_mixer", "gdn.olmo_gdn_linear_attn", "linear.bailing_linear_attn", "abstract"
     )
     found = {
-        "no_pipeline": {name for name, said in classes.items() if said.get("pipeline") is False} - stubs,
+        "no_pipeline": {name for name, answer in classes.items() if answer.get("pipeline") is False} - stubs,
         "gpu_classes": of_gpus,
         "gpu_states": of_gpu_states | AROUND,
-        "text_by_config": {name for name, said in classes.items() if said.get("text_by_config")},
+        "text_by_config": {name for name, answer in classes.items() if answer.get("text_by_config")},
         "gated_delta_nets": having("gdn.qwen_gdn_linear_attn") - of_gpus,
     }
     return {name: sorted(names) for name, names in found.items()}
@@ -175,7 +180,7 @@ GATED_DELTA_NETS: Final = word_set(
 
 
 def render(table: dict[str, Any]) -> str:
-    """Returns the table as its module has it: names as wrapped words."""
+    """Renders the table as its module has it: names as wrapped words."""
     sets = {name: wrapped(found) for name, found in table.items() if isinstance(found, list)}
     maps = {
         name: wrapped(f"{key}\0{value}" for key, value in found.items()).replace("\0", " ")
@@ -186,7 +191,7 @@ def render(table: dict[str, Any]) -> str:
 
 
 def wrapped(words: Iterable[str]) -> str:
-    """Returns words as lines of a table, which a name is not broken by."""
+    """Returns words as lines of a table, without splitting a name."""
     return textwrap.fill(
         " ".join(words),
         width=110,
@@ -198,8 +203,8 @@ def wrapped(words: Iterable[str]) -> str:
 
 
 def main() -> int:
-    """Writes or checks the table; returns the exit code."""
-    os.environ.setdefault("VLLM_PLUGINS", "")  # our own platform is not asked
+    """Writes or checks the table, and returns the exit code."""
+    os.environ.setdefault("VLLM_PLUGINS", "")  # without our own platform
     text = render(build_table())
     if "--check" not in sys.argv:
         TABLE.write_text(text)

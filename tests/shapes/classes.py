@@ -23,14 +23,14 @@ import sys
 from typing import Any
 
 STATES = "vllm.model_executor.layers.mamba."
-"""Where vLLM has its layers with states."""
+"""Modules of vLLM's layers with states."""
 _ALL_LAYERS = re.compile(r" in (enumerate\()?self\.layers\)?:")
 REMOTE_TYPES = ("bagel", "molmo2", "moondream3")
-"""That transformers itself does not know."""
+"""Model types that transformers itself does not know."""
 
 
 def ask() -> dict[str, dict[str, Any]]:
-    """Returns what each class says."""
+    """Returns the properties of each class."""
     from vllm.model_executor.models import registry
     from vllm.model_executor.models.interfaces import supports_pp
 
@@ -48,13 +48,13 @@ def ask() -> dict[str, dict[str, Any]]:
                     "states": _states(home),
                     "text_by_config": _text_by_config(home),
                 }
-            except Exception as error:  # vLLM's own word on what is not here, as data
+            except Exception as error:  # vLLM's message about a missing dependency, as data
                 found[architecture] = {"error": f"{type(error).__name__}: {error}"[:300], "module": full}
     return found
 
 
 def _calls_all_layers(module: Any) -> bool:
-    """Returns whether a class of this module that leaves layers to other stages calls those too."""
+    """Returns whether a class that can leave layers to other stages also calls those layers."""
     for each in vars(module).values():
         if isinstance(each, type) and each.__module__ == module.__name__ and "forward" in vars(each):
             leaves_some = "make_layers(" in inspect.getsource(each)
@@ -64,7 +64,7 @@ def _calls_all_layers(module: Any) -> bool:
 
 
 def _text_by_config(module: Any) -> bool:
-    """Returns whether a module takes the class of its language model from that model's own config."""
+    """Returns whether a module finds the class of its language model in that model's own config."""
     if ".architectures" in inspect.getsource(module):  # it writes the class into that config itself
         return False
     calls = [
@@ -80,7 +80,7 @@ def _text_by_config(module: Any) -> bool:
 
 
 def _states(module: Any) -> list[str]:
-    """Returns the modules of the layers with states that a module of a model has."""
+    """Returns the modules of the layers with states that a model's module imports."""
     homes = {getattr(each, "__module__", None) for each in vars(module).values() if isinstance(each, type)}
     return sorted(
         home.removeprefix(STATES) for home in homes if isinstance(home, str) and home.startswith(STATES)
@@ -103,7 +103,7 @@ def both_ways() -> list[str]:
 
 
 def main() -> int:
-    """Prints the answers; returns 0."""
+    """Prints the properties, and returns 0."""
     os.environ.setdefault("VLLM_PLUGINS", "")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     sys.stdout.write(json.dumps({"classes": ask(), "both_ways": both_ways()}) + "\n")

@@ -18,18 +18,18 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Ours and vLLM's, of one shape in two stages.
+    """Our sizes and vLLM's of one shape in two stages.
 
     Attributes:
-        ours: by what it is.
-        theirs: the same.
+        ours: sizes by name.
+        theirs: vLLM's sizes by the same names.
     """
 
     ours: dict[str, int]
     theirs: dict[str, int]
 
     def worst(self) -> tuple[str, float]:
-        """Returns what differs most, and by how much of vLLM's."""
+        """Returns the name of the largest difference, and its share of vLLM's size."""
         off = {name: abs(self.ours[name] - theirs) / max(theirs, 1) for name, theirs in self.theirs.items()}
         name = max(off, key=lambda name: off[name])
         return name, off[name]
@@ -37,7 +37,7 @@ class Comparison:
 
 @cache
 def recorded(device: str) -> dict[str, Any]:
-    """Returns what vLLM said on a device type: `cpu` or `cuda`."""
+    """Returns vLLM's recorded answers for a device type: `cpu` or `cuda`."""
     answers: dict[str, Any] = json.loads((RECORDED / f"{device}.json").read_text())
     return answers
 
@@ -59,12 +59,12 @@ def settings(profile: ModelProfile, length: int) -> EngineSettings:
 
 
 BATCHES = {"cpu": 2, "cuda": 3}
-"""Concurrent batches of vLLM's two stages. On CUDA it schedules one batch ahead, which our pipelines don't
+"""Concurrent batches of vLLM's two stages. On CUDA, vLLM schedules one batch ahead, but our pipelines do not
 (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
 
 
 def compare(profile: ModelProfile, answer: dict[str, Any], device: str = "cpu") -> Comparison:
-    """Returns our sizes beside vLLM's answer on a device type."""
+    """Returns our sizes beside vLLM's recorded sizes on a device type."""
     first = stage_layers(profile.num_layers)[0]
     bounds = ((0, first), (first, profile.num_layers))
     ours: dict[str, int] = {}

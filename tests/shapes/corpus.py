@@ -1,6 +1,8 @@
-"""Published models: their config.json, written from the architectures' definitions, and their tensors.
+"""Lists published models: their config.json, written from the architectures' definitions, and their tensors.
 
-python -m tests.shapes.corpus DIR NAME      # writes a model without weights: a sparse file with its header
+This command writes a model without weights, as a sparse file with its header:
+
+    python -m tests.shapes.corpus DIR NAME
 """
 
 import json
@@ -26,12 +28,12 @@ class Shape:
     """A published model.
 
     Attributes:
-        name: as its publisher calls it.
+        name: the publisher's name.
         config: its config.json, or its params.json.
-        prefix: of the decoder's tensors.
+        prefix: prefix of the decoder's tensors.
         head: name of the output head.
         experts_only: whether only routed experts are quantized.
-        params: whether it is in Mistral's own files.
+        params: whether it has Mistral's own file format.
         extra: tensors that vLLM drops.
     """
 
@@ -71,7 +73,7 @@ _FILLED: Mapping[str, Mapping[str, Any]] = {
     "gemma-3-27b-it": {"vocab_size": 262208, "tie_word_embeddings": True},
     "gemma-2-9b-it": {"tie_word_embeddings": True},
 }
-"""What a published config.json leaves to its class, and tensors are written from."""
+"""Fields that a published config.json leaves to its class, but that tensors depend on."""
 
 
 def _base(architecture: str, model_type: str, **fields: Any) -> Config:
@@ -906,12 +908,12 @@ SHAPES: tuple[Shape, ...] = (*_DENSE, *_QUANTIZED, *_MIXTURES, *_LATENT, *_LINEA
 
 
 def shape(name: str) -> Shape:
-    """Returns the shape of this name."""
+    """Returns the shape with this name."""
     return next(found for found in SHAPES if found.name == name)
 
 
 def write_shape(found: Shape, directory: Path) -> Path:
-    """Returns `directory`, holding a shape: its config, and weights that are a hole with the right header."""
+    """Writes a shape's config, and weights without content but with the right header. Returns `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ("params.json" if found.params else "config.json")).write_text(json.dumps(found.config))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -928,7 +930,7 @@ def write_shape(found: Shape, directory: Path) -> Path:
 
 
 def is_quantized(found: Shape) -> bool:
-    """Returns whether any weights of a shape are quantized."""
+    """Returns whether a shape has any quantized weights."""
     return read_scheme(found.config, found.config) != Scheme(name=SchemeName.NONE)
 
 

@@ -1,7 +1,7 @@
-"""Models published in 2026: their config.json (`of_2026`), and the names, types and sizes of their tensors.
+"""Lists models published in 2026: their config.json (`of_2026`), and names, types and sizes of their tensors.
 
 The numbers are from public sources. No checkpoint was downloaded: names of tensors are those that vLLM's
-classes read, and sizes that no source states are assumed (encoders without numbers, tables of n-grams).
+classes read, and sizes without a source are assumed (encoders without numbers, tables of n-grams).
 """
 
 import json
@@ -35,7 +35,10 @@ _KIMI: Final = Scheme(name=SchemeName.INT4, bits=4, group=32)
 
 
 class Shape2026(Shape):
-    """A shape of 2026, whose layers have a writer of their own where no older family has their names."""
+    """A shape of 2026.
+
+    If no older family has the names of its layers, a separate function yields their tensors.
+    """
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yields all tensors of its checkpoint."""
@@ -59,7 +62,7 @@ Layer = Callable[[Decoder, int, str], Iterator[TensorShape]]
 
 
 def _decoder(decoder: Decoder, layer: Layer) -> Iterator[TensorShape]:
-    """Yields the tensors of a decoder whose layers `layer` writes."""
+    """Yields the tensors of a decoder. `layer` yields those of one layer."""
     written = {FAMILIES[name]: name for name in FAMILIES}.get(layer)
     if written is not None:
         named = {**decoder.text, "model_type": written}
@@ -76,7 +79,7 @@ def _decoder(decoder: Decoder, layer: Layer) -> Iterator[TensorShape]:
 
 
 def _encoder(vision: Mapping[str, Any], hidden: int) -> Iterator[TensorShape]:
-    """Yields the tensors of an encoder, with the sizes of Qwen3-VL where no source names others."""
+    """Yields the tensors of an encoder, with the sizes of Qwen3-VL if no source has others."""
     if vision.get("model_type") == "pixtral":
         yield from ENCODERS["pixtral"](vision, hidden)
         return
@@ -185,7 +188,7 @@ def _minimax_m3(decoder: Decoder, index: int, at: str) -> Iterator[TensorShape]:
 
 
 def _nemotron_3(decoder: Decoder, index: int, at: str) -> Iterator[TensorShape]:
-    """Yields a layer of Nemotron-H, whose experts work on a latent of the stream."""
+    """Yields a layer of Nemotron-H, whose experts compute on a latent of the residual stream."""
     text, latent = decoder.text, decoder.text["moe_latent_size"]
     if text["hybrid_override_pattern"][index] != "E":
         yield from _nemotron_h(decoder, index, at)
@@ -225,7 +228,7 @@ def _step3p5(decoder: Decoder, index: int, at: str) -> Iterator[TensorShape]:
 
 
 def _qwen4(decoder: Decoder, index: int, at: str) -> Iterator[TensorShape]:
-    """Yields a layer of Qwen3-Next with an indexer and residual streams; one has the n-grams' table."""
+    """Yields a layer of Qwen3-Next with an indexer and residual streams. One layer has the n-grams' table."""
     text, hidden = decoder.text, decoder.text["hidden_size"]
     yield from _qwen3_next(decoder, index, at)
     if text["layer_types"][index] == "full_attention":
@@ -322,7 +325,7 @@ def _fp8(at: str, sizes: list[tuple[str, int, int]]) -> Iterator[TensorShape]:
 
 
 _ALIKE: Final = {"glm_moe_dsa": "deepseek_v32", "glm4_moe_lite": "deepseek_v3", "mistral4": "deepseek_v3"}
-"""Model types whose layers have the names of an older one."""
+"""Model types whose layers have the names of an older type."""
 _LAYERS: Final[Mapping[str, Layer | None]] = {
     "gemma4_text": _gemma4,
     "glm5_next_text": _glm5_next,

@@ -1,4 +1,4 @@
-"""The tensors of published decoders, as their checkpoints name them, from their configs."""
+"""Yields the tensors of published decoders with their checkpoints' names, from their configs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ PLAIN = Scheme()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A decoder to write tensors of.
+    """A decoder whose tensors are listed.
 
     Attributes:
-        text: its config, without defaults left out.
+        text: its config, including defaults.
         scheme: format of its linear layers.
         experts_only: whether only routed experts are quantized.
-        prefix: before `layers.N`, `embed_tokens` and `norm`.
+        prefix: prefix of `layers.N`, `embed_tokens` and `norm`.
         head: name of the head.
     """
 
@@ -30,7 +30,7 @@ class Decoder:
 
     @property
     def dense(self) -> Scheme:
-        """Returns the format of what is no routed expert."""
+        """Returns the format of all layers except routed experts."""
         return PLAIN if self.experts_only else self.scheme
 
 
@@ -199,7 +199,7 @@ def _deepseek(decoder: Decoder, index: int, at: str) -> Iterator[TensorShape]:
 
 
 def _speculation(text: Mapping[str, Any], at: str) -> Iterator[TensorShape]:
-    """Yields what a layer for multi-token prediction has besides."""
+    """Yields the additional tensors of a layer for multi-token prediction."""
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     yield from _norms(at, hidden, "enorm", "hnorm", "shared_head.norm")
     yield from linear(f"{at}.eh_proj", hidden, 2 * hidden, PLAIN)
@@ -326,7 +326,7 @@ def _granite_hybrid(decoder: Decoder, index: int, at: str) -> Iterator[TensorSha
 
 
 def consolidated_tensors(text: Mapping[str, Any]) -> Iterator[TensorShape]:
-    """Yields the tensors of a model in Mistral's own files.
+    """Yields the tensors of a model in Mistral's own file format.
 
     Args:
         text: its params.json.
@@ -375,4 +375,4 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": _nemotron_h,
     "granitemoehybrid": _granite_hybrid,
 }
-"""By model type: the tensors of one layer."""
+"""The tensors of one layer by model type."""

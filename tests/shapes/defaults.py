@@ -1,7 +1,9 @@
-"""The defaults that config.json files leave out, from transformers' config classes and vLLM's own.
+"""Writes the defaults that config.json files omit, from the config classes of transformers and vLLM.
 
-    .venv-worker/bin/python -m tests.shapes.defaults          # writes the contract's table
-    .venv-worker/bin/python -m tests.shapes.defaults --check  # exits 1 if it is not current
+The first command writes the contract's table; the second one exits 1 if the table is not current:
+
+    .venv-worker/bin/python -m tests.shapes.defaults
+    .venv-worker/bin/python -m tests.shapes.defaults --check
 
 Imports transformers inside functions only.
 """
@@ -63,11 +65,11 @@ FIELDS = (
     "use_sliding_window",
     "vocab_size",
 )
-"""What `heteroinfer_contract.model` reads."""
+"""Fields that `heteroinfer_contract.model` reads."""
 
 
 def build_table() -> dict[str, Any]:
-    """Returns the table: defaults by model type, and which text type a model with an encoder has."""
+    """Builds the table: defaults by model type, and the text type of each model with an encoder."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import (
@@ -92,7 +94,7 @@ def build_table() -> dict[str, Any]:
         found = _defaults(CONFIG_MAPPING[model_type])
         if "num_hidden_layers" in found:
             defaults[model_type] = found
-    # vLLM reads a type that it has a class for by that class (vllm/transformers_utils/config.py@v0.32.0).
+    # If vLLM has a config class for a type, it uses this class (vllm/transformers_utils/config.py@v0.32.0).
     for model_type in sorted(_CONFIG_REGISTRY):
         config_class = _CONFIG_REGISTRY[model_type]
         part = (getattr(config_class, "sub_configs", None) or {}).get("text_config")
@@ -108,14 +110,14 @@ def build_table() -> dict[str, Any]:
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
-    """Returns a class's own defaults; not those of an instance, which are computed from each other."""
+    """Returns a class's own defaults. Those of an instance are computed from each other."""
     renamed = getattr(config_class, "attribute_map", None) or {}
     parameters = inspect.signature(config_class.__init__).parameters
     found: dict[str, Any] = {}
     for field in FIELDS:
         name: str = renamed.get(field, field)
         default: object = parameters[name].default if name in parameters else vars(config_class).get(name)
-        # 0 in place of a size means that the config has none: vLLM and transformers compute it from others.
+        # A size of 0 means that the config has none: vLLM and transformers compute it from others.
         if isinstance(default, bool | str) or (isinstance(default, int) and default != 0):
             found[field] = default
     return found
@@ -147,7 +149,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {{
 
 
 def render(table: dict[str, Any]) -> str:
-    """Returns the table as its module has it: names as wrapped words, and a line a model type."""
+    """Renders the table as its module has it: names as wrapped words, and a line for each model type."""
     pairs = wrapped(f"{key}\0{value}" for key, value in table["text_types"].items())
     return _MODULE.format(
         source=table["source"],
@@ -161,15 +163,15 @@ def _lines(values: dict[str, Any]) -> str:
 
 
 def literal(value: Any) -> str:
-    """Returns Python for a text, a number or a table of them, whose quotes are double as in all code."""
+    """Returns Python source for a text, a number or a table of them, with double quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(key)}: {literal(value[key])}" for key in sorted(value)) + "}"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def main() -> int:
-    """Writes or checks the table; returns the exit code."""
-    os.environ.setdefault("VLLM_PLUGINS", "")  # our own platform is not asked
+    """Writes or checks the table, and returns the exit code."""
+    os.environ.setdefault("VLLM_PLUGINS", "")  # without our own platform
     text = render(build_table())
     if "--check" not in sys.argv:
         TABLE.write_text(text)

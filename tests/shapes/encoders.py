@@ -1,4 +1,4 @@
-"""The tensors of published encoders and their projections, as their checkpoints name them."""
+"""Yields the tensors of published encoders and their projections with their checkpoints' names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -140,4 +140,4 @@ ENCODERS: Mapping[str, Callable[[Config, int], Iterator[TensorShape]]] = {
     "llama4_vision_model": _llama4,
     "intern_vit_6b": _intern_vit,
 }
-"""By model type of a `vision_config`: its tensors, given that and the decoder's hidden size."""
+"""By the model type of a `vision_config`: its tensors, from the config and the decoder's hidden size."""

@@ -67,10 +67,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Gemma4(Shape):
-    """A shape whose tensors transformers' own class has."""
+    """A shape with the tensors of transformers' own class."""
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yields all tensors of its checkpoint; the head is tied to the embedding."""
+        """Yields all tensors of its checkpoint. The head is tied to the embedding."""
         import torch
         from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -82,7 +82,7 @@ class Gemma4(Shape):
 
 
 def main() -> int:
-    """Prints how far each size is from vLLM's, as a part of it; returns 0."""
+    """Prints the difference of each size from vLLM's, as a share of vLLM's. Returns 0."""
     os.environ.setdefault("VLLM_PLUGINS", "")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -23,7 +23,7 @@ _CLASSES = {
     "int4": "CPUExpertsInt4",
     "int8": "CPUExpertsInt8",
 }
-"""SchemeName -> class in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py."""
+"""For each format, the class in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py."""
 DTYPES = ("bfloat16", "float16", "float32")
 _SIZE = (4096, 4096)
 _GROUP = 128
@@ -31,7 +31,7 @@ _GROUP = 128
 
 @contextmanager
 def cpu_with(*, amx: bool) -> Iterator[None]:
-    """Has vLLM take this CPU for one with or without AMX; its kernels are asked, and not run."""
+    """Makes vLLM see a CPU with or without AMX. Its kernels are only queried, not run."""
     import torch
     from vllm import _custom_ops as ops
 
@@ -45,7 +45,7 @@ def cpu_with(*, amx: bool) -> Iterator[None]:
 
 
 def routing_methods() -> dict[str, list[str]]:
-    """Returns the routing methods that each kernel of experts takes, by format."""
+    """Returns the routing methods that each kernel for experts supports, by format."""
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -62,7 +62,7 @@ def routing_methods() -> dict[str, list[str]]:
 
 
 def activations() -> dict[str, list[str]]:
-    """Returns the activations that each kernel of experts takes, by format; "None" for plain weights."""
+    """Returns the activations that each kernel for experts supports, by format; "None" for plain weights."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -75,10 +75,10 @@ def activations() -> dict[str, list[str]]:
 
 
 def routers() -> dict[str, dict[str, Any]]:
-    """Returns what the router of CPUs does with scores of each kind, as it is now.
+    """Returns how vLLM's present router for CPUs handles scores of each kind.
 
-    Of each the methods that vLLM calls it, by whether weights are normalized; whether it is computed, and
-    whether a bias that corrects the choice is heeded.
+    The result has vLLM's methods by whether weights are normalized, whether the router computes them, and
+    whether it respects a bias that corrects the choice.
     """
     found = {}
     for scoring, grouped, biased in product(("softmax", "sigmoid"), (False, True), (False, True)):
@@ -96,7 +96,10 @@ _EXPERTS, _FAVOURED = 8, 5
 
 
 def _route(scoring: str, grouped: bool, biased: bool, *, normalized: bool) -> tuple[str, list[int] | None]:
-    """Returns the method and the experts that are chosen, by a bias _FAVOURED among them; None of none."""
+    """Returns the method and the chosen experts.
+
+    With a bias, expert _FAVOURED should be the best. The experts are None if the router refuses the method.
+    """
     import torch
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -121,7 +124,7 @@ def _route(scoring: str, grouped: bool, biased: bool, *, normalized: bool) -> tu
 
 
 def experts_run() -> dict[str, bool]:
-    """Returns whether this CPU has the kernel of experts, by format; "None" for bf16 without one for AMX."""
+    """Returns whether this CPU has the kernel for experts, by format; "None" for bf16 without AMX."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     classes = {"None": "CPUUnquantizedExperts", **_CLASSES}
@@ -141,7 +144,7 @@ def linear_kernels() -> dict[str, dict[str, str]]:
 def _chosen(choose: Callable[[Any], Any], dtype: Any) -> str:
     try:
         return str(choose(dtype).__name__)
-    except ValueError:  # no kernel can; it says why of each
+    except ValueError:  # no kernel supports it, and vLLM reports each kernel's reason
         return ""
 
 
@@ -196,7 +199,7 @@ def _choosers() -> dict[str, Callable[[Any], Any]]:
 
 
 def head_sizes() -> dict[str, list[int] | None]:
-    """Returns the sizes of heads that attention on CPUs takes, by the type of the KV cache."""
+    """Returns the head sizes that attention on CPUs supports, by the type of the KV cache."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -232,7 +235,7 @@ def head_sizes() -> dict[str, list[int] | None]:
 
 
 def latent_backend() -> dict[str, Any]:
-    """Returns what vLLM says of the latent attention that it chooses on this CPU."""
+    """Returns vLLM's message about the latent attention that it chooses on this CPU."""
     from types import SimpleNamespace
 
     from vllm.platforms import current_platform
@@ -250,7 +253,7 @@ def latent_backend() -> dict[str, Any]:
 
 
 def latents_decode() -> dict[str, bool]:
-    """Returns whether AMX's kernels decode latents of 512 + 64 elements as torch does, by type."""
+    """Returns whether AMX's kernels decode latents of 512 + 64 elements like torch, by type."""
     import torch
     from vllm.platforms import current_platform
 
@@ -259,6 +262,7 @@ def latents_decode() -> dict[str, bool]:
 
 
 def _decodes(dtype: Any) -> bool:
+    """Returns whether AMX's kernel for latent attention decodes three tokens like torch."""
     import torch
     from vllm import _custom_ops as ops
 
@@ -295,7 +299,7 @@ def _decodes(dtype: Any) -> bool:
         return False
     keys = flat[:tokens, 0].float()
     expected = (query[0].float() @ keys.T * 0.1).softmax(-1) @ keys[:, :latent]
-    return bool((expected - out[0].float()).abs().max() < 0.05)  # of NaN too it is False
+    return bool((expected - out[0].float()).abs().max() < 0.05)  # also False for NaN
 
 
 def libraries_with_a_scan() -> list[str]:
@@ -312,7 +316,7 @@ def libraries_with_a_scan() -> list[str]:
 
 
 def overflows() -> bool:
-    """Returns whether attention writes elements of the model's type into a KV cache of half of it."""
+    """Returns whether attention writes elements of the model's type into a KV cache with half their size."""
     import torch
     from vllm import _custom_ops as ops
 
@@ -321,12 +325,12 @@ def overflows() -> bool:
     ops.cpu_attn_reshape_and_cache(
         ones, ones, blocks, torch.zeros_like(blocks), torch.tensor([0]), "vec", 1.0, 1.0, "bfloat16"
     )
-    # Of float32, by columns: 1.0 is 0x3f80 after 0x0000, where one in bf16 would be alone.
+    # In float32, by columns: 1.0 is 0x3f80 after 0x0000. In bf16, one element would be 0x3f80 alone.
     return bool((blocks.view(torch.float32) == 1.0).sum() == ones.numel())
 
 
 def answers() -> dict[str, Any]:
-    """Returns all of it; of what depends on AMX first with it, then without."""
+    """Returns all answers. An answer that depends on AMX has first the value with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "activations": activations()}
     found |= {"experts": [], "linear": [], "latent": []}
     from tests.integration.kernels.reverting import revert

@@ -1,4 +1,4 @@
-"""The tensors of one linear layer in each published format: names, types and shapes."""
+"""Yields the tensors of one linear layer in each published format: names, types and shapes."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -26,9 +26,9 @@ def linear(  # noqa: C901 - one case a format
     """Yields the tensors of a linear layer.
 
     Args:
-        name: without `.weight`.
-        out: rows.
-        into: columns.
+        name: name without `.weight`.
+        out: number of rows.
+        into: number of columns.
         scheme: its format.
         bias: whether it has one.
     """

@@ -1,8 +1,11 @@
 """Computes vLLM's own sizes of the shapes: the parameters of each stage, and the KV cache of each layer.
 
-    .venv-worker/bin/python -m tests.shapes.oracle [NAME ...]             # prints JSON, a line a shape
-    .venv-worker/bin/python -m tests.shapes.oracle --record [NAME ...]    # keeps it in recorded/cpu.json
-    python -m tests.shapes.oracle --output FILE --at-once 12              # in FILE, by so many processes
+The first command prints a line of JSON for each shape; the second one records them in recorded/cpu.json; the
+third one writes FILE, with 12 processes:
+
+    .venv-worker/bin/python -m tests.shapes.oracle [NAME ...]
+    .venv-worker/bin/python -m tests.shapes.oracle --record [NAME ...]
+    python -m tests.shapes.oracle --output FILE --at-once 12
 
 vLLM's own model classes build each shape in two stages on torch's meta device, without weights. So the
 recorded sizes are those of vLLM's CPU platform on CPUs with AMX. On a GPU machine, a CUDA build of vLLM
@@ -27,26 +30,31 @@ from tests.shapes.corpus import SHAPES, Shape, write_shape
 
 RECORDED = Path(__file__).parent / "recorded"
 LENGTHS = (8192, 131072)
-"""Longest sequences that KV caches are asked for, in tokens; a model's own longest where it is less."""
+"""Longest sequences for KV caches, in tokens. A model's own longest sequence may be shorter."""
 BLOCK_TOKENS = 32
 BATCHED_TOKENS = 2048
 LAYOUT = "LBHNC"
-"""That of all our ranks (vllm_heteroinfer.rank.worker.group_worker)."""
+"""Block size of all our ranks (vllm_heteroinfer.rank.worker.group_worker)."""
 MEMORY_BYTES = 2**40
-"""Of each stage, so that the number of blocks tells bytes to a part in a million."""
+"""Bytes of each stage's KV cache: so many that the number of blocks gives their bytes to a millionth."""
 
 
 def stage_layers(layers: int) -> tuple[int, int]:
-    """Returns the layers of the two stages that a shape is built in."""
+    """Returns the layers of the two stages of a shape."""
     return layers // 3, layers - layers // 3
 
 
 def ask(shape: Shape) -> dict[str, Any]:
-    """Returns what vLLM says of a shape.
+    """Returns vLLM's sizes of a shape.
 
-    Keys: `weights` parameters' bytes by stage; `encoder` those of its encoder by stage; `layers` runs of
-    equal caches [number, kind, bytes of a block, tokens of it]; `pools` by longest sequence: `bytes` of a
-    block by stage, `sequence` blocks that one such sequence takes, `tokens` of a block.
+    The keys of the answer:
+
+    - `weights`: bytes of parameters by stage.
+    - `encoder`: bytes of the encoder's parameters by stage.
+    - `layers`: runs of equal caches, as [number, kind, bytes of a block, tokens of a block].
+    - `pools`: by longest sequence, the `bytes` of a block by stage, the blocks of such a sequence
+    (`sequence`), and
+      the `tokens` of a block.
     """
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
@@ -63,7 +71,7 @@ def ask(shape: Shape) -> dict[str, Any]:
         specs = [spec for _, _, _, spec in stages]
         config, longest = stages[0][0], stages[0][0].model_config.max_model_len
         for length in LENGTHS if any(specs) else ():
-            # Only the sizes of pools depend on it.
+            # Only the sizes of the cache's pools depend on it.
             config.model_config.max_model_len = min(length, longest)
             found = get_kv_cache_configs(config, [dict(spec) for spec in specs], [MEMORY_BYTES] * 2)
             answer["pools"][str(config.model_config.max_model_len)] = _pool(config, found)
@@ -115,12 +123,12 @@ def _config(directory: Path, layers: tuple[int, int]) -> Any:
         trust_remote_code=True,
     ).create_engine_config()
     config.cache_config.kv_cache_layout = LAYOUT
-    config.parallel_config.pipeline_parallel_size = 2  # batches at the same time; the stages are made by hand
+    config.parallel_config.pipeline_parallel_size = 2  # concurrent batches; this code makes the stages itself
     return config
 
 
 def _one_rank() -> None:
-    """Makes process groups of this process alone, which model classes ask for their sizes."""
+    """Creates process groups with only this process, because model classes read their sizes."""
     from vllm.distributed import (
         init_distributed_environment,
         initialize_model_parallel,
@@ -129,12 +137,12 @@ def _one_rank() -> None:
 
     init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
     initialize_model_parallel(1, 1)
-    if parallel_state._EP is None:  # only made for a mixture, and the next shape may be one
+    if parallel_state._EP is None:  # only created for a mixture, and the next shape may be one
         parallel_state._EP = parallel_state._TP
 
 
 def _build(config: Any, stage: int) -> tuple[int, int, dict[str, Any]]:
-    """Returns bytes of parameters and of the encoder, and the KV specs, of one of two stages."""
+    """Returns the bytes of parameters and of the encoder, and the KV specs, of one of two stages."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -177,12 +185,12 @@ def ask_all(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             yield shape.name, ask(shape)
-        except Exception as error:  # vLLM's own word on what it can't build, as data
+        except Exception as error:  # vLLM's message about a model that it cannot build, as data
             yield shape.name, {"refused": f"{type(error).__name__}: {error}"[:300]}
 
 
 def render(answers: dict[str, Any]) -> str:
-    """Returns the answers as their file has them: a line a shape."""
+    """Renders the answers as in their file: a line for each shape."""
     lines = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(answers[name], sort_keys=True)}" for name in sorted(answers)
     )
@@ -190,7 +198,7 @@ def render(answers: dict[str, Any]) -> str:
 
 
 def ask_at_once(names: Sequence[str], processes: int, output: Path) -> int:
-    """Asks for shapes by several processes; keeps what there is in a file after each answer."""
+    """Computes the answers of shapes in several processes. Writes the file after each answer."""
     chosen = [shape.name for shape in SHAPES if not names or shape.name in names]
     parts = [chosen[first::processes] for first in range(min(processes, len(chosen)))]
     answers: dict[str, Any] = {}
@@ -225,7 +233,7 @@ def ask_at_once(names: Sequence[str], processes: int, output: Path) -> int:
 
 
 def main() -> int:
-    """Asks for shapes; returns 0."""
+    """Computes the answers of shapes, and returns 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--output", type=Path, metavar="FILE")

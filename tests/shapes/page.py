@@ -1,7 +1,9 @@
 """Writes docs/user/supported-models.md: published models, their plans, and our sizes beside vLLM's.
 
-python -m tests.shapes.page            # writes it
-python -m tests.shapes.page --check    # exits 1 if it is not current
+The second command exits 1 if the page is not current:
+
+    python -m tests.shapes.page
+    python -m tests.shapes.page --check
 """
 
 import sys
@@ -45,7 +47,7 @@ _LETTERS: Final = {
 
 
 def ask(profile: ModelProfile, group: str, **fields: Any) -> Planned:
-    """Returns the plan of a shape for a group; raises PlanError."""
+    """Returns the plan of a shape for a group. Raises PlanError."""
     device, memory, cpus, pods = GROUPS[group]
     roles = [
         {"name": "gpu", "device": "GPU", "deviceMemory": device},
@@ -86,6 +88,7 @@ def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
 
 
 def _row(name: str, profile: ModelProfile) -> str:
+    """Returns a model's row: layers, size, KV cache, difference from vLLM, and its smallest group."""
     answer = recorded("cpu")[name]
     kinds = Counter(_LETTERS[kind.attention] for kind in profile.layers)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -132,10 +135,10 @@ def _answers() -> str:
         try:
             ask(recorded_profiles()[name], group, **fields)
         except PlanError as error:
-            said = "\n".join(f"error: {line}" for line in error.message.splitlines())
-            parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}\n```\n")
+            output = "\n".join(f"error: {line}" for line in error.message.splitlines())
+            parts.append(f"**{title}** ({name}, group {group}):\n```\n{output}\n```\n")
         else:
-            raise AssertionError(f"{title}: expected a refusal")
+            raise AssertionError(f"{title}: got a plan, expected a refusal")
     return "\n".join(parts)
 
 
@@ -165,8 +168,8 @@ def _accounts() -> str:
     parts = ["\n## Thirteen that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
         shown = ShownParts(explain=True, choices=True)
-        said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
-        parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
+        output = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
+        parts.append(f"**{title}** ({name}, group {group}):\n```\n{output}```\n")
     return "\n".join(parts)
 
 
@@ -202,7 +205,7 @@ def build_page() -> str:
 
 
 def write_or_check(page: Path, text: str) -> int:
-    """Writes a generated page, or compares it with `--check`; returns the exit code."""
+    """Writes a generated page, or compares it with `--check`. Returns the exit code."""
     if "--check" in sys.argv:
         return int(page.read_text() != text)
     page.write_text(text)

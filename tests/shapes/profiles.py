@@ -1,7 +1,10 @@
 """Stores the profiles of all shapes, because the contract needs seconds to read a large model's profile.
 
-python -m tests.shapes.profiles            # writes recorded/profiles.json and recorded/profiles_2026.json
-python -m tests.shapes.profiles --check    # exits 1 if one of them is another
+The first command writes recorded/profiles.json and recorded/profiles_2026.json; the second one exits 1 if one
+of them is not current:
+
+    python -m tests.shapes.profiles
+    python -m tests.shapes.profiles --check
 """
 
 import json
@@ -20,20 +23,20 @@ KEPT = {_FOLDER / "profiles.json": SHAPES, _FOLDER / "profiles_2026.json": SHAPE
 
 
 def read_shape(shape: Shape) -> ModelProfile:
-    """Returns the profile of a shape, from files that are written and read."""
+    """Writes a shape's files, reads them, and returns the profile."""
     with tempfile.TemporaryDirectory() as folder:
         return read_profile(write_shape(shape, Path(folder)))
 
 
 @cache
 def recorded_profiles(name: str = "profiles.json") -> dict[str, ModelProfile]:
-    """Returns the profiles that are kept in a file, by the shape's name."""
+    """Returns the profiles in a file, by the shape's name."""
     kept = json.loads((_FOLDER / name).read_text())
     return {name: ModelProfile.from_json(json.dumps(value)) for name, value in kept.items()}
 
 
 def main() -> int:
-    """Writes or checks the profiles; returns the exit code."""
+    """Writes or checks the profiles, and returns the exit code."""
     for path, shapes in KEPT.items():
         lines = [f"{json.dumps(shape.name)}: {read_shape(shape).to_json()}" for shape in shapes]
         text = "{\n" + ",\n".join(lines) + "\n}\n"

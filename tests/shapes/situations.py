@@ -1,7 +1,9 @@
 """Writes docs/user/models-of-2026.md: the plan or the refusal of each model of 2026 in four situations.
 
-python -m tests.shapes.situations            # writes it
-python -m tests.shapes.situations --check    # exits 1 if it is not current
+The second command exits 1 if the page is not current:
+
+    python -m tests.shapes.situations
+    python -m tests.shapes.situations --check
 """
 
 import sys
@@ -24,7 +26,7 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "user" / "models-of-2026.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A group and its nodes; `features` are those of the nodes' CPUs."""
+    """A group and its nodes. `features` are the features of the nodes' CPUs."""
 
     title: str
     spec: dict[str, Any]
@@ -71,7 +73,7 @@ _HEAD: Final = Path(__file__).parent / "situations.md"
 
 
 def ask(profile: ModelProfile, situation: Situation) -> Planned:
-    """Returns the plan of a shape in a situation; raises PlanError."""
+    """Returns the plan of a shape in a situation. Raises PlanError."""
     spec = parse_spec({"model": {"uri": "pvc://models/m"}, **situation.spec})
     request = GroupRequest(spec=spec, profile=profile, served_name="m", model_path="/model")
     features = {role.name: situation.features for role in spec.roles}
@@ -79,7 +81,7 @@ def ask(profile: ModelProfile, situation: Situation) -> Planned:
 
 
 def _answer(profile: ModelProfile, situation: Situation) -> tuple[str, list[str]]:
-    """Returns the cell of the first table, and lines for the section."""
+    """Returns the cell of the first table, and the lines of the section."""
     try:
         planned = ask(profile, situation)
     except PlanError as error:
@@ -90,7 +92,7 @@ def _answer(profile: ModelProfile, situation: Situation) -> tuple[str, list[str]
 
 
 def _parts(planned: Planned) -> str:
-    """Returns the parts of a plan's ranks in words."""
+    """Describes the parts of a plan's ranks."""
     parts = []
     for rank in planned.plan.ranks:
         own = f"{rank.weight_bytes / 2**30:.1f} GiB"
@@ -108,6 +110,7 @@ def _layers(count: int) -> str:
 
 
 def _section(name: str, profile: ModelProfile, answers: list[tuple[str, list[str]]]) -> str:
+    """Returns a model's section. Situations with the same answer share one list."""
     scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
     experts = f", experts in {profile.expert_scheme}" if profile.expert_scheme else ""
     size = f"{(profile.total_bytes + profile.encoder_bytes) / 2**30:.0f} GiB"
@@ -119,8 +122,8 @@ def _section(name: str, profile: ModelProfile, answers: list[tuple[str, list[str
     by_text: dict[tuple[str, ...], list[str]] = {}
     for situation, (_, text) in zip(SITUATIONS, answers, strict=True):
         by_text.setdefault(tuple(text), []).append(situation.title)
-    for said, titles in by_text.items():
-        lines += ["", f"**{', '.join(titles)}**", "", *(f"- {line}" for line in said)]
+    for output, titles in by_text.items():
+        lines += ["", f"**{', '.join(titles)}**", "", *(f"- {line}" for line in output)]
     return "\n".join(lines)
 
 

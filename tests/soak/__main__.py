@@ -1,10 +1,12 @@
-"""Runs groups for an hour while their pods and the API server go and come; says whether all is well after it.
+"""Runs groups for an hour while their pods and the API server fail again and again.
+
+Reports faults at the end.
 
     python -m tests.soak --seconds 3600 --resources 50 --real [--results FILE] [--seed N]
 
-The API server, controllers, scheduler and operator are real processes; kwok says for the kubelets of nodes
-that are not there how the pods of the groups fare. Must be root. Prints a table; exits 1 if something is
-wrong. With --real there is a real node too, with a group of two real ranks that are killed now and then.
+The API server, controllers, scheduler and operator are real processes; kwok plays the kubelets of nodes. Must
+be root. Prints a table, and exits 1 if there is a fault. With --real, there is also a real node with a group
+of two real ranks, which are killed now and then.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from tests.soak.soak import Pace, Result, Soak
 
 
 async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -> Result:
-    """Returns what came of a soak on a cluster with nodes."""
+    """Runs a soak on a cluster with nodes, and returns the results."""
     server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
     chance = random.Random(options.seed)
     resources = build_resources(cluster, options.resources)
@@ -63,30 +65,28 @@ async def soak_on(cluster: Cluster, folder: Path, options: argparse.Namespace) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one soak; returns the exit code."""
+    """Runs one soak, and returns the exit code."""
     options = _parser().parse_args(arguments)
     print(f"seed {options.seed}: {options.resources} resources for {options.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, site(Path(folder), real=options.real) as cluster:
         result = asyncio.run(soak_on(cluster, Path(folder), options))
-        said = (Path(folder) / "operator.log").read_text()
+        output = (Path(folder) / "operator.log").read_text()
     table, faults = build_table(result), find_faults(result, has_real_ranks=options.real)
     print(table)
     for fault in faults:
         print(f"FAULT: {fault}")
     if options.results:
         options.results.write_text(f"{table}\n")
-        options.results.with_suffix(".operator.log").write_text(said)
+        options.results.with_suffix(".operator.log").write_text(output)
     return 1 if faults else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     usual = Pace(seconds=3600.0)
-    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of the chaos")
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="length of the chaos")
     parser.add_argument("--resources", type=int, default=50)
-    parser.add_argument(
-        "--real", action="store_true", help="with a real node and a group of real ranks on it"
-    )
+    parser.add_argument("--real", action="store_true", help="add a real node with a group of real ranks")
     for what, seconds, meaning in (
         ("--kill-every", usual.kill_every_s, "between two pods that go"),
         ("--away-every", usual.away_every_s, "between two ends of the API server"),
@@ -96,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             what, type=float, default=seconds, metavar="SECONDS", help=f"{meaning}, on average"
         )
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="what happens follows it")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="the table goes here too")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 32), help="seed of the random faults"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="also write the table here")
     return parser
 
 

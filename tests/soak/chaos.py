@@ -1,4 +1,4 @@
-"""What the soak does: pods go in every way that a cluster has, and the API server goes and comes."""
+"""Applies the random faults of the soak: pods end in all ways of a cluster, and the API server restarts."""
 
 import asyncio
 import os
@@ -27,13 +27,13 @@ REFUSED = 429
 
 @dataclass(slots=True, kw_only=True)
 class Chaos:
-    """What is done, and how often it was.
+    """Applies the faults, and counts them.
 
     Attributes:
-        server: where pods are.
-        namespace: of the resources.
-        chance: draws what happens next; seeded.
-        done: by what it is called in the report.
+        server: API server of the pods.
+        namespace: namespace of the resources.
+        chance: seeded source of random choices.
+        done: number of faults by their name in the report.
     """
 
     server: ApiServer
@@ -42,7 +42,7 @@ class Chaos:
     done: Counter[str] = field(default_factory=Counter)
 
     async def kill_pod(self, pod: Mapping[str, Any]) -> None:
-        """Takes one pod away, in a way that chance chooses."""
+        """Ends one pod in a random way."""
         ways: dict[str, Callable[[Mapping[str, Any]], Awaitable[object]]] = {
             "pod deleted": self._delete,
             "pod deleted by force": self._delete_by_force,
@@ -53,7 +53,7 @@ class Chaos:
         try:
             await ways[what](pod)
         except ApiError as error:
-            # Gone already, or the API server has just been killed; a budget may refuse an eviction.
+            # The pod may have gone, the API server may have been killed, or a budget may refuse the eviction.
             what = {GONE: "pod was already gone", REFUSED: "eviction refused"}.get(
                 error.status, "looks and kills while the API server was away"
             )
@@ -72,7 +72,7 @@ class Chaos:
 
     async def _end_rank(self, pod: Mapping[str, Any]) -> None:
         name = pod["metadata"]["name"]
-        index = int(name.rpartition("-")[2])  # its label may be lost at this moment, by another fault
+        index = int(name.rpartition("-")[2])  # another fault may remove its label at this moment
         await end_rank(self.server, self.namespace, name, index=index)
 
     def _path(self, pod: Mapping[str, Any], subresource: str = "") -> str:
@@ -88,7 +88,8 @@ class Chaos:
     def start_ended_scheduler(self, cluster: Cluster) -> None:
         """Starts kube-scheduler if it has ended, as its kubelet would.
 
-        It ends itself when pods are not as it remembers them, which an absence of the API server may bring.
+        The scheduler ends itself if pods differ from its memory, which can happen after an outage of the API
+        server.
         """
         scheduler = Program.of(cluster.state, SCHEDULER)
         if not scheduler.identity.alive():
@@ -96,7 +97,7 @@ class Chaos:
             self.done["scheduler ended by itself"] += 1
 
     async def restart_api_server(self, cluster: Cluster) -> None:
-        """Kills the API server and starts it again after up to MAX_AWAY_S."""
+        """Kills the API server, and starts it again after up to MAX_AWAY_S."""
         away_s = self.chance.uniform(1.0, MAX_AWAY_S)
         down = api_server_down(cluster.state)
         await asyncio.to_thread(down.__enter__)
@@ -108,5 +109,5 @@ class Chaos:
 
 
 def real_ranks(cluster: Cluster) -> list[int]:
-    """Returns the processes of ranks on the node; none on a cluster without one."""
+    """Returns the processes of ranks on the real node, or nothing without one."""
     return [pid for pid in cluster_cgroup.pids(node_cgroup(cluster.state)) if is_rank(pid)]

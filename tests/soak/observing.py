@@ -1,4 +1,4 @@
-"""What the soak looks at: objects of all groups, and what the operator's process holds."""
+"""Observes the objects of all groups, and the memory and files of the operator's process."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.server import ApiServer
 OURS = {"labelSelector": names.LABEL_RESOURCE}
 WORKERS = {"labelSelector": f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"}
 GROWTH_MIB = 10.0
-"""What the operator may hold more at the end: far less than one leaked object a restart would take."""
+"""Growth of the operator that is allowed. One leaked object for each restart would need far more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Sample:
     """The operator's process at one moment.
 
     Attributes:
-        at_s: since the soak began.
+        at_s: seconds since the soak began.
         rss_mib: resident memory.
-        files: open file descriptors: sockets to the API server and to leaders, mostly.
+        files: number of open file descriptors, mostly sockets to the API server and to leaders.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class Sample:
 
 
 def observe_process(pid: int, *, at_s: float) -> Sample:
-    """Returns what a process holds now."""
+    """Returns the present memory and files of a process."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -43,9 +43,9 @@ def observe_process(pid: int, *, at_s: float) -> Sample:
 
 
 def growth_mib(samples: Sequence[Sample]) -> float:
-    """Returns the median of the last quarter of the samples less that of the second, in MiB.
+    """Returns the median of the last quarter of the samples minus that of the second quarter, in MiB.
 
-    In the first quarter caches and the interpreter's own pools still fill.
+    In the first quarter, caches and the interpreter's pools still grow.
     """
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
@@ -58,7 +58,7 @@ async def list_of(server: ApiServer, path: str, query: Mapping[str, str]) -> lis
 
 
 async def observe_ready(server: ApiServer, namespace: str) -> tuple[int, list[str]]:
-    """Returns how many resources are Ready, and what the others say."""
+    """Returns the number of Ready resources, and the messages of the others."""
     resources = await list_of(server, HETERO_INFERENCE.path(namespace), {})
     others = []
     for resource in resources:
@@ -71,18 +71,18 @@ async def observe_ready(server: ApiServer, namespace: str) -> tuple[int, list[st
 
 
 async def count_objects(server: ApiServer, namespace: str) -> Counter[str]:
-    """Returns how many objects of each kind the resources have, but for their groups' keys."""
+    """Returns the number of the resources' objects of each kind, without the groups' keys."""
     kinds = (POD, *CHILDREN)
     return Counter({kind.name: len(await list_of(server, kind.path(namespace), OURS)) for kind in kinds})
 
 
 async def count_keys(server: ApiServer, namespace: str) -> int:
-    """Returns how many groups' keys there are: that of a group scaled away stays as long as its resource."""
+    """Returns the number of groups' keys. The key of a removed group stays as long as its resource."""
     return len(await list_of(server, SECRET.path(namespace), OURS))
 
 
 def mixed_epochs(pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the groups that have pods of two epochs in one and the same list, by the pods' names."""
+    """Returns the groups that have pods of two epochs in the same list, by the pods' names."""
     epochs: dict[str, set[str]] = defaultdict(set)
     for pod in pods:
         resource, group, epoch, _ = pod["metadata"]["name"].rsplit("-", 3)

@@ -1,15 +1,15 @@
-"""The verdict on a soak, and its table."""
+"""Judges the results of a soak, and prints their table."""
 
 from tests.soak.chaos import REAL_RANK_KILLED
 from tests.soak.observing import GROWTH_MIB, growth_mib
 from tests.soak.soak import Result
 
 MIN_SAMPLES = 16
-"""Below this a growth would be noise."""
+"""A smaller growth is noise."""
 
 
 def find_faults(result: Result, *, has_real_ranks: bool) -> list[str]:
-    """Returns what is wrong with a result, in words; nothing for one that is fine."""
+    """Returns the faults in a result, or nothing."""
     found = [f"not Ready at the end: {words}" for words in result.not_ready]
     found += [f"two epochs at the same time: {words}" for words in result.mixed]
     if result.after != result.before:
@@ -27,7 +27,7 @@ def find_faults(result: Result, *, has_real_ranks: bool) -> list[str]:
 
 
 def build_table(result: Result) -> str:
-    """Returns a table for people, as Markdown."""
+    """Returns a Markdown table for people."""
     quarter = max(len(result.samples) // 4, 1)
     rss = [sample.rss_mib for sample in result.samples]
     files = [sample.files for sample in result.samples]

@@ -1,4 +1,4 @@
-"""What the soak does to whole resources: edits that are refused, names that are taken, quotas, damage."""
+"""Applies the soak's faults of whole resources: refused changes, names in use, quotas, damage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -14,21 +14,21 @@ from tests.corners.truth import Seen, is_worker
 from tests.soak.chaos import Chaos
 
 MIN_FAULT_S, MAX_FAULT_S = 2.0, 25.0
-"""How long what can be taken back stays."""
+"""Seconds for which a reversible fault stays."""
 MAX_QUOTA_S = 10.0
-"""Of a quota, which is the whole namespace's."""
+"""Seconds for which a quota stays. It affects the whole namespace."""
 AWAY_S = 60.0
-"""An API server that is away is back after so long: what is taken back is tried until then."""
+"""Time limit for reverting a fault. An API server that was killed is back after this time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ResourceFaults:
-    """Strikes resources; each of them one at a time.
+    """Applies faults to resources, at most one at a time to each.
 
     Attributes:
-        chaos: whose chance draws, and which counts what was done.
-        played: names of the resources that may be struck.
-        struck: those that are now.
+        chaos: has the source of random choices, and counts the faults.
+        played: names of the resources that may get faults.
+        struck: names of the resources with a fault now.
     """
 
     chaos: Chaos
@@ -37,7 +37,7 @@ class ResourceFaults:
     _running: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def strike_one(self) -> None:
-        """Begins to strike a resource that is not struck now."""
+        """Starts a fault of a resource that has none now."""
         free = sorted(set(self.played) - self.struck)
         if not free:
             return
@@ -47,8 +47,8 @@ class ResourceFaults:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def taken_back(self) -> None:
-        """Returns once all that stays for a while is taken back."""
+    async def wait_reverted(self) -> None:
+        """Waits until all reversible faults are reverted."""
         while self._running:
             await asyncio.gather(*self._running)
 
@@ -87,7 +87,7 @@ class ResourceFaults:
         return strike
 
     async def _look(self, name: str) -> tuple[Lane, Seen]:
-        """Returns a resource as it is now, in a lane of its own."""
+        """Returns the present state of a resource, in its own lane."""
         server, namespace = self.chaos.server, self.chaos.namespace
         lane = Lane(server=server, namespace=namespace, chance=self.chaos.chance)
         resource = await server.get(HETERO_INFERENCE.path(namespace, name))
@@ -97,7 +97,7 @@ class ResourceFaults:
 
     @asynccontextmanager
     async def _lost_label(self, name: str) -> AsyncIterator[None]:
-        """Has a pod without one of its labels for as long as the context lasts, if it lives so long."""
+        """Removes a label of a pod until the context ends, or until the pod ends."""
         lane, seen = await self._look(name)
         if not seen.pods:
             yield
@@ -113,7 +113,7 @@ class ResourceFaults:
 
     @asynccontextmanager
     async def _edited(self, name: str, **fields: Any) -> AsyncIterator[None]:
-        """Has fields of a spec for as long as the context lasts; then as they were."""
+        """Changes fields of a spec, and restores them at the end of the context."""
         server, path = self.chaos.server, HETERO_INFERENCE.path(self.chaos.namespace, name)
         before = (await server.get(path))["spec"]
         try:
@@ -123,7 +123,8 @@ class ResourceFaults:
             await insist(server, path, {"spec": {key: before.get(key) for key in fields}})
 
     def _refused_spec(self, name: str) -> AbstractAsyncContextManager[None]:
-        role = {"name": "cpu", "device": "CPU", "pods": 3, "layers": [1, 1, 1]}  # the model has more
+        # more layers than the model has
+        role = {"name": "cpu", "device": "CPU", "pods": 3, "layers": [1, 1, 1]}
         refused: list[dict[str, Any]] = [{"model": {"uri": "hf://org/model"}}, {"roles": [role]}]
         return self._edited(name, **self.chaos.chance.choice(refused))
 
@@ -151,7 +152,7 @@ class ResourceFaults:
 
     @asynccontextmanager
     async def _made(self, path: str, name: str, kind: str, spec: Mapping[str, Any]) -> AsyncIterator[None]:
-        """Has an object of a user's for as long as the context lasts."""
+        """Creates a foreign object, and deletes it at the end of the context."""
         server = self.chaos.server
         body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
         await server.create(path, body)
@@ -162,7 +163,7 @@ class ResourceFaults:
 
 
 async def insist(server: ApiServer, path: str, body: Mapping[str, Any]) -> None:
-    """Writes to an object, however long the API server is away."""
+    """Writes to an object. Tries again while the API server is away."""
     async with asyncio.timeout(AWAY_S):
         while True:
             try:
@@ -176,7 +177,7 @@ async def insist(server: ApiServer, path: str, body: Mapping[str, Any]) -> None:
 
 
 async def insist_gone(server: ApiServer, path: str) -> None:
-    """Deletes an object, however long the API server is away."""
+    """Deletes an object. Tries again while the API server is away."""
     async with asyncio.timeout(AWAY_S):
         while True:
             try:

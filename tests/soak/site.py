@@ -1,4 +1,4 @@
-"""Where a soak runs: played nodes on a bare control plane, or beside a real node with real ranks."""
+"""Starts the cluster of a soak: played nodes, and optionally a real node with real ranks."""
 
 import json
 import subprocess
@@ -25,11 +25,11 @@ NODES = 8
 
 @contextmanager
 def site(folder: Path, *, real: bool) -> Iterator[Cluster]:
-    """Gives a cluster with played nodes, the kind of resource, and a namespace with a volume of models.
+    """Yields a cluster with played nodes, the CRD, and a namespace with a volume of models.
 
     Args:
-        folder: for what is made.
-        real: whether there is a real node too, and a real model in the volume.
+        folder: folder for the files of this cluster.
+        real: whether there is also a real node, and a real model in the volume.
     """
     start = (lambda: start_node_cluster(ensure_images())) if real else start_control_plane_only
     models = folder / "models"
@@ -47,7 +47,7 @@ def site(folder: Path, *, real: bool) -> Iterator[Cluster]:
 
 
 def build_resources(cluster: Cluster, count: int) -> list[dict[str, Any]]:
-    """Returns so many played resources of several shapes; where there is a real node, one real one more."""
+    """Builds this number of played resources of several shapes, and a real one if there is a real node."""
     played = [_build_played(number) for number in range(count)]
     if not isinstance(cluster, NodeCluster):
         return played
@@ -58,7 +58,7 @@ def build_resources(cluster: Cluster, count: int) -> list[dict[str, Any]]:
 
 
 def _build_played(number: int) -> dict[str, Any]:
-    """Returns a resource of two groups of two pods, of one of three, or of one of two."""
+    """Builds a resource of two groups of two pods, of one group of three, or of one of two."""
     pods, replicas = ((2, 2), (3, 1), (2, 1))[number % 3]
     template = {"nodeSelector": {kwok.LABEL: "true"}}
     role = {"name": "cpu", "device": "CPU", "pods": pods, "template": template}
@@ -76,7 +76,7 @@ def _build(name: str, role: dict[str, Any], *, replicas: int) -> dict[str, Any]:
             "replicas": replicas,
             "parallelism": {"mode": "Pipeline"},
             "roles": [role],
-            # Pods go so often that the default would soon be used up; the back-off is in force all the same.
+            # Pods end so often that the default would soon be used up. The back-off still applies.
             "restart": {"maxRestarts": 20, "window": "1m", "backoffMax": "20s"},
             "drainTimeout": "2s",
         },

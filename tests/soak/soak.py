@@ -1,4 +1,4 @@
-"""The soak: many groups, pods that go at random, an API server that comes and goes; then all is counted."""
+"""Runs the soak: many groups, random ends of pods, restarts of the API server, and a count of all objects."""
 
 import asyncio
 import contextlib
@@ -29,24 +29,24 @@ from tests.soak.resource_faults import ResourceFaults, insist
 from tests.soak.site import REAL
 
 NODES = "kwok"
-"""The names of nodes whose pods are played begin so."""
+"""The names of nodes with played pods begin with this prefix."""
 SAMPLE_S = 5.0
 START_S = 300.0
 SETTLE_S = 300.0
-"""For the last back-offs to pass, and a real group to start."""
+"""Time for the last back-offs, and for the start of a real group."""
 REMOVE_S = 180.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How hard it is.
+    """The frequency of the faults.
 
     Attributes:
-        seconds: of the chaos.
-        kill_every_s: between two pods that go, on average.
-        away_every_s: between two ends of the API server, on average.
-        rank_every_s: between two ends of a real rank, on average.
-        strike_every_s: between two strikes at whole resources, on average.
+        seconds: length of the chaos.
+        kill_every_s: mean time between two ends of pods.
+        away_every_s: mean time between two ends of the API server.
+        rank_every_s: mean time between two ends of a real rank.
+        strike_every_s: mean time between two faults of whole resources.
     """
 
     seconds: float
@@ -58,21 +58,21 @@ class Pace:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What came of it.
+    """The results.
 
     Attributes:
-        seconds: of the chaos.
-        resources: that there were.
-        done: what was done, and how often.
-        before: objects by kind when all was Ready first.
-        after: objects by kind at the end, all Ready again.
-        settled_s: from the end of the chaos until all was Ready and as before; None if it never was.
-        not_ready: what those say that are not Ready at the end.
-        mixed: groups that were seen with pods of two epochs.
-        samples: of the operator's process.
-        epochs: of which pods were seen, as the names of pods have them: by group and number.
-        left: objects that outlived their resources.
-        errors: of the operator's log: lines that a defect leaves.
+        seconds: length of the chaos.
+        resources: number of resources.
+        done: number of faults by name.
+        before: number of objects by kind when all resources were Ready for the first time.
+        after: number of objects by kind at the end, when all resources were Ready again.
+        settled_s: seconds from the end of the chaos until all was Ready and as before, or None.
+        not_ready: messages of the resources that are not Ready at the end.
+        mixed: groups that had pods of two epochs at the same time.
+        samples: samples of the operator's process.
+        epochs: epochs of which pods were seen, by group and number, from the pods' names.
+        left: objects that still exist after their resources.
+        errors: lines of the operator's log that show a defect.
     """
 
     seconds: float
@@ -94,12 +94,12 @@ class Soak:
     """One run, on a cluster whose resources exist already.
 
     Attributes:
-        cluster: where.
+        cluster: its cluster.
         server: its API server.
-        namespace: of the resources.
-        operator: the process that is looked at.
-        chaos: what is done.
-        result: what came of it so far.
+        namespace: namespace of the resources.
+        operator: the operator's process.
+        chaos: applies the faults.
+        result: the results so far.
     """
 
     cluster: Cluster
@@ -111,9 +111,9 @@ class Soak:
     _began: float = 0.0
 
     async def run(self, pace: Pace) -> Result:
-        """Returns what came of it; never fails because of what the groups did."""
+        """Runs the soak, and returns the results. Groups that fail do not make it raise."""
         if others := await self._all_ready(START_S):
-            raise AssertionError(f"before anything was done, not Ready within {START_S:g} s: {others}")
+            raise AssertionError(f"before the first fault, not Ready within {START_S:g} s: {others}")
         self.result.before = await count_objects(self.server, self.namespace)
         self._began = time.monotonic()
         async with self._sampling():
@@ -125,11 +125,11 @@ class Soak:
         self.result.after = await count_objects(self.server, self.namespace)
         self.result.left = await self._remove()
         self.result.done = self.chaos.done
-        self.result.errors = [line for line in self.operator.said.splitlines() if "defect" in line]
+        self.result.errors = [line for line in self.operator.output.splitlines() if "defect" in line]
         return self.result
 
     async def _rage(self, pace: Pace) -> None:
-        """Does what is done, until the time is up; an API server that is away then comes back first."""
+        """Applies faults until the time is up. Then it waits for the API server."""
         until = time.monotonic() + pace.seconds
         strikes = ResourceFaults(chaos=self.chaos, played=await self._played())
         await asyncio.gather(
@@ -138,11 +138,14 @@ class Soak:
             self._every(pace.away_every_s, until, lambda: self.chaos.restart_api_server(self.cluster)),
             self._every(pace.rank_every_s, until, self._kill_real_rank),
         )
-        await strikes.taken_back()
+        await strikes.wait_reverted()
         await self._renew_lost_plans()
 
     async def _renew_lost_plans(self) -> None:
-        """Has groups start anew whose plan was lost: they serve on, and their next epoch has one again."""
+        """Restarts groups whose plan was lost.
+
+        They serve until then, and their next epoch has a plan again.
+        """
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for each in await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}):
             conditions = each.get("status", {}).get("conditions", ())
@@ -157,7 +160,7 @@ class Soak:
         return [name for each in resources if (name := each["metadata"]["name"]) != REAL]
 
     async def _every(self, mean_s: float, until: float, act: Callable[[], Awaitable[None]]) -> None:
-        """Acts again and again, at moments as chance has them, `mean_s` apart on average."""
+        """Calls `act` at random moments, with a mean interval of `mean_s`."""
         while (at := time.monotonic() + self.chaos.chance.expovariate(1 / mean_s)) < until:
             await asyncio.sleep(at - time.monotonic())
             await act()
@@ -197,7 +200,7 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
     async def _all_ready(self, timeout_s: float) -> list[str]:
-        """Returns what those say that are not Ready; waits for all of them."""
+        """Waits until all resources are Ready. Returns the messages of those that are not."""
         deadline = time.monotonic() + timeout_s
         while True:
             ready, others = await observe_ready(self.server, self.namespace)
@@ -206,9 +209,10 @@ class Soak:
             await asyncio.sleep(0.5)
 
     async def _settled(self, timeout_s: float) -> bool:
-        """Returns whether all is Ready again with as many objects as before; waits for it.
+        """Waits until all resources are Ready again with as many objects as before.
 
-        Ready alone is not enough: the last pod that was taken may not have been missed yet.
+        Returns whether this happened. Ready alone is not enough, because the operator may not have noticed
+        the end of the last pod yet.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -221,7 +225,7 @@ class Soak:
         return False
 
     async def _remove(self) -> Counter[str]:
-        """Deletes all resources; returns what is left of them, once all is gone or the time is up."""
+        """Deletes all resources. Returns their remaining objects at the end, or at the time limit."""
         for each in await list_of(self.server, HETERO_INFERENCE.path(self.namespace), {}):
             await self.server.delete(HETERO_INFERENCE.path(self.namespace, each["metadata"]["name"]), {})
         deadline = time.monotonic() + REMOVE_S

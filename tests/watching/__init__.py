@@ -1,1 +1,1 @@
-"""What the chart's dashboards are made from, and what tests them: definitions, their JSON, their pictures."""
+"""Contains the definitions of the chart's dashboards, their JSON, their pictures and their tests."""

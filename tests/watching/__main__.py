@@ -1,4 +1,4 @@
-"""`python -m tests.watching` draws the dashboards for the docs, of a group that serves meanwhile."""
+"""Draws the dashboards of a serving group for the docs: `python -m tests.watching`."""
 
 import tempfile
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Prometheus as the Prometheus Operator sets it up: a real one of each, on a control plane without nodes.
+"""Runs Prometheus with the configuration of a real Prometheus Operator, on a control plane without nodes.
 
-The Prometheus Operator makes the configuration out of PodMonitors and PrometheusRules; the
-StatefulSet that it makes besides has no node to run on, so Prometheus is started here.
+The Prometheus Operator makes the configuration from PodMonitors and PrometheusRules. It also makes a
+StatefulSet, which has no node to run on, so Prometheus is started here.
 """
 
 import gzip
@@ -29,12 +29,12 @@ _MODULE = "github.com/prometheus-operator/prometheus-operator"
 _RULES = f"prometheus-{_NAME}-rulefiles-0"
 _MOUNTED = f"/etc/prometheus/rules/{_RULES}"
 _OF_POD = {"$(SHARD)": "0", "$(POD_NAME)": f"prometheus-{_NAME}-0"}
-"""What a side-car writes into the configuration in Prometheus' own pod."""
+"""In Prometheus' own pod, a sidecar writes this into the configuration."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def install_definitions(cluster: Cluster) -> None:
-    """Installs the CustomResourceDefinitions of the Prometheus Operator, as its pinned release has them."""
+    """Installs the CustomResourceDefinitions of the Prometheus Operator from its pinned release."""
     folder = tools.source_folder("prometheus-operator", _MODULE) / "example" / "prometheus-operator-crd"
     cluster.kubectl("apply", "--server-side", "-f", str(folder))
     kinds = ("podmonitors", "prometheusrules", "prometheuses")
@@ -45,17 +45,17 @@ class Prometheus:
     """A running Prometheus.
 
     Args:
-        url: of its HTTP API.
+        url: URL of its HTTP API.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Returns the data of an answer of the HTTP API.
+        """Sends a query to the HTTP API, and returns the data of the answer.
 
         Raises:
-            ClusterError: it refused the query; the message holds both.
+            ClusterError: Prometheus refused the query. The message has the query and the answer.
         """
         query = urllib.parse.urlencode(parameters)
         try:
@@ -65,7 +65,7 @@ class Prometheus:
             raise ClusterError(f"{path} {parameters}: {error.read().decode()}") from error
 
     def values(self, expr: str) -> list[tuple[dict[str, str], float]]:
-        """Returns the labels and values of an instant query now, without NaN."""
+        """Returns the labels and values of an instant query, without NaN."""
         found = self.get("query", query=expr)["result"]
         samples = [(dict(series["metric"]), float(series["value"][1])) for series in found]
         return [(labels, value) for labels, value in samples if not math.isnan(value)]
@@ -80,21 +80,21 @@ class Prometheus:
         return {target["scrapeUrl"]: target["health"] for target in self.get("targets")["activeTargets"]}
 
     def firing(self) -> set[str]:
-        """Returns the names of the alerts that fire."""
+        """Returns the names of the firing alerts."""
         return {a["labels"]["alertname"] for a in self.get("alerts")["alerts"] if a["state"] == "firing"}
 
 
 def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
-    """Returns a Prometheus that scrapes and evaluates what the objects of this cluster say.
+    """Starts a Prometheus that scrapes and evaluates the monitoring objects of this cluster.
 
-    It ends with the cluster.
+    Ends with the cluster.
 
     Args:
-        cluster: with the definitions installed.
-        jobs: PodMonitors, as namespace/name, that its configuration must have.
+        cluster: cluster with the installed definitions.
+        jobs: PodMonitors, as namespace/name, that the configuration must have.
 
     Raises:
-        ClusterError: a program did not start, or the configuration does not come.
+        ClusterError: a program did not start, or the configuration did not appear.
     """
     site = json.loads((cluster.state.folder / "site.json").read_text())
     server = f"https://{site['address']}:{site['api_port']}"
@@ -149,7 +149,7 @@ def _answers(prometheus: Prometheus) -> bool:
 
 
 def _build_prometheus(server: str, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Returns the resource that tells the Prometheus Operator what to configure: everything it finds."""
+    """Returns the resource that makes the Prometheus Operator configure everything that it finds."""
     every: dict[str, Any] = {}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -168,11 +168,12 @@ def _build_prometheus(server: str, files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _wait_for_configuration(cluster: Cluster, jobs: set[str]) -> Path:
-    """Returns the folder with the configuration and the rules that the Prometheus Operator made."""
+    """Waits for the Prometheus Operator's configuration and rules, and returns their folder."""
     folder = cluster.state.folder / "prometheus"
     (folder / "rules").mkdir(parents=True)
 
     def configured() -> bool:
+        """Writes the configuration and the rules, and returns whether they are complete."""
         try:
             secret = json.loads(
                 cluster.kubectl("get", "secret", f"prometheus-{_NAME}", "-n", NAMESPACE, "-o", "json")

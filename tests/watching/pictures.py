@@ -1,6 +1,6 @@
-"""Pictures of the dashboards for the documentation: panels where they are, with what Prometheus answered.
+"""Draws pictures of the dashboards for the documentation, with data from Prometheus.
 
-Grafana is not run: a picture shows which panels there are and what they tell, not how Grafana draws.
+Grafana does not run: a picture shows the panels and their data, but not Grafana's design.
 """
 
 import io
@@ -31,11 +31,11 @@ _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
 }
 
 ShownParts = list[tuple[Query, list[Series]]]
-"""What each query of a panel gave."""
+"""The result of each query of a panel."""
 
 
 def draw(board: Board, watched: Watched, target: Path) -> None:
-    """Writes a picture of a dashboard, with the data of a group that was watched."""
+    """Draws a dashboard with the data of a watched group, and writes the picture."""
     positions = list(board.positions())
     height = max(position.y + position.height for _, position in positions)
     figure = Figure(figsize=(_WIDTH_IN, (height + 1) * _ROW_IN), facecolor="white")
@@ -49,12 +49,12 @@ def draw(board: Board, watched: Watched, target: Path) -> None:
             _DRAWN[item.kind](_axes(figure, item, position, height + 1), item, shown)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)
-    # Few colours are enough, and make a third of the file.
+    # Few colours are enough, and reduce the file to a third.
     Image.open(drawn).convert("RGB").quantize(64).save(target, optimize=True)
 
 
 def _axes(figure: Figure, panel: Panel, position: Position, height: int) -> Axes:
-    """Returns the axes of a panel with its title, within its bounds."""
+    """Returns the axes of a panel with its title, inside its area."""
     wide, high = 1 / GRID, 1 / height
     left = 0.045 if panel.kind is Kind.TIME else 0.012
     if panel.kind in {Kind.BARS, Kind.STACK}:
@@ -83,7 +83,7 @@ def _name(query: Query, labels: dict[str, str]) -> str:
 
 
 def _text(value: float, unit: str) -> str:
-    """Returns a value with its unit, as Grafana would scale it."""
+    """Formats a value with its unit, scaled as in Grafana."""
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale or (scale, name) == _SCALES[unit][-1]:
             return f"{value / scale:.3g} {name}"
@@ -91,7 +91,7 @@ def _text(value: float, unit: str) -> str:
 
 
 def _scaled(unit: str, most: float) -> tuple[float, str]:
-    """Returns by what to divide the values of an axis, and the unit then."""
+    """Returns the divisor for the values of an axis, and the resulting unit."""
     for scale, name in _SCALES.get(unit, ()):
         if most >= scale or (scale, name) == _SCALES[unit][-1]:
             return scale, name
@@ -99,6 +99,7 @@ def _scaled(unit: str, most: float) -> tuple[float, str]:
 
 
 def _draw_stat(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws a panel with one value, in the colour of the highest threshold that the value reaches."""
     axes.axis("off")
     ((query, series),) = shown
     labels, samples = series[0]
@@ -109,6 +110,7 @@ def _draw_stat(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _draw_time(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws a panel over time, as lines or as stacked areas."""
     lines = [(_name(query, labels), samples) for query, series in shown for labels, samples in series]
     lines = sorted(lines, key=lambda line: -max(value for _, value in line[1]))[:_MAX_SERIES]
     if panel.stacked:
@@ -150,6 +152,7 @@ def _draw_bars(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _draw_stack(axes: Axes, panel: Panel, shown: ShownParts) -> None:
+    """Draws the last values of a panel as stacked bars, a bar for each rank."""
     (column,) = panel.columns
     names = sorted({labels[column] for _, series in shown for labels, _ in series}, reverse=True)
     left = [0.0] * len(names)
@@ -177,6 +180,7 @@ def _draw_table(axes: Axes, panel: Panel, shown: ShownParts) -> None:
 
 
 def _write_rows(axes: Axes, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Writes a table with its head and at most seven rows."""
     for number, row in enumerate([head, *rows[:7]]):
         for column, text in enumerate(row):
             axes.text(

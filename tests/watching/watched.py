@@ -1,4 +1,4 @@
-"""What Prometheus saw of a group in some time, asked for as Grafana does."""
+"""Reads what Prometheus recorded of a group in a time span, with Grafana's queries."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tests.watching.monitoring import Prometheus
 
 STEP_S = 1.0
 WINDOW = "10s"
-"""Instead of Grafana's $__rate_interval: scrapes are 1 s apart."""
+"""Replaces Grafana's $__rate_interval, because scrapes are 1 s apart."""
 
 Series = tuple[dict[str, str], list[tuple[float, float]]]
 """Labels, and samples as (Unix time, value)."""
@@ -16,15 +16,15 @@ Series = tuple[dict[str, str], list[tuple[float, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A span of time in which a group served.
+    """A time span in which a group served.
 
     Attributes:
-        prometheus: that watched.
+        prometheus: the Prometheus with the data.
         start: Unix time, in seconds.
         end: Unix time, in seconds.
-        namespace: of the group.
-        group: as the label has it.
-        rank: that the dashboard of one rank shows.
+        namespace: namespace of the group.
+        group: value of the label of the group.
+        rank: rank in the dashboard of one rank.
     """
 
     prometheus: Prometheus
@@ -48,9 +48,9 @@ class Watched:
         return expr
 
     def samples(self, query: Query, panel: Panel) -> list[Series]:
-        """Returns what the panel shows for a query, without NaN and without series that have nothing else.
+        """Returns a panel's data for a query, without NaN and without series that have nothing else.
 
-        A panel over time has all of the span; any other one the last moment.
+        A panel with a time axis gets the whole span; any other panel gets the last moment.
         """
         start = self.start if panel.kind is Kind.TIME else self.end
         found = self.prometheus.series(self.expr(query), start, self.end, STEP_S)

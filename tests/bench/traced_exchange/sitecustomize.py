@@ -1,7 +1,7 @@
-"""On the PYTHONPATH of a group's pods: writes a timeline of each long step into the file EXCHANGE_TRACE.
+"""Writes a timeline of each long step into the file EXCHANGE_TRACE. For the PYTHONPATH of a group's pods.
 
-A line is a step: its rows, the nanoseconds that each rank computed, and spans [work, layer, begin, end] in ms
-by the GPU's clock. tests/bench/exchange_trace.py reads it.
+A line is one step: its rows, the nanoseconds that each rank computed, and spans [work, layer, begin, end] in
+ms by the GPU's clock. tests/bench/exchange_trace.py reads the file.
 """
 
 import json
@@ -15,7 +15,7 @@ SHARED = "vllm_heteroinfer.feed_forward.shared_exchange"
 
 
 class TracedSends:
-    """An exchange whose asks and answers are spans, too."""
+    """An exchange that also records its asks and answers as spans."""
 
     def __init__(self, exchange: Any, times: Any) -> None:
         self._exchange, self._times, self.slab = exchange, times, exchange.slab
@@ -40,7 +40,7 @@ class TracedSends:
 
 
 class Steps:
-    """The steps of a process: begins at the first layer of a step, ends with its last one."""
+    """The steps of a process. A step begins at its first layer, and ends after its last one."""
 
     def __init__(self) -> None:
         self.recording: Any = None
@@ -69,7 +69,7 @@ class Steps:
 
 
 def write(exchange: Any, rows: int, spans: Any, counts: Any, busy_ns: list[int]) -> None:
-    """Writes a step once the GPU has reached its end."""
+    """Writes a step after the GPU has reached its end."""
     import torch
 
     with torch.cuda.device(exchange._device):
@@ -93,7 +93,7 @@ def write(exchange: Any, rows: int, spans: Any, counts: Any, busy_ns: list[int])
 
 
 def change(module: Any) -> None:
-    """Records the asks of each long step."""
+    """Makes the exchange record the asks of each long step."""
     steps, original, start = Steps(), module.SharedExchange.ask, module.SharedExchange.__init__
 
     def init(exchange: Any, *arguments: Any, **options: Any) -> None:
@@ -101,7 +101,8 @@ def change(module: Any) -> None:
         exchange._exchange = TracedSends(exchange._exchange, exchange.times)
 
     def ask(exchange: Any, layer: int, x: Any, *others: Any) -> Any:
-        if len(x) <= max(exchange._captured_rows, 64) or layer not in exchange._layers:
+        is_short = len(x) <= max(exchange._captured_rows, 64)
+        if is_short or layer not in exchange._layers:
             return original(exchange, layer, x, *others)
         steps.before(exchange, layer)
         answer = original(exchange, layer, x, *others)

@@ -1,4 +1,4 @@
-"""The cgroup of a cluster goes, whatever ends in it at that moment."""
+"""Tests that a cluster's cgroup can be removed while containers in it end."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ def test_removes_a_cgroup_while_other_processes_change_its_children() -> None:
     ended = threading.Event()
 
     def come_and_go() -> None:
-        """As containers that end by themselves: their cgroups are made, and removed by their own tools."""
+        """Creates and removes child cgroups, as container tools do for containers that end by themselves."""
         for number in range(3000):
             child = Path(folder, f"pod-{number % 7}", "container")
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The test cluster's control plane: it answers, several run at the same time, and none leaves anything."""
+"""Tests the test cluster's control plane: it answers, several run side by side, and nothing is left."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_a_start_that_fails_half_way_names_the_cause_and_leaves_nothing() -> Non
     state = State.claim("control-plane", 32)
     with socket.create_server(
         ("127.0.0.1", 0)
-    ) as taken:  # without SO_REUSEPORT: nobody else can listen there
+    ) as taken:  # without SO_REUSEPORT, so no other program can listen on this port
         port = taken.getsockname()[1]
         site = Site(
             address="127.0.0.1",

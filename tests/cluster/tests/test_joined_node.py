@@ -1,4 +1,4 @@
-"""The test cluster's second node: it joins, runs pods, can be cut off, and goes without a trace."""
+"""Tests the test cluster's second node: it joins, can be disconnected, and leaves nothing behind."""
 
 import json
 

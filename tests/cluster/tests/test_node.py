@@ -1,4 +1,4 @@
-"""The test cluster's node: pods run, names resolve, HTTP reaches pods, and nothing stays behind."""
+"""Tests the test cluster's node: pods run, names resolve, HTTP reaches pods, and nothing is left."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ HARDENED = {
 
 
 def build_pod(name: str, container: dict[str, Any], labels: dict[str, str] | None = None) -> str:
-    """Returns a hardened pod, as JSON, with a stable host name in the headless Service `group`."""
+    """Builds a hardened pod, as JSON, with a stable host name in the headless Service `group`."""
     spec = {
         "hostname": name,
         "subdomain": "group",
@@ -68,7 +68,7 @@ def namespace(node_cluster: NodeCluster) -> Iterator[str]:
 
 
 def pod_address(cluster: NodeCluster, namespace: str, name: str) -> str:
-    """Returns the address of a pod that runs, or raises ClusterError after 30 s."""
+    """Returns the address of a running pod. Raises ClusterError if the pod has none after 30 s."""
     wait = "--for=jsonpath={.status.phase}=Running"
     cluster.kubectl("wait", "-n", namespace, wait, f"pod/{name}", "--timeout=30s")
     return cluster.kubectl("get", "-n", namespace, "pod", name, "-o", "jsonpath={.status.podIP}")
@@ -139,9 +139,9 @@ def test_a_network_policy_admits_only_the_listed_sources(node_cluster: NodeClust
 
     def reaches(name: str) -> bool:
         script = f'python3 -c "{dial}" 2>/dev/null || echo refused'
-        said = node_cluster.kubectl("exec", "-n", namespace, name, "--", "sh", "-c", script).strip()
-        assert said in ("reached", "refused")
-        return said == "reached"
+        output = node_cluster.kubectl("exec", "-n", namespace, name, "--", "sh", "-c", script).strip()
+        assert output in ("reached", "refused")
+        return output == "reached"
 
     assert reaches("stranger")
     node_cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=POLICY)
@@ -164,9 +164,9 @@ def test_a_network_policy_permits_only_the_listed_destinations(
 
     def reaches(what: str) -> bool:
         script = f'python3 -c "import socket; {what}; print(1)" 2>/dev/null || echo 0'
-        said = node_cluster.kubectl("exec", "-n", namespace, "client", "--", "sh", "-c", script).strip()
-        assert said in ("0", "1")
-        return said == "1"
+        output = node_cluster.kubectl("exec", "-n", namespace, "client", "--", "sh", "-c", script).strip()
+        assert output in ("0", "1")
+        return output == "1"
 
     to_pod = f"socket.create_connection(('{address}', 8000), timeout=1)"
     resolver = Addresses(number=node_cluster.state.number).node
@@ -216,7 +216,7 @@ def test_a_node_stops_and_leaves_nothing_although_its_pods_run() -> None:
         pids = processes.marked_pids(cluster.state.folder)
     assert kinds == {"route", "link", "cgroup", "namespace"}
     assert len(pids) >= 10
-    # Network namespaces end in the kernel's own time, a moment after their last process.
+    # The kernel removes a network namespace a moment after its last process has ended.
     processes.wait_until("the end of all traces", lambda: not (observe_traces() & made), timeout_s=10)
     assert processes.marked_pids(cluster.state.folder) == []
     assert not cluster.state.folder.exists()

@@ -1,4 +1,4 @@
-"""The faults themselves: each makes one happen for real, and takes back what would stay."""
+"""Makes each fault happen for real, and reverts what would stay."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ TABLE = "heteroinfer_fault"
 
 
 def kill_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
-    """Kills the process of a rank, which is alone in its pod."""
+    """Kills the process of a rank. Its pod has no other rank."""
 
     @contextlib.contextmanager
     def inject(scene: Scene) -> Iterator[float]:
@@ -57,7 +57,7 @@ if os.fork() == 0:
 
 
 def exhaust_memory(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
-    """Takes memory in a rank's container until the kernel kills the rank."""
+    """Allocates memory in a rank's container until the kernel kills the rank."""
 
     @contextlib.contextmanager
     def inject(scene: Scene) -> Iterator[float]:
@@ -108,13 +108,13 @@ def evict_pod(index: int) -> Callable[[Scene], AbstractContextManager[float]]:
 
 @contextlib.contextmanager
 def cut_pods_apart(scene: Scene) -> Iterator[float]:
-    """Drops what the two pods send to each other; kubelets and clients reach both as before."""
+    """Drops all packets between the two pods. Kubelets and clients still reach both pods."""
     leader, follower = (pod["status"]["podIP"] for pod in scene.pair.pods())
     rules = "\n".join(
         f"ip saddr {source} ip daddr {target} drop"
         for source, target in ((leader, follower), (follower, leader))
     )
-    # Before every other chain: connections that are established are cut as well.
+    # Before every other chain, so that established connections are cut, too.
     chain = f"type filter hook forward priority -100; policy accept;\n{rules}"
     nft = [*scene.cluster.namespaces.prefix, "nft", "-f", "-"]
     at = time.time()
@@ -127,7 +127,7 @@ def cut_pods_apart(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def lose_kubelet(scene: Scene) -> Iterator[float]:
-    """Kills the kubelet of the follower's node; it comes back at the end."""
+    """Kills the kubelet of the follower's node, and starts it again at the end."""
     try:
         yield scene.second.kill_kubelet()
     finally:
@@ -136,7 +136,7 @@ def lose_kubelet(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def lose_node(scene: Scene) -> Iterator[float]:
-    """Cuts the follower's node off and deletes its Node object; it comes back at the end, as a new node."""
+    """Disconnects the follower's node and deletes its Node object. At the end, it returns as a new node."""
     at = time.time()
     scene.second.cut_off()
     try:
@@ -150,7 +150,7 @@ def lose_node(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def restart_api_server(scene: Scene) -> Iterator[float]:
-    """Kills the API server, which is away for a moment; requests to the model go on meanwhile."""
+    """Kills and restarts the API server. Requests to the model continue in the meantime."""
     with api_server_down(scene.cluster.state) as at:
         while time.time() - at < API_SERVER_AWAY_S:
             scene.check_answer()
@@ -165,7 +165,7 @@ def _operator_pod(scene: Scene) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kill_operator(scene: Scene) -> Iterator[float]:
-    """Kills the operator's container; the context begins once its successor is ready."""
+    """Kills the operator's container, and waits until its successor is ready."""
     (container,) = _operator_pod(scene)["status"]["containerStatuses"]
     number = container["containerID"].partition("://")[2]
     at = time.time()
@@ -181,9 +181,9 @@ def kill_operator(scene: Scene) -> Iterator[float]:
 
 
 def slow_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
-    """Makes a rank slow, and nothing else: its container gets a tenth of a CPU, as a small limit gives it.
+    """Makes only one rank slow: its container gets a tenth of a CPU, as from a small limit.
 
-    Processes that keep its CPUs busy would slow the other rank too: both test nodes have the same CPUs.
+    Busy processes on its CPUs would slow the other rank, too, because both test nodes have the same CPUs.
     """
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ def _apply(scene: Scene, manifest: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def apply_unknown_image(scene: Scene) -> Iterator[float]:
-    """Makes a resource with an image that nobody has."""
+    """Creates a resource with an image that does not exist."""
     at = time.time()
     engine = {"image": resources.UNKNOWN_IMAGE, "maxModelLen": 1024}
     _apply(scene, resources.build_resource(resources.NO_IMAGE, engine=engine))
@@ -210,7 +210,7 @@ def apply_unknown_image(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def apply_missing_model(scene: Scene) -> Iterator[float]:
-    """Makes a resource whose claim is there, and whose folder in it is not."""
+    """Creates a resource whose claim exists, but the model's folder in it does not."""
     at = time.time()
     _apply(scene, resources.build_resource(resources.NO_MODEL, model={"uri": "pvc://models/none"}))
     yield at
@@ -218,7 +218,10 @@ def apply_missing_model(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def refuse_spec(scene: Scene) -> Iterator[float]:
-    """Edits the model into one that only the operator refuses, not the API server; edits it back."""
+    """Changes the model so that only the operator refuses the spec, not the API server.
+
+    Reverts it at the end.
+    """
     at = scene.change_spec(model={"uri": resources.REFUSED_MODEL})
     try:
         yield at
@@ -228,7 +231,10 @@ def refuse_spec(scene: Scene) -> Iterator[float]:
 
 @contextlib.contextmanager
 def take_name(scene: Scene) -> Iterator[float]:
-    """Asks for a second group when a Service of the user's has the name of that group's; takes both back."""
+    """Adds a second group while the user has a Service with the name of that group's.
+
+    Reverts both at the end.
+    """
     name = f"{resources.PAIR}-1-ranks"
     metadata, spec = {"name": name}, {"ports": [{"port": 80}]}
     _apply(scene, {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})

@@ -1,10 +1,15 @@
-"""The fault matrix as data: what is done to a group of two ranks, and what must come of it.
+"""Defines the fault matrix as data: the faults of a group of two ranks, and their expected outcomes.
 
-A row is a fault and its outcome. `Ends`: the epoch ends with a named culprit, and the next one serves.
-`GoesOn`: no pod is touched, and requests are answered meanwhile. `Waits`: a resource that cannot start says
-why, and starts nothing. `Blocked`: something of the resource is refused, and the group that runs keeps its
-whole life: an epoch that ends, the next one by its own plan, suspension. Bounds are seconds, from the API
-server's point of view: from the fault until the change arrives on a watch.
+A row has a fault and its outcome:
+
+- `Ends`: the epoch ends with a named culprit, and the next epoch serves.
+- `GoesOn`: no pod changes, and the group answers requests during the fault.
+- `Waits`: a resource that cannot start reports why, and starts nothing.
+- `Blocked`: an object of the resource is refused. The running group is not affected: it can end an epoch,
+start
+  the next one with its own plan, and be suspended.
+
+Bounds are seconds from the fault until the change arrives on a watch of the API server.
 """
 
 from collections.abc import Callable
@@ -19,12 +24,12 @@ from tests.e2e.faults.scene import Scene
 RANK_DIES_S = 2.0
 """From a rank's death until Ready is false."""
 NEXT_EPOCH_S = 5.0
-"""From the end of the old pods until the next epoch's are created."""
+"""From the end of the old pods until the next epoch's pods are created."""
 SILENCE_S = 5.0
-"""Where nobody dies but a pod goes silent: 1.5 s of missed beats, a verdict, a probe each second."""
+"""If a pod becomes silent without dying: 1.5 s of missed heartbeats, a verdict, a probe each second."""
 
 Inject: TypeAlias = Callable[[Scene], AbstractContextManager[float]]
-"""Makes the fault, yields its Unix time, and takes back what would not go by itself."""
+"""Makes the fault happen, yields its Unix time, and reverts what would stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +37,13 @@ class Ends:
     """The epoch ends.
 
     Attributes:
-        reason: of the kept failure, of Ready while it is false, and of the event.
-        or_reason: what it may be as well, where a node tells more than others.
+        reason: reason of the recorded failure, of Ready while it is false, and of the event.
+        or_reason: a second allowed reason, for nodes that report more than others.
         ready_false_s: bound, from the fault.
-        rank: the culprit, or None if it is not a rank.
-        exit_code: of the culprit, or None if it left none.
-        counted: whether it counts towards restart.maxRestarts.
-        words: the failure's message matches this regular expression.
+        rank: the culprit, or None if the culprit is no rank.
+        exit_code: exit code of the culprit, or None without one.
+        counted: whether the failure counts towards restart.maxRestarts.
+        words: regular expression for the failure's message.
         old_gone_s: bound, from Ready=False until the last old pod is gone.
     """
 
@@ -54,11 +59,11 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoesOn:
-    """The epoch goes on.
+    """The epoch continues.
 
     Attributes:
-        slowest_rank: what the column SLOWESTRANK begins with before the fault is over; "" is not looked at.
-        within_s: bound of that, from the fault.
+        slowest_rank: beginning of the column SLOWESTRANK before the fault ends. "" is not checked.
+        within_s: bound for this column, from the fault.
     """
 
     slowest_rank: str = ""
@@ -67,14 +72,14 @@ class GoesOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """A resource of its own cannot start.
+    """A separate resource cannot start.
 
     Attributes:
         resource: its name.
-        condition: which says so, by not being True.
+        condition: condition that reports this by a status other than True.
         reason: of the condition.
-        words: its message matches this regular expression.
-        event: reason of the resource's event, or "" if only its pod has one.
+        words: regular expression for its message.
+        event: reason of the resource's event, or "" if only its pod has an event.
         within_s: bound, from the fault.
     """
 
@@ -88,14 +93,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
-    """Something of the resource is refused all along; then the follower's pod is deleted.
+    """An object of the resource is refused all the time. Then the follower's pod is deleted.
 
     Attributes:
-        condition: which says what is refused.
-        status: of it.
-        reason: of it.
-        words: its message matches this regular expression.
-        within_s: bound of that, from the fault.
+        condition: condition that reports the refusal.
+        status: status of the condition.
+        reason: reason of the condition.
+        words: regular expression for its message.
+        within_s: bound for the condition, from the fault.
         available_false_s: bound, from the deletion of the pod.
     """
 
@@ -109,14 +114,14 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A row.
+    """A row of the matrix.
 
     Attributes:
         name: of the row.
-        how: what is done, for people.
-        inject: does it.
-        outcome: what must come of it.
-        always: whether `make e2e` runs it too, beside `make faults`.
+        how: description of the fault, for people.
+        inject: makes the fault happen.
+        outcome: expected outcome.
+        always: whether `make e2e` runs it, too, in addition to `make faults`.
     """
 
     name: str

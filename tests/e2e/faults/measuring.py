@@ -1,4 +1,4 @@
-"""When things happened, as the API server reported: from its watches, in seconds after the fault."""
+"""Measures when changes happened by the API server's watches, in seconds after the fault."""
 
 import os
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from tests.e2e.watching import Change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """From an epoch's pods to the next one's, in Unix time.
+    """The replacement of an epoch's pods by those of the next epoch, in Unix time.
 
     Attributes:
-        epoch: number of the next one.
+        epoch: number of the next epoch.
         old_gone: when the last pod of the epoch was removed.
-        first_created: when the first pod of the next was there.
-        last_created: when the last was.
+        first_created: when the first pod of the next epoch existed.
+        last_created: when the last pod of the next epoch existed.
     """
 
     epoch: int
@@ -27,20 +27,20 @@ class Turn:
 
     @property
     def wait_s(self) -> float:
-        """Returns how long nothing of the group was there, until all of it was."""
+        """Returns the seconds from the end of the last old pod until all new pods existed."""
         return self.last_created - self.old_gone
 
 
 def find_turn(pods: Sequence[Change], epoch: int, count: int) -> Turn:
-    """Returns how the `count` pods of an epoch gave way to those of the next.
+    """Returns how the `count` pods of an epoch were replaced by those of the next.
 
     Args:
         pods: changes of the group's pods, in order.
-        epoch: that ended.
+        epoch: number of the epoch that ended.
         count: pods of each epoch.
 
     Raises:
-        AssertionError: the pods of one of them did not all come, or not all go.
+        AssertionError: not all old pods are gone, or not all new pods exist.
     """
     gone = {change.name: change.at for change in pods if change.kind == "DELETED" and _epoch(change) == epoch}
     following = next(iter(find_epochs(pods, after=epoch)), 0)
@@ -59,7 +59,7 @@ def find_turn(pods: Sequence[Change], epoch: int, count: int) -> Turn:
 
 
 def find_epochs(pods: Sequence[Change], *, after: int) -> list[int]:
-    """Returns the epochs after an epoch that had pods, in order."""
+    """Returns the later epochs that had pods, in order."""
     return sorted({_epoch(change) for change in pods if _epoch(change) > after})
 
 
@@ -68,7 +68,10 @@ def _epoch(change: Change) -> int:
 
 
 def keep(name: str, text: str) -> None:
-    """Writes a file into the folder $OUT, which it makes; without OUT in the environment it keeps nothing."""
+    """Writes a file into the folder $OUT, which it creates.
+
+    Without OUT in the environment, it writes nothing.
+    """
     if given := os.environ.get("OUT"):
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The resources that faults happen to."""
+"""Builds the resources of the fault tests."""
 
 from datetime import timedelta
 from typing import Any
@@ -10,14 +10,14 @@ PAIR, NO_IMAGE, NO_MODEL = "pair", "no-image", "no-model"
 UNKNOWN_IMAGE = "localhost/heteroinfer/nowhere:test"
 MODEL = "pvc://models/small"
 REFUSED_MODEL = "hf://org/model"
-"""Accepted at apply, refused by the operator: there is no cache for it."""
+"""The CRD accepts this name, and the operator refuses it, because it has no cache for it."""
 WINDOW = timedelta(minutes=1)
-"""Of the pair's restarts: as short as it may be."""
+"""Window of the pair's restarts: the shortest allowed."""
 RESOURCES = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 
 
 def build_resource(name: str, **spec: Any) -> dict[str, Any]:
-    """Returns a HeteroInference of two CPU ranks in two pods, with these fields in its spec."""
+    """Builds a HeteroInference of two CPU ranks in two pods, with these fields in its spec."""
     role = {"name": "cpu", "device": "CPU", "pods": 2, "resources": RESOURCES}
     return {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
@@ -34,9 +34,9 @@ def build_resource(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def build_pair(second_node: str) -> dict[str, Any]:
-    """Returns the group that most faults end: its follower prefers the second node, and may do without.
+    """Builds the group that most faults end. Its follower prefers the second node, but does not require it.
 
-    Its restarts count together within WINDOW only, so that no back-off need come between two faults.
+    Restarts count together only within WINDOW, so that two faults need no back-off in between.
     """
     match = {"key": "kubernetes.io/hostname", "operator": "In", "values": [second_node]}
     there = {"weight": 100, "preference": {"matchExpressions": [match]}}

@@ -1,4 +1,4 @@
-"""Where faults happen: a group of two ranks on two real nodes, and what is seen of it."""
+"""Defines the group of two ranks on two real nodes to which the faults happen, and observes it."""
 
 import json
 import time
@@ -25,7 +25,7 @@ CHILDREN = "services,configmaps,networkpolicies,poddisruptionbudgets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model must answer: transformers' own tokens. `url`: of the clients' Service."""
+    """The expected answer of the model: transformers' tokens. `url` is the URL of the clients' Service."""
 
     url: str
     prompt: list[int]
@@ -34,14 +34,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One group that serves, its leader on the first node and its follower on the second.
+    """One serving group, with its leader on the first node and its follower on the second.
 
     Attributes:
         pair: the resource.
-        second: the follower's node.
+        second: node of the follower.
         resources: watch of all resources of the namespace.
         pods: watch of the pair's worker pods.
-        answer: to one prompt.
+        answer: expected answer to one prompt.
     """
 
     pair: Resource
@@ -56,13 +56,14 @@ class Scene:
 
     @property
     def group(self) -> dict[str, Any]:
-        """Returns the status of the pair's first group now."""
+        """Returns the present status of the pair's first group."""
         return dict(self.pair.status["groups"][0])
 
     def wait_out_failures(self, *, counted: bool) -> None:
-        """Returns once no failure of the kind is within the window: the next one then has no back-off.
+        """Waits until the window has no failure of this kind, so that the next failure has no back-off.
 
-        A status has whole seconds, so a failure 60.0 s after another may read as within the window of 60 s.
+        Times in a status are whole seconds, so a failure 60.0 s after another may seem to be within a window
+        of 60 s.
         """
         times = [each["time"] for each in self.group.get("failures", ()) if each["counted"] == counted]
         if times:
@@ -74,18 +75,20 @@ class Scene:
         return str(self.pair.pods()[index]["metadata"]["name"])
 
     def place(self, timeout_s: float) -> None:
-        """Has the follower on the second node: a fresh start, where the row before left it elsewhere."""
+        """Moves the follower to the second node by a new start, if the last row left it on the first."""
         if self._follower_node() == self.second.name:
             return
         self.second.wait_ready()
         epoch = self.group["epoch"]
         self.change_spec(restartedAt=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-        processes.wait_until("a fresh start", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s)
+        processes.wait_until(
+            "a new start of the group", lambda: self.group["epoch"] > epoch, timeout_s=timeout_s
+        )
         self.pair.wait_ready(timeout_s)
         assert self._follower_node() == self.second.name, "the scheduler prefers the second node"
 
     def change_spec(self, **fields: Any) -> float:
-        """Edits fields of the pair's spec; returns the Unix time before it did."""
+        """Changes fields of the pair's spec. Returns the Unix time before the change."""
         at, namespace = time.time(), self.pair.namespace
         patch = json.dumps({"spec": fields})
         self.cluster.kubectl("patch", "-n", namespace, "hinf", self.pair.name, "--type=merge", "-p", patch)
@@ -95,7 +98,7 @@ class Scene:
         return str(self.pair.pods()[1]["spec"]["nodeName"])
 
     def check_answer(self) -> None:
-        """Asks for some tokens and compares them."""
+        """Requests some tokens, and compares them."""
         asked = self.answer
         assert self.pair.complete(asked.prompt, len(asked.tokens), url=asked.url) == asked.tokens
 
@@ -103,12 +106,12 @@ class Scene:
         return [pod["metadata"]["uid"] for pod in self.pair.pods()]
 
     def children(self) -> Counter[str]:
-        """Returns how many objects of each kind belong to the pair, pods aside."""
+        """Returns the number of objects of each kind that the pair owns, without pods."""
         found = self.pair.get(CHILDREN, "-l", f"{names.LABEL_RESOURCE}={self.pair.name}")["items"]
         return Counter(item["kind"] for item in found)
 
     def process_epochs(self) -> set[int]:
-        """Returns the epochs of all processes of workers on both nodes, whatever Kubernetes knows of them."""
+        """Returns the epochs of all worker processes on both nodes, whatever Kubernetes knows of them."""
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
         found = (
             variables(pid).get(names.ENV_EPOCH) for group in groups for pid in cluster_cgroup.pids(group)
@@ -116,9 +119,9 @@ class Scene:
         return {int(epoch) for epoch in found if epoch is not None}
 
     def rank_process(self, rank: int) -> int:
-        """Returns the process of a rank, alone in its pod, as this machine numbers it.
+        """Returns the process of a rank that is alone in its pod, as this machine's process id.
 
-        It is found by its pod's cgroup: the title that vLLM gives it takes the place of its environment.
+        The pod's cgroup identifies it, because vLLM's title for the process overwrites its environment.
         """
         uid = self.pod_uids()[rank]
         groups = (node_cgroup(self.cluster.state), self.second.cgroup)
@@ -126,7 +129,7 @@ class Scene:
         return next(pid for pid in pids if is_rank(pid) and uid in Path(f"/proc/{pid}/cgroup").read_text())
 
     def events(self, resource: str) -> list[Mapping[str, Any]]:
-        """Returns the operator's events on a resource."""
+        """Returns the operator's events about a resource."""
         items = self.pair.get("events.events.k8s.io")["items"]
         return [event for event in items if _regards(event, resource)]
 
@@ -137,7 +140,7 @@ def _regards(event: Mapping[str, Any], resource: str) -> bool:
 
 
 def variables(pid: int) -> dict[str, str]:
-    """Returns the environment of a process; empty for one that has ended."""
+    """Returns the environment of a process, or nothing for an ended one."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -146,8 +149,9 @@ def variables(pid: int) -> dict[str, str]:
 
 
 def is_exiting(pid: int) -> bool:
-    """Returns whether a process has begun to end: that shows before its memory is freed."""
+    """Returns whether a process has begun to end. This is visible before its memory is freed."""
     try:
+        # After the name: the state, and six fields later the flags (proc_pid_stat(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return True

@@ -1,9 +1,9 @@
-"""A stranger on the pods' network whom no NetworkPolicy stops; run as a process in the node's namespaces.
+"""Attacks pods from their network as a stranger that no NetworkPolicy stops.
 
-Reads from stdin as JSON which pods there are (`pods`: IP of the leader, of the follower) and which forged
-hellos to say (`forged`, base64). Looks which ports are open; records what the follower says to the leader
-when its connection is reset; holds 300 idle connections on each port, and says nonsense, the hellos and what
-was recorded. Prints what it was answered as JSON. Stdlib only; imports nothing of ours.
+Runs as a process in the node's namespaces. It reads JSON from stdin: the pods (`pods`: IP of the leader, and
+of the follower), and forged hellos (`forged`, base64). It scans ports, records what the follower sends to the
+leader after a reset of their connection, holds 300 idle connections on each port, and sends random data, the
+hellos and the recording. It prints the answers as JSON. Stdlib only; imports no product code.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ CONTROL_PORT = 29499
 IDLE = 300
 AT_ONCE = 400
 LISTENS_S = 8.0
-"""Longer than a port of ours holds a connection that has proved nothing."""
+"""Longer than our ports hold a connection that has not authenticated."""
 RECORDS_S = 15.0
 RESETS_S = 0.3
-"""Longer than between two heartbeats, far less than the silence that ends an epoch."""
+"""Longer than between two heartbeats, and far shorter than the silence that ends an epoch."""
 SCAN_TIMEOUT_S = 3.0
 TABLE = "heteroinfer_stranger"
 NONSENSE = (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n", bytes(range(256)) * 40)
@@ -34,7 +34,7 @@ SPEAK_HTTP = (8081, 9400)
 
 
 async def scan(address: str) -> list[int]:
-    """Returns the TCP ports on which a pod answers."""
+    """Returns the TCP ports of a pod that accept connections."""
     limit = asyncio.Semaphore(AT_ONCE)
     found: list[int] = []
 
@@ -50,14 +50,14 @@ async def scan(address: str) -> list[int]:
     return sorted(found)
 
 
-async def answer_to(address: str, port: int, said: bytes) -> bytes:
-    """Returns what comes back for some bytes, until it is closed or nothing comes any more."""
+async def answer_to(address: str, port: int, sent: bytes) -> bytes:
+    """Sends some bytes, and returns the answer until the connection is closed or silent."""
     got = b""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(LISTENS_S):
             reader, writer = await asyncio.open_connection(address, port)
             with contextlib.closing(writer):
-                writer.write(said)
+                writer.write(sent)
                 await writer.drain()
                 while chunk := await reader.read(65536):
                     got += chunk
@@ -82,6 +82,7 @@ class Recorder:
                 self._note(self._socket.recv(65536))
 
     def _note(self, packet: bytes) -> None:
+        """Records the payload of an IPv4 TCP packet to the leader's control port, by its source port."""
         if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return
         header = (packet[0] & 15) * 4
@@ -98,7 +99,7 @@ class Recorder:
 
     @property
     def recorded(self) -> bytes:
-        """Returns what the follower said on the newest connection that was seen to begin."""
+        """Returns the data that the follower sent on the newest connection whose begin was recorded."""
         parts = next((parts for parts in reversed(self._parts.values()) if len(parts) > 1), {})
         return b"".join(parts[sequence] for sequence in sorted(parts))
 
@@ -109,9 +110,10 @@ class Recorder:
 
 
 def record(leader: str, follower: str) -> bytes:
-    """Returns what the follower says when it connects again: the node resets its connection."""
+    """Returns the data that the follower sends when it connects again after a reset by the node."""
     recorder = Recorder(leader)
-    # SYNs pass: somebody off the path can end a connection, if he guesses it, but not have the next refused.
+    # SYNs pass: an attacker off the path can reset a connection by guessing its numbers, but cannot block the
+    # next one.
     of = f"ip saddr {follower} ip daddr {leader} tcp dport {CONTROL_PORT} tcp flags & syn == 0x0"
     rule = f"{of} reject with tcp reset"
     chain = f"chain forward {{ type filter hook forward priority -100; {rule}\n}}"
@@ -132,7 +134,7 @@ def run_nft(script: str) -> None:
 
 
 async def attack(order: dict[str, Any]) -> dict[str, Any]:
-    """Returns what was found open, and what was answered on which port."""
+    """Runs the attack, and returns the open ports and the answers by port."""
     leader, follower = order["pods"]
     recorded = await asyncio.to_thread(record, leader, follower)
     began = time.monotonic()
@@ -141,12 +143,12 @@ async def attack(order: dict[str, Any]) -> dict[str, Any]:
     forged = [base64.b64decode(text) for text in order["forged"]]
     idle, refused = await hold_idle(found)
     asked = [
-        (address, port, said)
+        (address, port, sent)
         for address, ports in found.items()
         for port in ports
-        for said in (*NONSENSE, *(ASKS if port in SPEAK_HTTP else ()))
+        for sent in (*NONSENSE, *(ASKS if port in SPEAK_HTTP else ()))
     ]
-    asked += [(leader, CONTROL_PORT, said) for said in (*forged, recorded, recorded[: len(recorded) // 2])]
+    asked += [(leader, CONTROL_PORT, sent) for sent in (*forged, recorded, recorded[: len(recorded) // 2])]
     answers = await asyncio.gather(*(answer_to(*each) for each in asked))
     for writer in idle:
         writer.close()
@@ -156,15 +158,15 @@ async def attack(order: dict[str, Any]) -> dict[str, Any]:
         "idle_refused": refused,
         "recorded": base64.b64encode(recorded).decode(),
         "answers": [
-            {"pod": address, "port": port, "said": said[:40].decode(errors="replace"),
+            {"pod": address, "port": port, "said": sent[:40].decode(errors="replace"),
              "got": base64.b64encode(got).decode()}
-            for (address, port, said), got in zip(asked, answers, strict=True)
+            for (address, port, sent), got in zip(asked, answers, strict=True)
         ],
     }  # fmt: skip
 
 
 async def hold_idle(found: dict[str, list[int]]) -> tuple[list[asyncio.StreamWriter], dict[str, int]]:
-    """Returns idle connections to every port, and how many of them each did not take, where it did not."""
+    """Holds idle connections on every port. Returns them, and the number of refused ones by port."""
     held: list[asyncio.StreamWriter] = []
     refused: dict[str, int] = {}
 
@@ -184,7 +186,7 @@ async def hold_idle(found: dict[str, list[int]]) -> tuple[list[asyncio.StreamWri
 
 
 def main() -> None:
-    """Does what stdin says, and prints what came of it."""
+    """Runs the order from stdin, and prints the results."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     print(json.dumps(asyncio.run(attack(json.load(sys.stdin)))))
 

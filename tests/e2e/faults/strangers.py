@@ -1,4 +1,4 @@
-"""The row of the matrix in which a stranger does what it can to a group's ports; what it must not learn."""
+"""Runs the row of the matrix in which a stranger attacks a group's ports, and must not learn its secrets."""
 
 import base64
 import contextlib
@@ -24,13 +24,13 @@ OURS = (
     names.DEFAULT_EXECUTOR_PORT,
     names.DEFAULT_METRICS_PORT,
 )
-"""Ports on which a program of ours answers, all of vLLM's and torch's aside."""
+"""Ports of our own programs, without those of vLLM and torch."""
 VISIT_S = 240.0
 
 
 @contextlib.contextmanager
 def visit(scene: Scene) -> Iterator[float]:
-    """Has a stranger at all ports of both pods, from the node itself, whom no NetworkPolicy stops."""
+    """Attacks all ports of both pods from the node itself, which no NetworkPolicy stops."""
     at = time.time()
     pods = scene.pair.pods()
     order = {
@@ -45,15 +45,15 @@ def visit(scene: Scene) -> Iterator[float]:
             while not visiting.done():
                 scene.check_answer()
         except OSError as error:
-            raise AssertionError(f"not answered while a stranger was there: {scene.group}") from error
-        said = json.loads(visiting.result())
-    keep("stranger.json", json.dumps(said, indent=1))
-    check_learnt(said, secrets_of(pods))
+            raise AssertionError(f"the model did not answer during the attack: {scene.group}") from error
+        report = json.loads(visiting.result())
+    keep("stranger.json", json.dumps(report, indent=1))
+    check_learnt(report, secrets_of(pods))
     yield at
 
 
 def forge(scene: Scene, pods: Sequence[dict[str, Any]]) -> list[bytes]:
-    """Returns hellos of somebody who knows all that the API server shows of the group, but has no key."""
+    """Returns hellos of a stranger who knows all that the API server shows of the group, but no key."""
     labels = pods[1]["metadata"]["labels"]
     uid = scene.pair.get(names.SINGULAR, scene.pair.name)["metadata"]["uid"]
     epoch = int(labels[names.LABEL_EPOCH])
@@ -64,26 +64,26 @@ def forge(scene: Scene, pods: Sequence[dict[str, Any]]) -> list[bytes]:
 
 
 def secrets_of(pods: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns what no port of ours may tell a stranger: the plan's hash, the epoch, the resource's uid."""
+    """Returns the values that our ports must not reveal: the plan's hash, the epoch, the resource's uid."""
     metadata = pods[0]["metadata"]
     (owner,) = metadata["ownerReferences"]
     return [metadata["labels"][names.LABEL_PLAN], metadata["labels"][names.LABEL_EPOCH], owner["uid"]]
 
 
-def check_learnt(said: dict[str, Any], secrets: Sequence[str]) -> None:
-    """Nothing is learnt on our own ports, by scan, forged hellos, a recorded one, or asking."""
-    leader, follower = said["open"].values()
+def check_learnt(report: dict[str, Any], secrets: Sequence[str]) -> None:
+    """Checks that our own ports reveal nothing to scans, forged hellos, a recorded hello, and requests."""
+    leader, follower = report["open"].values()
     assert set(OURS) <= set(leader), leader
     assert names.DEFAULT_HEALTH_PORT in follower, follower
     assert names.DEFAULT_CONTROL_PORT not in follower, follower
-    recorded = base64.b64decode(said["recorded"])
-    assert recorded.count(b"\n") >= 2, f"expected a hello and a line after it on record, got {recorded!r}"
-    for answer in said["answers"]:
+    recorded = base64.b64decode(report["recorded"])
+    assert recorded.count(b"\n") >= 2, f"expected a recorded hello and one more line, got {recorded!r}"
+    for answer in report["answers"]:
         got = base64.b64decode(answer["got"]).decode(errors="replace")
         if answer["port"] not in OURS:
             continue
         assert not [secret for secret in secrets if secret in got], (answer, got)
         if answer["port"] == names.DEFAULT_CONTROL_PORT and got:
-            # What was recorded is the only thing with a code of the key; a fresh number is all that it gets.
+            # Only the recorded hello has a code made with the key. The only answer is a new challenge.
             assert set(json.loads(got)) == {"code", "nonce"}, (answer, got)
             assert recorded.startswith(answer["said"].encode()), answer

@@ -1,4 +1,4 @@
-"""The table of docs/contributor/faults.md, made of the matrix and of what a run of it measured.
+"""Writes the table of docs/contributor/faults.md from the matrix and the measurements of a run.
 
 OUT=DIR python -m pytest tests/e2e/faults && python -m tests.e2e.faults.table DIR/faults.json
 """
@@ -24,15 +24,16 @@ HEADER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one row took, in seconds; None where there was no such thing.
+    """Measured seconds of one row; None if the row has no such time.
 
     Attributes:
-        ready_false_s: from the fault until Ready was False.
-        old_gone_s: from the fault until the last old pod was gone.
-        next_epoch_s: from then until the last pod of the next epoch was created.
-        ready_s: from the fault until the next epoch served.
-        said_s: from the fault until the status said it.
-        well_s: from the fault until the operator was seen to work as before.
+        ready_false_s: seconds from the fault until Ready was False.
+        old_gone_s: seconds from the fault until the last old pod was gone.
+        next_epoch_s: seconds from the end of the old pods until the last pod of the next epoch was
+            created.
+        ready_s: seconds from the fault until the next epoch served.
+        said_s: seconds from the fault until the status reported it.
+        well_s: seconds from the fault until the operator worked as before.
     """
 
     ready_false_s: float | None = None
@@ -43,7 +44,7 @@ class Measured:
     well_s: float | None = None
 
     def dump(self) -> dict[str, float | None]:
-        """Returns the times in hundredths of a second."""
+        """Returns the times with two decimals."""
         return {
             name: None if value is None else round(value, 2)
             for name, value in dataclasses.asdict(self).items()
@@ -51,12 +52,12 @@ class Measured:
 
 
 def build_table(measured: Mapping[str, Measured]) -> str:
-    """Returns the table, a line for each row of the matrix; without times where none were measured."""
+    """Returns the table with a line for each row of the matrix. Rows without measurements have no times."""
     return "\n".join([HEADER, *(_line(fault, measured.get(fault.name, Measured())) for fault in MATRIX)])
 
 
 def expectation(fault: Fault) -> str:
-    """Returns what must be seen of a fault, in words."""
+    """Describes the expected outcome of a fault."""
     match fault.outcome:
         case Ends(reason=reason, or_reason=or_reason, rank=rank, exit_code=exit_code, counted=counted):
             other = f" or `{or_reason}`" if or_reason else ""
@@ -83,7 +84,7 @@ def _line(fault: Fault, took: Measured) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Puts the table of a run into the page; `arguments`: the run's faults.json."""
+    """Writes the table of a run into the page. `arguments` has the run's faults.json."""
     (report,) = arguments
     stored = json.loads(Path(report).read_text())
     table = build_table({name: Measured(**times) for name, times in stored.items()})

@@ -1,9 +1,10 @@
-"""Each row of the fault matrix, on a group of real ranks on two real nodes.
+"""Tests each row of the fault matrix on a group of real ranks on two real nodes.
 
-The rows follow each other on one group: each leaves it serving for the next. `make e2e` leaves out those
-marked `every_fault`; `make faults` runs all. With OUT=DIR in the environment
-what was measured is left in DIR/faults.json, from which `python -m tests.e2e.faults.table` makes the table of
-docs/contributor/faults.md.
+All rows use one group, one row after another. Each row leaves the group serving for the next row. `make e2e`
+leaves out the rows marked `every_fault`; `make faults` runs all.
+
+With OUT=DIR in the environment, the measured times are stored in DIR/faults.json. From this file, `python -m
+tests.e2e.faults.table` makes the table of docs/contributor/faults.md.
 """
 
 import json
@@ -34,7 +35,7 @@ NAMESPACE = "faults"
 Model: TypeAlias = tuple[Path, dict[str, Any]]
 START_S = 300.0
 CLEAN_S = 40.0
-"""For the kernel and a kubelet that comes back to take away what is of an old epoch."""
+"""Time in which the kernel and a returning kubelet remove the processes and pods of an old epoch."""
 
 pytestmark = pytest.mark.timeout(480)
 ROWS = [
@@ -51,7 +52,7 @@ def second(node_cluster: NodeCluster) -> Iterator[JoinedNode]:
 
 @pytest.fixture(scope="module")
 def scene(node_cluster: NodeCluster, second: JoinedNode, model: Model) -> Iterator[Scene]:
-    """The chart installed, and a group that serves over two nodes."""
+    """Installs the chart, and yields a group that serves on two nodes."""
     cluster = node_cluster
     install(cluster)
     cluster.kubectl("create", "namespace", NAMESPACE)
@@ -73,7 +74,7 @@ def scene(node_cluster: NodeCluster, second: JoinedNode, model: Model) -> Iterat
 
 
 def _remove(cluster: NodeCluster) -> None:
-    """Takes everything away, and looks whether it went: nothing of any row may be left."""
+    """Removes everything, and checks that no object of any row is left."""
     cluster.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
     )
@@ -92,7 +93,7 @@ def _remove(cluster: NodeCluster) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[dict[str, Measured]]:
-    """What each row took; written to $OUT/faults.json at the end."""
+    """Collects the measured times of each row, and writes them to $OUT/faults.json at the end."""
     found: dict[str, Measured] = {}
     yield found
     report = {name: value.dump() for name, value in found.items()}
@@ -114,11 +115,12 @@ def test_the_group_reacts_to_each_fault_as_expected(
         case Waits() as waits:
             measured[fault.name] = check_waiting(scene, fault, waits)
         case Blocked() as blocked:
-            scene.wait_out_failures(counted=True)  # a pod is deleted, as in the row before
+            scene.wait_out_failures(counted=True)  # a pod is deleted, as in the row above
             measured[fault.name] = check_blocked(scene, fault, blocked)
 
 
 def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
+    """Checks that the fault ends the epoch with the expected culprit, and the next epoch serves in time."""
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     children = scene.children()
     with fault.inject(scene) as at:
@@ -145,9 +147,11 @@ def check_end(scene: Scene, fault: Fault, expected: Ends) -> Measured:
     assert turn.first_created >= turn.old_gone, f"two epochs at the same time: {turn}"
     assert turn.wait_s <= NEXT_EPOCH_S, took
     assert turn.old_gone - ended_epoch.at <= expected.old_gone_s, took
-    assert turn.epoch == group["epoch"], "the group serves in the epoch after"
+    assert turn.epoch == group["epoch"], "the group serves in the next epoch"
     check_nothing_orphaned(scene, group["epoch"])
-    processes.wait_until("the children of before", lambda: scene.children() == children, timeout_s=CLEAN_S)
+    processes.wait_until(
+        "the same children as before the fault", lambda: scene.children() == children, timeout_s=CLEAN_S
+    )
     return took
 
 
@@ -167,17 +171,18 @@ def check_event(scene: Scene, resource: str, reason: str, words: str) -> None:
 
 
 def check_nothing_orphaned(scene: Scene, epoch: int) -> None:
-    """No pod, no process of an old epoch is left on either node, whatever Kubernetes knows of it."""
+    """Checks that neither node has a pod or process of an old epoch, whatever Kubernetes knows of it."""
     labels = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in scene.pair.pods()}
     assert labels == {str(epoch)}
     processes.wait_until(
-        f"the end of all processes but epoch {epoch}'s",
+        f"the end of all processes except those of epoch {epoch}",
         lambda: scene.process_epochs() == {epoch},
         timeout_s=CLEAN_S,
     )
 
 
 def check_going_on(scene: Scene, fault: Fault, expected: GoesOn) -> Measured:
+    """Checks that a fault changes no pod, and that the group answers during it."""
     before, uids = scene.group, scene.pod_uids()
     with fault.inject(scene) as at:
         if expected.slowest_rank:
@@ -193,7 +198,7 @@ def check_going_on(scene: Scene, fault: Fault, expected: GoesOn) -> Measured:
 
 
 def wait_slowest(scene: Scene, expected: GoesOn, at: float) -> float:
-    """Returns when the column SLOWESTRANK began to name the slow rank."""
+    """Returns the time at which the column SLOWESTRANK first named the slow rank."""
 
     def named(change: Change) -> bool:
         summary = change.stored.get("status", {}).get("summary", {})
@@ -208,14 +213,14 @@ def wait_slowest(scene: Scene, expected: GoesOn, at: float) -> float:
 
 
 def touch(scene: Scene) -> None:
-    """Has the operator look at the pair."""
+    """Changes an annotation of the pair, so that the operator reconciles it."""
     scene.cluster.kubectl(
         "annotate", "hinf", "-n", NAMESPACE, PAIR, "--overwrite", f"heteroinfer.test/touched={time.time()}"
     )
 
 
 def check_operator_works(scene: Scene) -> None:
-    """A change of the pair that needs no new pods is seen: observedGeneration follows."""
+    """Checks that the operator observes a change of the pair that needs no new pods."""
     body = json.dumps({"spec": {"restart": {"backoffMax": f"{60 + int(time.time()) % 60}s"}}})
     scene.cluster.kubectl("patch", "hinf", "-n", NAMESPACE, PAIR, "--type=merge", "-p", body)
     wanted = scene.pair.get(names.SINGULAR, PAIR)["metadata"]["generation"]
@@ -227,7 +232,9 @@ def check_operator_works(scene: Scene) -> None:
 
 
 def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
-    def says(change: Change) -> bool:
+    """Checks that a resource that cannot start reports the reason and has no pods. Deletes it."""
+
+    def is_expected(change: Change) -> bool:
         condition = condition_of(change.stored, expected.condition)
         return (
             change.name == expected.resource
@@ -237,7 +244,7 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
         )
 
     with fault.inject(scene) as at:
-        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
+        reported = scene.resources.wait_for(f"{expected}", is_expected, expected.within_s, since=at)
         if expected.event:
             check_event(scene, expected.resource, expected.event, "")
     broken = Resource(cluster=scene.cluster, namespace=NAMESPACE, name=expected.resource)
@@ -254,30 +261,34 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
         timeout_s=70,
     )
     assert broken.pods() == []
-    return Measured(said_s=said.at - at)
+    return Measured(said_s=reported.at - at)
 
 
 def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
-    def says(change: Change) -> bool:
-        said = condition_of(change.stored, expected.condition)
+    """Checks a group of which an object is refused: it serves, loses a pod, restarts and suspends."""
+
+    def is_expected(change: Change) -> bool:
+        reported = condition_of(change.stored, expected.condition)
         generation = change.stored["metadata"]["generation"]
-        got = said.get("status"), said.get("reason"), said.get("observedGeneration")
+        got = reported.get("status"), reported.get("reason"), reported.get("observedGeneration")
         wanted = expected.status, expected.reason, generation
         return (
-            change.name == PAIR and got == wanted and re.search(expected.words, said["message"]) is not None
+            change.name == PAIR
+            and got == wanted
+            and re.search(expected.words, reported["message"]) is not None
         )
 
     epoch, count = scene.group["epoch"], len(scene.pair.pods())
     with fault.inject(scene) as at:
-        said = scene.resources.wait_for(f"{expected}", says, expected.within_s, since=at)
-        assert _says(said, "Available") == "True", "the group serves on"
+        reported = scene.resources.wait_for(f"{expected}", is_expected, expected.within_s, since=at)
+        assert _says(reported, "Available") == "True", "the group keeps serving"
         scene.check_answer()
         with injections.delete_pod(1)(scene) as deleted:
             down = wait_available(scene, "False", expected.available_false_s + 10, since=deleted)
             up = wait_available(scene, "True", START_S, since=down.at)
         scene.check_answer()
-        assert says(up), "it is refused all the while"
-        assert scene.resources.find(lambda change: _ready(change) == "True", since=said.at) is None
+        assert is_expected(up), "it is refused all the time"
+        assert scene.resources.find(lambda change: _ready(change) == "True", since=reported.at) is None
         turn = find_turn(scene.pods.changes, epoch, count)
         check_suspend(scene)
     failure = scene.group["failures"][-1]
@@ -288,10 +299,10 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
     scene.pair.wait_ready(START_S)
     now = scene.group["epoch"]
     begun = find_epochs(scene.pods.changes, after=epoch)
-    assert begun == [turn.epoch, now], "one for the pod, one for the suspension, none for the way back"
+    assert begun == [turn.epoch, now], "one change for the pod, one for the suspension"
     check_nothing_orphaned(scene, now)
     return Measured(
-        said_s=said.at - at,
+        said_s=reported.at - at,
         ready_false_s=down.at - deleted,
         old_gone_s=turn.old_gone - deleted,
         next_epoch_s=turn.wait_s,
@@ -300,7 +311,7 @@ def check_blocked(scene: Scene, fault: Fault, expected: Blocked) -> Measured:
 
 
 def check_suspend(scene: Scene) -> None:
-    """The group ends in order when the resource is suspended, and serves again when it no longer is."""
+    """Checks that the group stops in order when the resource is suspended, and serves again after that."""
     at = scene.change_spec(suspend=True)
     wait_available(scene, "False", RANK_DIES_S, since=at)
     processes.wait_until("the end of all pods", lambda: not scene.pair.pods(), timeout_s=30)
@@ -321,5 +332,5 @@ def _ready(change: Change) -> str:
 
 
 def _says(change: Change, condition: str) -> str:
-    """Returns what a condition of the pair says; "" for any other resource."""
+    """Returns the message of a condition of the pair, or "" for any other resource."""
     return str(condition_of(change.stored, condition).get("status", "")) if change.name == PAIR else ""

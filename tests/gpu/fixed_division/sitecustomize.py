@@ -1,4 +1,7 @@
-"""On the PYTHONPATH of a group's pods: the GPU computes the part GPU_PART of the experts, with any rows."""
+"""Makes the GPU compute the part GPU_PART of the experts, for any number of rows.
+
+For the PYTHONPATH of a group's pods.
+"""
 
 import os
 import runpy
@@ -9,7 +12,7 @@ BALANCE = "vllm_heteroinfer.feed_forward.stream_balance"
 
 
 def change(module: Any) -> None:
-    """Sets the number of experts on the GPU. The rank measures as always."""
+    """Fixes the number of experts on the GPU. The rank still measures as usual."""
     part = float(os.environ["GPU_PART"])
 
     def gpu_experts(balance: Any, rows: int, gap_s: float, ahead: int) -> int:

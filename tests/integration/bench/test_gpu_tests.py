@@ -1,4 +1,4 @@
-"""Tests for machines with a GPU are found, under settings of their own, on machines without."""
+"""Tests that pytest collects the tests for GPU machines, with their own settings, also without a GPU."""
 
 import subprocess
 import sys

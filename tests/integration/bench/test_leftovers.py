@@ -1,4 +1,4 @@
-"""What the churn looks for is found: a process that slips away, its port, its shared memory, its socket."""
+"""Tests that tests/bench/leftovers.py finds each resource that a group has left behind."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.leftovers import SHARED_MEMORY, Holdings, describe_left, observe, shared_memory_of_nobody
+from tests.bench.leftovers import SHARED_MEMORY, Holdings, describe_left, observe, unheld_shared_memory
 
 TIMEOUT_S = 20.0
 CHILD = """
@@ -31,7 +31,7 @@ with open(shared, "w+b") as file:
 open(folder + "/up", "w").close()
 time.sleep(600)
 """
-"""A child that leaves its parent's session and folder, and holds one of everything."""
+"""A child that leaves its parent's session and folder, and holds one resource of each kind."""
 
 
 @pytest.fixture
@@ -57,15 +57,15 @@ def test_reports_remaining_processes_and_files(tmp_path: Path, shared: Path) -> 
         process_text, *others = describe_left(held, folder, tmp_path / "scratch")
         assert process_text.startswith(f"process {children[0]} ")
         assert others == [f"listening port {port}", str(shared), str(bound)]
-        assert shared not in shared_memory_of_nobody(before)
+        assert shared not in unheld_shared_memory(before)
     finally:
         process.kill()
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     wait_until_left(held, folder, tmp_path / "scratch", [str(shared), str(bound)])
-    wait_until_left(held, folder, tmp_path, [str(shared)])  # what lies in the pods' folder goes with them
-    assert shared in shared_memory_of_nobody(before)
+    wait_until_left(held, folder, tmp_path, [str(shared)])  # files in the pods' folder are deleted with it
+    assert shared in unheld_shared_memory(before)
 
 
 def observe_up(process: "subprocess.Popen[bytes]", folder: Path) -> Holdings:

@@ -1,4 +1,4 @@
-"""One rank of a test group: makes a bridge, does what its scenario says, and tells of it in JSON lines.
+"""Runs one rank of a test group: it makes a bridge, runs its scenario, and reports in JSON lines.
 
 python -m tests.integration.bridge.bridge_rank '{"rank": 0, "world": 2, …}'
 """
@@ -22,7 +22,7 @@ from vllm_heteroinfer.distributed.meter import Meter
 
 
 class CountingMeter(Meter):
-    """Adds up what a bridge tells."""
+    """Adds up the measurements of a bridge."""
 
     def __init__(self) -> None:
         self.waited_s = self.transferred_s = 0.0
@@ -47,7 +47,7 @@ def tell(**event: Any) -> None:
 
 
 def part_of(call: Call, rank: int, seed: int) -> torch.Tensor:
-    """Returns what a rank gives to a call; every rank can make all of them."""
+    """Returns a rank's input of a call. Every rank can compute the inputs of all ranks."""
     shape = list(call.shape)
     if call.operation == "all_gatherv":
         shape[call.dim] = call.sizes[rank]
@@ -59,7 +59,7 @@ def part_of(call: Call, rank: int, seed: int) -> torch.Tensor:
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum in the process group's order, in float32 for narrow floats."""
+    """Returns the sum in the order of the process group, in float32 for narrow floats."""
     narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
     total = parts[0].float() if narrow else parts[0].clone()
     for part in parts[1:]:
@@ -68,7 +68,7 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def expected(call: Call, parts: list[torch.Tensor], rank: int) -> torch.Tensor | None:
-    """Returns what torch says that a rank should get."""
+    """Returns the result that torch computes for a rank."""
     world = len(parts)
     match call.operation:
         case "all_reduce" | "all_reduce_in_place":
@@ -87,6 +87,7 @@ def expected(call: Call, parts: list[torch.Tensor], rank: int) -> torch.Tensor |
 
 
 def perform(bridge: Bridge, call: Call, x: torch.Tensor) -> Any:
+    """Makes one call with the input `x`, and returns its result."""
     if call.step is not None:
         bridge.begin_step(call.step)
     if call.history is not None:
@@ -105,7 +106,7 @@ def perform(bridge: Bridge, call: Call, x: torch.Tensor) -> Any:
 
 
 class BridgeRank:
-    """Runs scenarios: methods named by the configuration."""
+    """Runs scenarios. Each is a method that the configuration names."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.rank, self.world = config["rank"], config["world"]
@@ -131,7 +132,7 @@ class BridgeRank:
         tell(path=self.bridge.path, listeners=self.bridge.listeners, pid=os.getpid())
 
     def calls(self) -> None:
-        """Makes calls, in a changing layout of memory, and compares each result with torch's."""
+        """Makes calls with changing layouts of memory, and compares each result with torch's."""
         given = self.arguments.get("calls")
         calls = (
             [Call.from_json(call) for call in given]
@@ -146,7 +147,7 @@ class BridgeRank:
                 x = x.transpose(0, 1).contiguous().transpose(0, 1)
             got = perform(self.bridge, call, x)
             if call.operation not in ("all_reduce_in_place", "broadcast"):
-                x.zero_()  # the argument is free once the call returns
+                x.zero_()  # the argument may be reused after the call returns
             wanted = expected(call, parts, self.rank)
             if wanted is None:
                 assert got is None, call
@@ -167,7 +168,10 @@ class BridgeRank:
         )
 
     def differ(self) -> None:
-        """Makes calls that are not those of the others, each on a group of its own, and tells the errors."""
+        """Makes calls that differ from those of the other ranks, each in its own group.
+
+        Reports the errors.
+        """
         for name, ranks in self.arguments["differences"].items():
             bridge = self.connect(dist.new_group())
             start = time.monotonic()
@@ -182,7 +186,7 @@ class BridgeRank:
             dist.barrier()
 
     def until_error(self) -> None:
-        """Sums again and again until a rank is lost."""
+        """Computes sums until a rank is lost."""
         x = torch.ones(self.arguments["elements"], device=self.device)
         self.bridge.all_reduce(x)
         tell(ready=True)
@@ -190,7 +194,7 @@ class BridgeRank:
             self.bridge.all_reduce(x)
 
     def leave(self) -> None:
-        """The last rank closes its bridge; the others go on."""
+        """Closes the bridge of the last rank. The others continue."""
         x = torch.ones(8, device=self.device)
         self.bridge.all_reduce(x)
         if self.rank == self.world - 1:
@@ -200,7 +204,7 @@ class BridgeRank:
         self.bridge.all_reduce(x)
 
     def announcements(self) -> None:
-        """The first rank tells; the listeners say what they received."""
+        """Sends announcements from the first rank. The other ranks report them."""
         messages = [bytes([index % 256]) * (index * 97 % 4097) for index in range(self.arguments["count"])]
         if self.rank == 0:
             for message in messages:
@@ -213,14 +217,14 @@ class BridgeRank:
         tell(done=True)
 
     def silence(self) -> None:
-        """Listens to a first rank that says nothing, until it gets a line that all are done."""
+        """Listens to a first rank that announces nothing, until a line on stdin ends the scenario."""
         if self.rank == 0:
             sys.stdin.readline()
         else:
             self.bridge.listen(0.5)
 
     def mail(self) -> None:
-        """Sends around in a ring, and back."""
+        """Sends tensors around a ring, and back."""
         for elements in (1, 1000, 3_000_001):
             x = torch.full((elements,), float(self.rank), device=self.device)
             following, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
@@ -235,6 +239,7 @@ class BridgeRank:
 
 
 def main(text: str) -> None:
+    """Runs a rank's scenario. Reports an expected error, and then exits with code 3."""
     config = json.loads(text)
     torch.set_num_threads(1)
     if config["device"].startswith("cuda"):

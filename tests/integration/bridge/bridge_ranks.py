@@ -1,4 +1,4 @@
-"""Starts the ranks of a test group, and ends them without a trace."""
+"""Starts the ranks of a test group, and ends them completely."""
 
 import json
 import os
@@ -24,10 +24,10 @@ class Group:
     """A test group.
 
     Attributes:
-        devices: of its ranks, as torch names them.
-        share_host: what the ranks are given.
-        timeout_s: for which they wait for one another.
-        wrappers: by rank, a command that runs its command.
+        devices: devices of its ranks, in torch's names.
+        share_host: value of this option for all ranks.
+        timeout_s: time for which ranks wait for each other.
+        wrappers: by rank, a command that runs the rank's command.
     """
 
     devices: tuple[str, ...] = ("cpu", "cpu")
@@ -40,9 +40,10 @@ class Process:
     """One rank's process.
 
     Args:
-        config: of the rank.
+        config: configuration of the rank.
         errors: file for its stderr.
-        wrapper: a command that runs its command; without one it is forked, with torch imported.
+        wrapper: a command that runs the rank's command. Without one, the process is forked, with torch
+            imported.
     """
 
     def __init__(self, config: str, errors: Path, wrapper: Sequence[str] = ()) -> None:
@@ -57,19 +58,22 @@ class Process:
         self.pid = self._process.pid
 
     def next_event(self) -> dict[str, Any]:
-        """Returns what the rank tells next; it ends by itself, or by pytest's time limit."""
+        """Waits for the rank's next report, and returns it.
+
+        Only the rank, or pytest's time limit, ends the wait.
+        """
         line = self._process.stdout.readline()
         assert line, f"a rank ended:\n{self._errors.read_text()}"
         event: dict[str, Any] = json.loads(line)
         return event
 
     def release(self) -> None:
-        """Lets a rank go on that waits for a line."""
+        """Resumes a rank that waits for a line."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """Ends the rank, and whatever its wrapper started, immediately."""
+        """Kills the rank immediately, with the processes of its wrapper."""
         self._process.kill()
         self._process.wait(DEADLINE_S)
 
@@ -79,7 +83,7 @@ class Process:
 
 
 class Wrapped:
-    """A rank's process that a wrapper starts; as a ForkedProcess otherwise."""
+    """A rank's process that a wrapper starts. Otherwise like a ForkedProcess."""
 
     def __init__(self, command: Sequence[str], errors: Path) -> None:
         with errors.open("w") as stderr:
@@ -111,7 +115,7 @@ class Wrapped:
 
 @contextmanager
 def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Process]]:
-    """Gives the ranks of a group that runs a scenario; none of them is left afterwards."""
+    """Runs a scenario in the ranks of a group, and yields them. Ends all of them at the end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processes: list[Process] = []
         try:
@@ -136,7 +140,7 @@ def running(group: Group, scenario: str, **arguments: Any) -> Iterator[list[Proc
 
 
 def outcomes(group: Group, scenario: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Runs a scenario and returns what each rank reported, up to its error or its end."""
+    """Runs a scenario, and returns the reports of each rank, up to its error or its end."""
     with running(group, scenario, **arguments) as processes:
         return [_outcome(process) for process in processes]
 

@@ -1,4 +1,4 @@
-"""Collectives as data: what ranks of a test group are to call; without torch."""
+"""Describes collectives as data: the calls of the ranks of a test group. Does not import torch."""
 
 import random
 from dataclasses import asdict, dataclass, replace
@@ -22,14 +22,14 @@ class Call:
     """One collective of one rank.
 
     Attributes:
-        operation: one of OPERATIONS.
-        shape: of every rank's tensor; along `dim` the sum of `sizes` where there are sizes.
-        dtype: one of DTYPES.
-        dim: of gathers and scatters.
-        root: rank in group that sends or gathers.
-        sizes: of the ranks along `dim`, for those with a v.
-        step: given to the bridge before the call, which starts the count anew.
-        history: given to the bridge before the call.
+        operation: name from OPERATIONS.
+        shape: shape of every rank's tensor. With `sizes`, the length along `dim` is their sum.
+        dtype: name from DTYPES.
+        dim: dimension of gathers and scatters.
+        root: rank in the group that sends or gathers.
+        sizes: sizes of the ranks along `dim`, for collectives with different sizes.
+        step: number of the step, which the bridge gets before the call. It restarts the count of calls.
+        history: value that the bridge gets before the call.
     """
 
     operation: str = "all_reduce"
@@ -50,12 +50,13 @@ class Call:
 
 
 def random_calls(seed: int, count: int, world: int, max_elements: int) -> list[Call]:
-    """Returns calls that every rank of a group of `world` makes; mostly small, some empty."""
+    """Returns random calls for every rank of a group of `world`. Most are small, and some are empty."""
     draw = random.Random(seed)
     return [_random_call(draw, index, world, max_elements) for index in range(count)]
 
 
 def _random_call(draw: random.Random, index: int, world: int, max_elements: int) -> Call:
+    """Draws one call with a valid shape for its operation."""
     operation = draw.choice(OPERATIONS)
     shape = [draw.choice((1, 2, 3, 5, 8, 17)) for _ in range(draw.randint(1, 3))]
     dim = draw.randrange(len(shape))

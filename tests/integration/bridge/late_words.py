@@ -1,4 +1,7 @@
-"""Two ranks of a slab in one process; words of the first are written later, as a GPU's stream does it."""
+"""Runs two ranks of a slab in one process.
+
+The first rank's memory words are written late, as by a GPU's stream.
+"""
 
 import json
 import os
@@ -18,7 +21,7 @@ LATE_S = 0.3
 
 
 class LateWords(StreamSignal):
-    """A stream that runs when it is asked to, or has failed."""
+    """A stream whose writes take effect only when a test calls `run`. It can also report a failed device."""
 
     def __init__(self, slab: BridgeSlab) -> None:
         self._slab = slab
@@ -41,6 +44,7 @@ class LateWords(StreamSignal):
 
 
 def links(timeout_s: float) -> tuple[LateWords, list[SharedMemoryLink], list[CountingMeter]]:
+    """Returns a late stream, and the links and meters of two ranks of a new slab."""
     fd = os.memfd_create("late-words")
     os.posix_fallocate(fd, 0, slab_bytes(2))
     slab = BridgeSlab(fd, 2)
@@ -65,7 +69,7 @@ def reported(link: SharedMemoryLink) -> str:
 
 
 def late(peer_s: float) -> dict[str, Any]:
-    """The first rank's word comes after LATE_S, the second rank after `peer_s`."""
+    """Writes the first rank's word after LATE_S, and starts the second rank after `peer_s`."""
     signal, (first, second), (own, other) = links(timeout_s=30.0)
     first.publish(HEADER, 0, signal)
 
@@ -90,6 +94,7 @@ def late(peer_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the results of a late word, a failed device, and a word that is never written."""
     failed, (first, _), _ = links(timeout_s=30.0)
     failed.failed = True
     first.publish(HEADER, 0, failed)

@@ -1,4 +1,4 @@
-"""What is asked of every group of ranks, on CPUs and with a GPU."""
+"""Defines the calls and checks for every group of ranks, on CPUs and with a GPU."""
 
 from typing import Any
 
@@ -32,19 +32,19 @@ DIFFERENCES: dict[str, Difference] = {
         ("#3 of step 4", "#1 of step 5"),
     ),
 }
-"""By what differs: the calls of all ranks but the last, those of the last, and how an error says them."""
+"""For each difference: the calls of all ranks except the last, those of the last, and the error's words."""
 
 
-def check_thousand(done: list[dict[str, Any]]) -> None:
-    """Asserts that each rank made a thousand calls, with the same results, and reported its times."""
+def check_thousand_calls(done: list[dict[str, Any]]) -> None:
+    """Checks that each rank made a thousand calls with the same results, and reported its times."""
     assert [one["done"] for one in done] == [1000] * len(done)
     assert len({one["digest"] for one in done}) == 1
     assert all(one["transferred_s"] > 0 for one in done)
-    assert sum(one["waited_s"] for one in done) > 0  # a rank that always comes last waits for nobody
+    assert sum(one["waited_s"] for one in done) > 0  # a rank that always comes last waits for no other rank
 
 
 def every_operation(world: int) -> list[Call]:
-    """Returns each operation in each dtype along each of three dims, with shares that differ."""
+    """Returns each operation in each dtype along each of three dimensions. Sizes differ by rank."""
     calls = []
     for operation in OPERATIONS:
         for dtype in DTYPES:
@@ -61,7 +61,7 @@ def every_operation(world: int) -> list[Call]:
 
 
 def LARGE(world: int) -> list[Call]:  # noqa: N802 - reads as the constant that it is but for `world`
-    """Returns calls of tensors that take several parts of 4 MiB, none of them a whole number."""
+    """Returns calls of tensors that need several parts of 4 MiB. No tensor is a whole number of parts."""
     rows = world * 1031
     return [
         Call(operation="all_reduce", shape=(rows, 4099), dtype="bfloat16"),
@@ -83,7 +83,7 @@ def LARGE(world: int) -> list[Call]:  # noqa: N802 - reads as the constant that 
 
 
 def differing_calls(ranks: int) -> dict[str, list[list[dict[str, Any]]]]:
-    """Returns each difference's calls, by rank; the last one differs from the others."""
+    """Returns the calls of each difference, by rank. The last rank's calls differ from the others'."""
     return {
         name: [[call.to_json() for call in side] for side in (*[here] * (ranks - 1), there)]
         for name, (here, there, _) in DIFFERENCES.items()
@@ -91,7 +91,7 @@ def differing_calls(ranks: int) -> dict[str, list[list[dict[str, Any]]]]:
 
 
 def check_differences(reported: list[dict[str, Any]]) -> None:
-    """Raises unless every rank named both sides of every difference within 2 s."""
+    """Checks that every rank named both sides of every difference within 2 s."""
     last = len(reported) - 1
     for name, (*_, words) in DIFFERENCES.items():
         for rank, events in enumerate(reported):

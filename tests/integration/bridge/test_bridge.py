@@ -1,4 +1,4 @@
-"""The bridge between real processes on CPUs: by shared memory and by gloo, two ranks and three."""
+"""Tests the bridge between two and three real processes on CPUs, by shared memory and by gloo."""
 
 import os
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.integration.bridge.bridge_ranks import Group, outcomes, running
 from tests.integration.bridge.scenarios import (
     LARGE,
     check_differences,
-    check_thousand,
+    check_thousand_calls,
     differing_calls,
     every_operation,
 )
@@ -98,7 +98,7 @@ def test_tensors_larger_than_a_part_arrive_complete(group: Group) -> None:
 def test_results_of_a_thousand_random_calls_are_equal_bit_by_bit(group: Group, seed: int) -> None:
     done = outcomes(group, "calls", seed=seed, count=1000)
     assert len(done) == len(group.devices)
-    check_thousand(done)
+    check_thousand_calls(done)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -117,7 +117,8 @@ def test_a_killed_rank_is_reported_within_the_time_out(group: Group) -> None:
         for rank in ranks[:-1]:
             reported = rank.next_event()
             assert reported["error"] == "PeerLostError"
-            # With three, the first to say so ends, and the others may lose that one.
+            # With three ranks, the first to report the difference ends, so the others may report that rank as
+            # lost.
             assert reported["peer"] in range(len(ranks))
     assert ": did not provide " in reported["message"]
 
@@ -212,7 +213,7 @@ def _check_refusals(reported: list[dict[str, Any]]) -> None:
             assert word in one["message"]
 
 
-def test_a_rank_waits_for_no_peer_before_its_device_has_written() -> None:
+def test_a_rank_waits_for_a_peer_only_after_its_device_has_written() -> None:
     """Like a GPU's stream, a rank waits for no peer until its own memory word is written, with a deadline."""
     reported = ask("tests.integration.bridge.late_words", "")
     before, after = reported["before"], reported["after"]

@@ -1,4 +1,4 @@
-"""`heteroinfer calibrate` for real: measured by the worker's Python, kept, and read by `heteroinfer plan`."""
+"""Tests `heteroinfer calibrate` with a real worker: it stores rates, and `heteroinfer plan` uses them."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from vllm_heteroinfer.calibration.command import Measurement, measure
 MARK = "CALIBRATION_MARK"
 
 TIMEOUT_S = 200.0
-"""The command ends by itself after a minute; imports on a busy machine are not in that."""
+"""The command ends by itself after a minute. On a busy machine, imports take more time."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +42,7 @@ def test_the_plan_uses_the_measured_rates(tmp_path: Path) -> None:
     assert len(kept.read_bytes()) <= MAX_TERMINATION_MESSAGE_BYTES
     assert [each.threads for each in found.readings if each.node == ALL_NODES][-1] == found.hardware.cores
     assert found.hardware.cpu in Path("/proc/cpuinfo").read_text()
-    # On a busy machine the time is over before all kernels were measured; then that is said.
+    # On a busy machine, the time may end before all kernels were measured. The output then reports this.
     assert found.fastest_kernel(KernelPart.LINEAR, SchemeName.NONE, "bfloat16") is not None or found.skipped
     assert [hop.message_bytes for hop in found.hops] == [8 << 10, 64 << 10, 1 << 20] or found.skipped
     planned = run("plan", "--explain", "-f", write(tmp_path, write_model(tmp_path / "model")), cache=tmp_path)
@@ -95,7 +95,7 @@ def test_an_open_output_pipe_does_not_delay_the_calibration(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_calibration_that_is_ended_leaves_no_process(tmp_path: Path, number: int) -> None:
+def test_a_stopped_calibration_leaves_no_process(tmp_path: Path, number: int) -> None:
     """The measuring process imports a replacement of torch that takes a minute."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)\n")
@@ -115,13 +115,13 @@ def test_a_calibration_that_is_ended_leaves_no_process(tmp_path: Path, number: i
 
 
 def marked(mark: Path) -> list[int]:
-    """Returns the processes that have a test's mark."""
+    """Returns the processes that carry a test's mark."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in pids if f"{MARK}={mark}" in environ(pid)]
 
 
 def command_line(pid: int) -> bytes:
-    """Returns the command of a process, nothing for one that is dead."""
+    """Returns the command of a process, or nothing for a dead process."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -129,7 +129,7 @@ def command_line(pid: int) -> bytes:
 
 
 def end_marked(mark: Path) -> None:
-    """Ends the processes that have a test's mark."""
+    """Ends the processes that carry a test's mark."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The chart: rendered by Helm, validated and installed on a real API server."""
+"""Tests that the chart renders with Helm, and that a real API server accepts and installs it."""
 
 import json
 import os
@@ -33,13 +33,13 @@ VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Cluster]:
-    """A control plane of this module's own: the CRD belongs to the release here."""
+    """Yields a control plane of this module. The CRD on it belongs to the release."""
     with start_control_plane_only() as cluster:
         yield cluster
 
 
 def render(cluster: Cluster, *values: str) -> list[dict[str, Any]]:
-    """Returns the objects that the chart renders to, as release `rel` in namespace `sys`."""
+    """Returns the objects that the chart renders, as release `rel` in namespace `sys`."""
     text = cluster.helm("template", "rel", str(CHART), *options(values))
     return [document for document in yaml.safe_load_all(text) if document]
 
@@ -54,13 +54,13 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def of_operator(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the cluster roles that are not people's."""
+    """Returns the cluster roles of the operator, without the roles for users."""
     roles = of_kind(objects, "ClusterRole")
     return [role for role in roles if "aggregate" not in json.dumps(role["metadata"]["labels"])]
 
 
 def rules_of(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
-    """Returns a role as (group, resource, verb, name)."""
+    """Returns the rules of a role as (group, resource, verb, name)."""
     return {
         (group, resource, verb, name)
         for rule in role["rules"]
@@ -126,14 +126,14 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     assert set(roles) == {name, "rel-heteroinfer-lease", "rel-heteroinfer-key"}
     assert of_kind(objects, "ClusterRole") == of_kind(before, "ClusterRole")
     assert of_kind(before, "Job") == []
-    assert of_kind(objects, "ConfigMap") == [], "the Jobs make it; a template would empty it"
+    assert of_kind(objects, "ConfigMap") == [], "the Jobs create it, and a template would empty it"
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
     assert images == [f"{OURS}/worker-cpu:{VERSION}", f"{OURS}/worker:{VERSION}"]
     other = of_kind(render(plane, *KINDS, "workerImages.cpu=cpu:2"), "Job")
     changed = [a["metadata"]["name"] != b["metadata"]["name"] for a, b in zip(jobs, other, strict=True)]
     assert changed == [True, False]
-    # A Job's template cannot be changed: with one name it is the same, whatever else is set.
+    # The template of a Job cannot be changed. So while the Job's name is the same, its template must be, too.
     assert of_kind(render(plane, *KINDS, "workers=2", "allowRemoteCode=true"), "Job") == jobs
     others = (
         "image.pullPolicy=Always",
@@ -184,7 +184,7 @@ LIMITED = tuple(
     for container in ("measureResources", "keepResources")
     for resource, amount in (("cpu", "2"), ("memory", "4Gi"), ("ephemeral-storage", "1Gi"))
 )
-"""What a namespace asks for that has a ResourceQuota on limits."""
+"""A namespace with a ResourceQuota on limits requires these fields."""
 
 
 def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_token(plane: Cluster) -> None:
@@ -216,7 +216,9 @@ def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_toke
 
 def test_a_measurement_has_its_limit_and_waits_for_a_node(plane: Cluster) -> None:
     for job in of_kind(render(plane, *KINDS, "calibration.limitSeconds=90"), "Job"):
-        assert "activeDeadlineSeconds" not in job["spec"], "it would count while there is no node"
+        assert "activeDeadlineSeconds" not in job["spec"], (
+            "the deadline would also count while there is no node"
+        )
         spec = job["spec"]["template"]["spec"]
         assert spec["activeDeadlineSeconds"] > 90
         assert spec["initContainers"][0]["args"][:3] == ["calibrate", "--limit", "90"]
@@ -229,11 +231,11 @@ POD_SECURITY = (
     '"readOnlyRootFilesystem":true},"pod":{"fsGroup":65532,"fsGroupChangePolicy":"OnRootMismatch",'
     '"runAsGroup":65532,"runAsNonRoot":true,"runAsUser":65532,"seccompProfile":{"type":"RuntimeDefault"}}}'
 )
-"""The security contexts that the operator takes if nothing is set."""
+"""The security contexts that the operator uses if no value of the chart is set."""
 
 
 def contexts(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the security contexts of all pods and containers of a release, and of the pods it has made."""
+    """Returns the security contexts of a release's pods, and of the pods that its operator creates."""
     templates = [
         each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "Job")
     ]
@@ -333,7 +335,7 @@ def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> 
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("alowHostPaths=true", "additional properties 'alowHostPaths' not allowed"),
         ("image.tagg=x", "additional properties 'tagg' not allowed"),
@@ -373,10 +375,10 @@ def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> 
         ("serviceAccount.create=false", "serviceAccount.name: must be set if serviceAccount.create is false"),
     ],
 )
-def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -> None:
+def test_nonsensical_values_are_refused(plane: Cluster, value: str, message: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(plane, value)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
@@ -397,7 +399,7 @@ OPEN = (
     ".global",
     *(f".affinity.{kind}" for kind in ("nodeAffinity", "podAffinity", "podAntiAffinity")),
 )
-"""Objects of Kubernetes' own or of a parent chart, which the chart hands on as they are."""
+"""Objects of Kubernetes or of a parent chart, which the chart passes on unchanged."""
 
 
 def test_the_rendered_crd_equals_the_file_except_for_its_keep_annotation(plane: Cluster) -> None:
@@ -481,7 +483,7 @@ def at_home(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tuple[int, str]:
-    """Returns exit code and output of `heteroinfer operator --check`, as the chart's test pod runs it."""
+    """Runs `heteroinfer operator --check` like the chart's test pod. Returns exit code and output."""
     token = cluster.kubectl("create", "token", "-n", release, f"{release}-heteroinfer").strip()
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token}
@@ -510,15 +512,15 @@ def test_the_chart_can_be_installed_again_after_an_uninstall(plane: Cluster, tmp
         0,
         "ok: the API server serves HeteroInference and grants every right\n",
     )
-    code, said = check(plane, tmp_path, "rel", **{**lease, "lease_name": "another"})
+    code, message = check(plane, tmp_path, "rel", **{**lease, "lease_name": "another"})
     assert code == 1
-    assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
+    assert "missing right: update leases.coordination.k8s.io in namespace rel" in message
     plane.helm("uninstall", "rel", "-n", "rel")
-    assert is_established(plane, CRD), "the CRD is kept, and so are all resources"
+    assert is_established(plane, CRD), "the CRD and all resources stay"
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced", *least)
-    code, said = check(plane, tmp_path, "rel")
+    code, message = check(plane, tmp_path, "rel")
     assert code == 1
-    assert "missing right: list nodes in the cluster" in said
+    assert "missing right: list nodes in the cluster" in message
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
     plane.helm("upgrade", "rel", str(CHART), "-n", "rel", "--set", "crds.keep=false,replicas=0", *least)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")
@@ -584,14 +586,14 @@ def test_the_roles_for_a_team_equal_the_charts_roles(plane: Cluster) -> None:
         assert role["metadata"]["labels"].items() <= ours["metadata"]["labels"].items()
     leases = {(*rule[:3], "") for rule in wanted(*rights.lease_rules("rel-heteroinfer"))}
     assert rules_of(installer) < wanted(*rights.SERVED) | leases
-    assert "labels" not in installer["metadata"], "it is given by name only"
+    assert "labels" not in installer["metadata"], "the verb is granted for one name only"
 
 
-def test_measured_rates_stay_whichever_tool_applies_the_chart(plane: Cluster) -> None:
+def test_every_tool_that_applies_the_chart_keeps_measured_rates(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     place = ("-n", "rel", "-o", "json")
-    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "but Kubernetes' own"
+    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "except Kubernetes' own"
     measured = ("rel-heteroinfer-measured", "-n", "rel")
     plane.kubectl("create", "configmap", *measured, "--from-literal=m7i.json={}")
 
@@ -647,7 +649,7 @@ def test_users_with_the_standard_roles_of_kubernetes_may_use_the_resource(plane:
         asked = ("auth", "can-i", verb, *(resource or (CRD,)), "-n", "rel", f"--as={role}")
         try:
             return plane.kubectl(*asked).strip() == "yes"
-        except ClusterError:  # its exit code says no
+        except ClusterError:  # kubectl answers "no" with this exit code
             return False
 
     deadline = time.monotonic() + 30

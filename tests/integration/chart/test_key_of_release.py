@@ -1,4 +1,4 @@
-"""The operator's key through the life of a release, of this chart and of the one that rendered its Secret."""
+"""Tests that a release keeps the operator's key, also after an upgrade from an earlier chart."""
 
 import base64
 import contextlib
@@ -22,7 +22,7 @@ from tests.cluster.running_cluster import Cluster, start_control_plane_only
 
 CHART = str(REPOSITORY / "charts" / "heteroinfer")
 FORMER_CHART = str(REPOSITORY / "tests/integration/upgrade/heteroinfer-at-5ba4481.tgz")
-"""The chart that rendered the Secret."""
+"""The earlier chart, which rendered the Secret."""
 VALUES = ("-f", str(LEAST_VALUES), "--set", "replicas=0", "--set", "crds.install=false")
 OWN, FORMER = "heteroinfer-operator-key", "heteroinfer-key"
 
@@ -31,14 +31,14 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Cluster]:
-    """A control plane that has the resource."""
+    """Yields a control plane with the CRD."""
     with start_control_plane_only() as cluster:
         apply_crds(cluster, build_crd())
         yield cluster
 
 
 class Release:
-    """A release `heteroinfer` in a namespace of its own."""
+    """The release `heteroinfer` in its own namespace."""
 
     def __init__(self, plane: Cluster, namespace: str) -> None:
         self.plane, self.namespace = plane, namespace
@@ -47,14 +47,14 @@ class Release:
         return self.plane.helm(verb, "heteroinfer", *arguments, "-n", self.namespace)
 
     def key(self, name: str) -> bytes | None:
-        """Returns what a Secret holds: None if it is not there, b"" if it is empty."""
+        """Returns the key in a Secret: None without a Secret, b"" if the Secret is empty."""
         text = self.plane.kubectl(
             "get", "secret", name, "-n", self.namespace, "--ignore-not-found", "-o", "json"
         )
         return base64.b64decode((json.loads(text).get("data") or {}).get(DATA_KEY, "")) if text else None
 
     def fill_former(self) -> bytes:
-        """Puts a key into the Secret of the former chart, as its operator does; returns it."""
+        """Writes a key into the earlier chart's Secret, as its operator does, and returns the key."""
         key = os.urandom(KEY_BYTES)
         patch = json.dumps({"data": {DATA_KEY: base64.b64encode(key).decode()}})
         self.plane.kubectl("patch", "secret", FORMER, "-n", self.namespace, "-p", patch)
@@ -62,7 +62,7 @@ class Release:
 
     @contextlib.asynccontextmanager
     async def account(self) -> AsyncIterator[ApiServer]:
-        """Gives the API server with the rights of the operator's account only."""
+        """Yields the API server with the permissions of the operator's account only."""
         token = self.plane.kubectl("create", "token", "-n", self.namespace, "heteroinfer").strip()
         config = yaml.safe_load(self.plane.kubeconfig.read_text())
         config["users"][0]["user"] = {"token": token}
@@ -76,7 +76,7 @@ class Release:
             await server.close()
 
     async def start(self) -> bytes:
-        """Returns the key that an operator of this version has when it starts."""
+        """Returns the key with which an operator of this version starts."""
         async with self.account() as server:
             return await ensure_operator_key(server, self.namespace, OWN, FORMER)
 
@@ -92,10 +92,10 @@ def release(plane: Cluster) -> Iterator[Release]:
 
 
 @pytest.mark.parametrize("scope", ["Cluster", "Namespaced"])
-async def test_the_key_stays_whichever_tool_applies_the_chart(release: Release, scope: str) -> None:
+async def test_every_tool_that_applies_the_chart_keeps_the_key(release: Release, scope: str) -> None:
     values = (*VALUES, "--set", f"scope={scope}")
     release.helm("install", CHART, *values)
-    assert release.key(OWN) is None, "no template makes it"
+    assert release.key(OWN) is None, "no template creates the Secret"
     key = await release.start()
     assert (release.key(OWN), release.key(FORMER)) == (key, None)
     release.helm("upgrade", CHART, *values, "--set", "workers=2")
@@ -109,7 +109,7 @@ async def test_the_key_stays_whichever_tool_applies_the_chart(release: Release, 
     assert release.key(OWN) == key
     release.helm("uninstall")
     release.helm("install", CHART, *values)
-    assert await release.start() == release.key(OWN) == key, "groups that ran on are known again"
+    assert await release.start() == release.key(OWN) == key, "the operator knows the groups that kept running"
 
 
 def upgrade_to_this(release: Release, *options: str) -> None:

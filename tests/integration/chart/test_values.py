@@ -1,4 +1,4 @@
-"""Each value of the chart, rendered: what it makes is there with it, and not without it."""
+"""Tests each value of the chart: a field of a rendered object has the value only if it is set."""
 
 import functools
 import json
@@ -21,16 +21,16 @@ Objects = list[dict[str, Any]]
 
 
 class UniqueKeys(yaml.CSafeLoader):
-    """Reads YAML, and refuses a key that stands twice in one object."""
+    """Reads YAML, and refuses a key that occurs twice in one object."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
-        assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(keys)}"
+        assert len(keys) == len(set(keys)), f"keys occur twice: {sorted(keys)}"
         return super().construct_mapping(node, deep=deep)
 
 
 def render(folder: Path, values: dict[str, Any], release: str = "rel", namespace: str = "sys") -> Objects:
-    """Returns the objects of a release, with these values and the least ones."""
+    """Returns the objects of a release with these values and the values that the chart requires."""
     tools.ensure_built(tools.HELM)
     files = [LEAST_VALUES]
     for number, (path, value) in enumerate(values.items()):
@@ -46,13 +46,13 @@ def render(folder: Path, values: dict[str, Any], release: str = "rel", namespace
 
 @functools.cache
 def render_least() -> Objects:
-    """Returns the objects without any value but the least."""
+    """Returns the objects with only the values that the chart requires."""
     with tempfile.TemporaryDirectory() as folder:
         return render(Path(folder), {})
 
 
 def find(objects: Objects, case: ValueCase) -> Any:
-    """Returns what is at a case's place, or None."""
+    """Returns the value at a case's place, or None."""
     kind, _, name = case.of.partition(" ")
     found: Any = next(
         (o for o in objects if o["kind"] == kind and (not name or o["metadata"]["name"] == name)), None
@@ -67,7 +67,7 @@ def find(objects: Objects, case: ValueCase) -> Any:
 
 
 def walk(found: Any, at: str) -> Any:
-    """Returns what is at a place by keys, numbers and names of list entries, or None."""
+    """Returns the value at a place (a path of keys, indices and names of list entries), or None."""
     for part in at.split(".") if at else ():
         if isinstance(found, list) and part.isdigit():
             found = found[int(part)] if int(part) < len(found) else None
@@ -160,7 +160,9 @@ def test_labels_of_an_object_override_the_common_labels(tmp_path: Path) -> None:
     pod = objects["Deployment"]["spec"]["template"]["metadata"]
     for metadata in (pod, objects["PrometheusRule"]["metadata"]):
         assert metadata["labels"]["team"] == "own"
-        assert metadata["labels"]["app.kubernetes.io/instance"] == "rel", "what the chart selects by"
+        assert metadata["labels"]["app.kubernetes.io/instance"] == "rel", (
+            "the labels of the chart's selectors"
+        )
     assert pod["annotations"]["team"] == "own"
     assert objects["Deployment"]["metadata"]["annotations"]["team"] == "all"
 
@@ -175,7 +177,7 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (
             {"extraEnv": [{"name": "HETEROINFER_WORKERS", "value": "1"}]},
@@ -271,10 +273,10 @@ def test_a_service_monitor_replaces_the_operators_pod_monitor(tmp_path: Path) ->
         ),
     ],
 )
-def test_nonsensical_values_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_nonsensical_values_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as refused:
         render(tmp_path, values)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_ranges_of_ipv6_addresses_are_accepted(tmp_path: Path) -> None:
@@ -342,7 +344,7 @@ def render_everything() -> Objects:
 
 @functools.cache
 def sections_and_values() -> dict[str, Any]:
-    """Returns each value of values.yaml and each section of them, by path."""
+    """Returns each value and each section of values.yaml by its path."""
 
     def walked(values: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
@@ -362,9 +364,9 @@ def test_null_means_not_set_or_is_refused_with_its_path(path: str, tmp_path: Pat
     default = sections_and_values()[path]
     values = {name: value for name, value in EVERYTHING.items() if not name.startswith(f"{path}.")}
     section, _, name = path.rpartition(".")
-    said = f"at '{'/' * bool(section)}{section.replace('.', '/')}': missing property '{name}'"
+    message = f"at '{'/' * bool(section)}{section.replace('.', '/')}': missing property '{name}'"
     if path == "dashboards.labels" or (default not in ("", [], {}) and path not in FREE):
-        with pytest.raises(ClusterError, match=re.escape(said)):
+        with pytest.raises(ClusterError, match=re.escape(message)):
             render(tmp_path, {**values, path: None})
     else:
         objects = render(tmp_path, {**values, path: None})
@@ -395,7 +397,7 @@ def test_probes_allow_a_slow_start_and_detect_a_hang(tmp_path: Path) -> None:
     assert container["resources"]["requests"]["cpu"] == "100m"
 
 
-def test_with_host_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
+def test_a_rollout_with_host_network_does_not_need_the_port_twice(tmp_path: Path) -> None:
     def strategy(values: dict[str, Any]) -> Any:
         (found,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
         return found["spec"].get("strategy")

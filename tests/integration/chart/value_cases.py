@@ -1,4 +1,4 @@
-"""What each value of the chart makes of the rendered objects: a case for every one of values.yaml."""
+"""Defines a test case for each value of the chart: what the value changes in the rendered objects."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +30,17 @@ FROM = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueCase:
-    """A value, and what it makes.
+    """One value and its effect on the rendered objects.
 
     Attributes:
-        value: its path in values.yaml.
-        given: what it is set to.
-        of: kind and name of the object that shows it.
-        at: where it is there, by keys, numbers and names of list entries; "" is the whole object.
-        is_then: what is there then, and was not before; None: the object is not rendered.
-        beside: other values that it needs.
+        value: path of the value in values.yaml.
+        given: content that the test sets.
+        of: kind and name of the object that shows the effect.
+        at: place in this object: a path of keys, indices and names of list entries. "" is the whole
+            object.
+        is_then: content of the place with the value set, and not before. None: the object is not
+            rendered.
+        beside: other values that this value needs.
     """
 
     value: str
@@ -50,19 +52,19 @@ class ValueCase:
 
 
 def case(value: str, given: Any, of: str, at: str, is_then: Any, **beside: Any) -> ValueCase:
-    """Returns a case; other values are given with `__` for a dot."""
+    """Builds a case. In the names of other values, `__` stands for a dot."""
     others = {name.replace("__", "."): other for name, other in beside.items()}
     return ValueCase(value=value, given=given, of=of, at=at, is_then=is_then, beside=others)
 
 
 def pod_field(value: str, given: Any, field: str = "", is_then: Any = "", **beside: Any) -> ValueCase:
-    """Returns the case of a value that is a field of the operator's pod."""
+    """Builds the case of a value that sets a field of the operator's pod."""
     at = f"{POD}.{field or value}"
     return case(value, given, OPERATOR, at, given if is_then == "" else is_then, **beside)
 
 
 def variable(value: str, given: Any, name: str, text: str, **beside: Any) -> ValueCase:
-    """Returns the case of a value that the operator reads from its environment."""
+    """Builds the case of a value that sets an environment variable of the operator."""
     return case(value, given, OPERATOR, f"{CONTAINER}.env.HETEROINFER_{name}.value", text, **beside)
 
 
@@ -273,7 +275,10 @@ CASES = (
 
 
 def leaves(values: dict[str, Any], path: str = "") -> set[str]:
-    """Returns the paths of all values; one that is an empty object, or of the user's keys, is a leaf."""
+    """Returns the paths of all values.
+
+    An object that is empty, or has the user's own keys, counts as one value.
+    """
     found = set()
     for name, value in values.items():
         whole = f"{path}{name}"
@@ -292,7 +297,7 @@ FREE = (
     "dashboards.labels",
     "dashboards.annotations",
 )
-"""Objects with keys of the user's own, which have defaults."""
+"""Objects with keys of the user's own that have defaults."""
 
 
 def values_of(path: str, value: Any) -> str:

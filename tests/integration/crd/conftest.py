@@ -1,4 +1,4 @@
-"""An API server of its own that serves the generated CRD: other tests install it in other ways."""
+"""Provides an API server that serves the generated CRD. Other tests install the CRD in other ways."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from tests.integration.specs.checking import start_cluster
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """A control plane that serves HeteroInference."""
+    """Yields a control plane that serves HeteroInference."""
     with start_cluster() as started:
         yield started
 
 
 @pytest.fixture(scope="package")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """One kept-alive connection to its API server."""
+    """Yields one open connection to the API server."""
     with Server(cluster.kubeconfig) as connected:
         yield connected

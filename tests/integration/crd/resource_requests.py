@@ -1,4 +1,4 @@
-"""Requests about HeteroInference over one kept-alive connection: hundreds in a few seconds."""
+"""Sends requests about HeteroInferences over one open connection: hundreds in a few seconds."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _PATH = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.
 
 
 class Refused(Exception):  # noqa: N818 - not an error of the test: what the API server decided
-    """The API server refused the object; `message` is what it says."""
+    """The API server refused the object. `message` is its reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -26,13 +26,13 @@ class Server:
     """The API server.
 
     Args:
-        kubeconfig: of a user with all rights.
+        kubeconfig: kubeconfig of a user with all permissions.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
         configuration = Configuration()
         load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]  # its types are partial
-        # Straight to the port: a proxy of the shell must not be asked for it.
+        # A direct connection, which ignores a proxy of the user's shell.
         self._pool = urllib3.connectionpool.connection_from_url(
             configuration.host,
             ca_certs=configuration.ssl_ca_cert,
@@ -42,18 +42,21 @@ class Server:
         )
 
     def create(self, body: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
-        """Returns the object as stored, with defaults; fields are checked as strictly as by `kubectl apply`.
+        """Creates an object, and returns it as stored, with defaults.
+
+        Checks fields as strictly as `kubectl apply`.
 
         Raises:
-            Refused: it is not valid.
+            Refused: the object is invalid.
         """
         return self._send("POST", _PATH, body, dry_run=dry_run)
 
     def put_status(self, name: str, body: dict[str, Any], *, dry_run: bool = True) -> dict[str, Any]:
-        """Returns the object with its new status; raises Refused."""
+        """Replaces the status of an object, and returns the object. Raises Refused."""
         return self._send("PUT", f"{_PATH}/{name}/status", body, dry_run=dry_run)
 
     def _send(self, method: str, path: str, body: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+        """Sends a request. Raises Refused if the API server finds the object invalid."""
         query = "fieldValidation=Strict" + ("&dryRun=All" if dry_run else "")
         response = self._pool.request(
             method,

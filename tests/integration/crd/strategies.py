@@ -1,4 +1,4 @@
-"""Resources as JSON values: good ones, and good ones with one thing changed."""
+"""Draws resources as JSON values: valid resources, and valid resources with one change."""
 
 import copy
 import functools
@@ -69,11 +69,11 @@ ODD_VALUES: tuple[Any, ...] = (
     {"name": "x"},
     {"a": "b"},
 )
-"""What a field is set to; each is good for some fields and bad for most."""
+"""Values that a field is set to. Each is valid for some fields and invalid for most."""
 
 
 def from_schema(schema: Json) -> st.SearchStrategy[Any]:
-    """Returns values that a structural schema takes, as far as its rules in CEL allow."""
+    """Builds a strategy for the values that a structural schema accepts. Ignores most of its CEL rules."""
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     if schema.get("x-kubernetes-int-or-string"):
@@ -93,12 +93,12 @@ def _texts(schema: Json) -> st.SearchStrategy[str]:
     if schema.get("format") == "date-time":
         return st.datetimes().map(lambda time: time.isoformat(timespec="seconds") + "Z")
     shortest, longest = schema.get("minLength", 0), schema["maxLength"]
-    if schema.get("pattern") == DURATION_PATTERN:  # within the bounds of every duration there is
+    if schema.get("pattern") == DURATION_PATTERN:  # within the bounds of every duration of the schema
         return st.sampled_from(["1m", "90s", "2m5s", "300s", "60500ms", "1m1s1ms"])
     if "pattern" in schema:
         pattern = schema["pattern"].replace("$", r"\Z")
         return st.from_regex(pattern).filter(lambda text: shortest <= len(text) <= longest)
-    # Without surrogates, which JSON cannot carry.
+    # Without surrogates, which JSON cannot contain.
     return st.text(st.characters(codec="utf-8"), min_size=shortest, max_size=min(longest, 20))
 
 
@@ -132,7 +132,7 @@ def _field(*path: str) -> st.SearchStrategy[Any]:
 
 @st.composite
 def _roles(draw: st.DrawFn) -> tuple[list[Json], Json]:
-    """Returns roles, mostly consistent with the parallelism that is returned beside them."""
+    """Draws roles, and the parallelism that fits most of them."""
     tensor = draw(st.sampled_from([1, 1, 2]))
     with_layers = draw(st.booleans())
     roles = []
@@ -169,7 +169,7 @@ _FEED_FORWARD = {"cpu": "4", "memory": "8Gi"}
 
 
 def _feed_forward_roles(roles: list[Json], *, own: bool) -> list[Json]:
-    """Returns the roles with one rank with attention and only CPU roles beside it.
+    """Changes the roles for mode FeedForward: the first role has attention, the others have CPUs.
 
     Args:
         own: whether the first role has feed-forward ranks even if there are CPU roles.
@@ -188,7 +188,7 @@ def _feed_forward_roles(roles: list[Json], *, own: bool) -> list[Json]:
 
 @st.composite
 def resources(draw: st.DrawFn) -> Json:
-    """Returns resources of which most are good."""
+    """Draws resources, most of which are valid."""
     roles, sizes = draw(_roles())
     spec: Json = {"model": draw(_models()), "roles": roles, "parallelism": sizes}
     if draw(st.booleans()):
@@ -213,7 +213,7 @@ def _models(draw: st.DrawFn) -> Json:
     model: Json = {"uri": uri}
     if draw(st.booleans()):
         model["servedName"] = draw(_field("spec", "model", "servedName"))
-    if uri.startswith("hf://") and draw(st.integers(0, 4)):  # without one there is no plan
+    if uri.startswith("hf://") and draw(st.integers(0, 4)):  # without parallelism there is no plan
         made = {"size": "5Gi", "accessMode": "ReadWriteMany"}
         model["cache"] = draw(st.sampled_from([{"claimName": "c"}, made]))
     return model
@@ -233,7 +233,7 @@ def _engines(draw: st.DrawFn) -> Json:
 
 
 def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Returns the path of everything inside a JSON value."""
+    """Yields the path of each value inside a JSON value."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
@@ -243,9 +243,9 @@ def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int,
 
 @st.composite
 def changed(draw: st.DrawFn) -> Json:
-    """Returns a resource with one thing of its spec changed: a value, a field more, or a field less."""
+    """Draws a resource with one change in its spec: another value, an extra field, or a missing field."""
     resource = copy.deepcopy(draw(resources()))
-    # Hypothesis's own choices come back to the first alternatives; these are spread evenly.
+    # Hypothesis draws the first alternatives more often. These choices are uniform.
     random = draw(st.randoms(use_true_random=True))
     path = random.choice(paths(resource["spec"]))
     *parents, last = path
@@ -267,5 +267,5 @@ def changed(draw: st.DrawFn) -> Json:
 
 
 def statuses() -> st.SearchStrategy[Json]:
-    """Returns statuses that the schema takes."""
+    """Builds a strategy for the statuses that the schema accepts."""
     return _field("status")

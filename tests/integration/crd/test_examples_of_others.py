@@ -1,4 +1,4 @@
-"""Examples of routes and of scaling to zero: their kinds take them, and they lead to what we make."""
+"""Tests that the CRDs of other projects accept our examples, and that the examples name our objects."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +37,7 @@ CRDS = (
         "config/crd/bases/http.keda.sh_httpscaledobjects.yaml",
     ),
 )
-"""By the folder of tests/cluster/modules that pins the module, the module, and the file in it."""
+"""For each folder of tests/cluster/modules: the module that it pins, and the file with the CRD."""
 
 
 def documents(*files: str) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ SCALED = sorted(str(file.relative_to(EXAMPLES)) for file in (EXAMPLES / "scale-t
 
 @pytest.fixture(scope="module")
 def with_crds(cluster: Cluster) -> Cluster:
-    """The API server with the kinds of others."""
+    """Yields the API server with the CRDs of other projects."""
     for folder, module, file in CRDS:
         path = tools.source_folder(folder, module) / file
         cluster.kubectl("apply", "--server-side", "-f", str(path))
@@ -67,14 +67,14 @@ def apply(cluster: Cluster, items: Iterable[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("file", [*ROUTES, *SCALED])
-def test_the_kinds_of_other_projects_accept_the_examples(with_crds: Cluster, file: str) -> None:
+def test_the_crds_of_other_projects_accept_the_examples(with_crds: Cluster, file: str) -> None:
     found = documents(file)
     apply(with_crds, found)
     with pytest.raises(ClusterError, match="not declared in schema"):
         apply(with_crds, [{**found[0], "spec": {**found[0]["spec"], "noSuchField": 1}}])
 
 
-def test_routes_of_examples_lead_to_the_service_and_the_leaders() -> None:
+def test_routes_in_examples_name_the_service_and_the_leaders() -> None:
     resource = parse_resource(yaml.safe_load((EXAMPLES / "cpu-pair.yaml").read_text()))
     name = resource.metadata.name
     owner = Owner(key=ResourceKey(namespace=NAMESPACE, name=name), uid="uid")

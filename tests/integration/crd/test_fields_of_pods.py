@@ -1,4 +1,4 @@
-"""What the API server refuses in a pod is refused with the resource, in words, by CRD and models."""
+"""Tests that the CRD and the spec classes refuse each field that the API server would refuse in a pod."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SPEC: Final[dict[str, Any]] = {
     "roles": [{"name": "cpu", "device": "CPU"}],
 }
 KEY: Final = f"{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 60}.example/{'n' * 63}"
-"""As long as few are: a prefix of 252 characters, and a name of 63."""
+"""Longest allowed: a prefix of 252 characters, and a name of 63."""
 
 
 def template(**fields: Any) -> dict[str, Any]:

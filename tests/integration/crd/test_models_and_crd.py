@@ -1,10 +1,11 @@
-"""Models and CRD accept and reject the same inputs, against a real API server.
+"""Tests that the spec classes and the CRD accept and refuse the same resources, with a real API server.
 
-Everything of the spec and the name is compared. By nature they can't agree in these, which
-the strategies leave alone:
-- `metadata` besides the name (labels, finalizers, ...), apiVersion and kind: Kubernetes' own;
-- whole numbers with a fraction (`maxModelLen: 8192.0`): the models refuse them for integers; the
-  API server does so only for fields that a rule or /scale reads (seen with 1.35.4).
+The tests compare the whole spec and the name. The strategies leave out two differences:
+
+- `metadata` besides the name (labels, finalizers, ...), apiVersion and kind belong to Kubernetes.
+- For an integer, the spec classes refuse a whole number with a fraction (`maxModelLen: 8192.0`). The API
+server
+  refuses it only for fields that a CEL rule or /scale reads (seen with 1.35.4).
 """
 
 from collections import Counter
@@ -18,9 +19,9 @@ from heteroinfer_operator.errors import SpecError
 from tests.integration.crd.resource_requests import Refused, Server
 from tests.integration.crd.strategies import changed, resources, statuses
 
-# Shrinking a failure would ask the server thousands of times: the example is shown as it was found.
+# Without shrinking, because shrinking a failure would send thousands of requests.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-# The server is shared by all examples on purpose: nothing is kept in it (dry run).
+# All examples share the server on purpose: dry runs leave nothing on it.
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -32,8 +33,8 @@ GOOD: dict[str, Any] = {
 }
 
 
-def by_models(body: dict[str, Any]) -> str | None:
-    """Returns why the models refuse a resource, or None."""
+def refusal_by_spec_classes(body: dict[str, Any]) -> str | None:
+    """Returns the reason for which the spec classes refuse a resource, or None."""
     try:
         parse_resource(body)
     except SpecError as error:
@@ -41,8 +42,8 @@ def by_models(body: dict[str, Any]) -> str | None:
     return None
 
 
-def by_server(server: Server, body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Returns why the API server refuses a resource, or None and what it would store."""
+def refusal_by_api_server(server: Server, body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Returns the API server's reason to refuse a resource, or None and the object that it would store."""
     try:
         return None, server.create(body)
     except Refused as refused:
@@ -50,14 +51,14 @@ def by_server(server: Server, body: dict[str, Any]) -> tuple[str | None, dict[st
 
 
 def agree(server: Server, body: dict[str, Any]) -> str:
-    said_models = by_models(body)
-    said_server, stored = by_server(server, body)
+    said_models = refusal_by_spec_classes(body)
+    said_server, stored = refusal_by_api_server(server, body)
     note(f"models: {said_models}")
     note(f"server: {said_server}")
     assert (said_models is None) == (said_server is None)
     if said_models is not None:
         return "refused"
-    # Defaults too: what is stored means the same as what was written.
+    # With defaults too: the stored resource must mean the same as the written one.
     assert parse_spec(stored["spec"]) == parse_spec(body["spec"])
     return "accepted"
 
@@ -92,7 +93,7 @@ def test_the_spec_classes_and_the_api_server_agree_on_changed_resources(server: 
 )
 def test_the_spec_classes_and_the_api_server_accept_the_same_names(name: Any, server: Server) -> None:
     body = {**GOOD, "metadata": {"name": name}}
-    assert (by_models(body) is None) == (by_server(server, body)[0] is None)
+    assert (refusal_by_spec_classes(body) is None) == (refusal_by_api_server(server, body)[0] is None)
 
 
 def test_every_status_of_the_status_classes_is_stored_unchanged(server: Server) -> None:

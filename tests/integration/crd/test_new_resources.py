@@ -1,4 +1,4 @@
-"""What `heteroinfer new` writes: the real API server accepts it in a dry run, as it stands."""
+"""Tests that a real API server accepts the unchanged output of `heteroinfer new` in a dry run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The CRD as users meet it through kubectl: refusals in words, columns, /scale, /status."""
+"""Tests the CRD through kubectl, as users see it: refusals, columns, /scale, /status."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         (
             {"parallelism": {"tensor": 1, "pipeline": 3}},
@@ -67,17 +67,17 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_kubectl_apply_reports_the_refusal(fields: dict[str, Any], said: str, cluster: Cluster) -> None:
-    assert said in refusal(cluster, resource(**fields))
+def test_kubectl_apply_reports_the_refusal(fields: dict[str, Any], message: str, cluster: Cluster) -> None:
+    assert message in refusal(cluster, resource(**fields))
 
 
 def test_a_name_too_long_for_host_names_is_refused_with_a_message(cluster: Cluster) -> None:
-    said = refusal(cluster, resource("a" * 41))
-    assert "name must have at most 40 characters" in said
-    assert "(got 41 characters). Choose a shorter name" in said
+    message = refusal(cluster, resource("a" * 41))
+    assert "name must have at most 40 characters" in message
+    assert "(got 41 characters). Choose a shorter name" in message
 
 
-def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
+def test_kubectl_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     created = server.create(resource("columns"), dry_run=False)
     available, ready = (
         Condition(
@@ -185,22 +185,22 @@ def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
     stored = cluster.kubectl(
         "get", "hinf", "specs", "-o", "jsonpath={.status.observedGeneration} {.status.replicas}"
     )
-    assert stored == "-1 0", "not the status that was sent, but that of a resource which nobody has seen"
+    assert stored == "-1 0", "the status in the request is ignored"
 
 
 def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:
-    said = " ".join(cluster.kubectl("explain", "hinf.spec.roles.layers").split())
-    assert "Number of layers of each stage of this role, in order" in said
-    assert "Default: chosen by the plan." in said
+    message = " ".join(cluster.kubectl("explain", "hinf.spec.roles.layers").split())
+    assert "Number of layers of each stage of this role, in order" in message
+    assert "Default: chosen by the plan." in message
 
 
 def test_kubectl_explain_shows_defaults(cluster: Cluster) -> None:
-    said = " ".join(cluster.kubectl("explain", "hinf.spec.drainTimeout").split())
-    assert "Default: 60s." in said
+    message = " ".join(cluster.kubectl("explain", "hinf.spec.drainTimeout").split())
+    assert "Default: 60s." in message
 
 
 def durations(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the path of each duration in a schema; the fields of a list's entries are below the list."""
+    """Yields the path of each duration in a schema. Does not enter lists."""
     if schema.get("pattern") == DURATION_PATTERN:
         yield path
     for name, field in schema.get("properties", {}).items():
@@ -217,10 +217,10 @@ def test_invalid_durations_are_refused_with_the_same_message(path: tuple[str, ..
         value: Any = wrong
         for name in reversed(path):
             value = {name: value}
-        said = refusal(cluster, resource(**value))
-        assert f"spec.{'.'.join(path)}" in said, wrong
-        assert re.search(r"should match|should be at least", said), (wrong, said)
-        assert not re.search(r"conversion|evaluating rule|must be between", said), (wrong, said)
+        message = refusal(cluster, resource(**value))
+        assert f"spec.{'.'.join(path)}" in message, wrong
+        assert re.search(r"should match|should be at least", message), (wrong, message)
+        assert not re.search(r"conversion|evaluating rule|must be between", message), (wrong, message)
 
 
 def test_the_test_finds_the_durations_of_the_schema() -> None:
@@ -236,8 +236,8 @@ def test_the_examples_are_applied_together(cluster: Cluster) -> None:
         if document is not None
     ]
     cluster.kubectl("create", "namespace", "examples")
-    said = cluster.kubectl("apply", "-n", "examples", "-f", str(REPOSITORY / "examples"))
-    assert sorted(line.split()[-1] for line in said.splitlines()) == ["created"] * len(documents), said
+    output = cluster.kubectl("apply", "-n", "examples", "-f", str(REPOSITORY / "examples"))
+    assert sorted(line.split()[-1] for line in output.splitlines()) == ["created"] * len(documents), output
     stored = cluster.kubectl("get", "hinf", "-n", "examples", "-o", "name").split()
     assert len(stored) == len(documents) > 1
 

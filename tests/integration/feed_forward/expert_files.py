@@ -1,6 +1,6 @@
-"""Weights of experts as published checkpoints store them, and the numbers that they mean. Imports torch.
+"""Draws weights of experts as published checkpoints store them, with their values.
 
-The numbers are computed here from the stored tensors in float64, without the code under test.
+Imports torch. The values are computed here from the stored tensors in float64, without the code under test.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Tensors of one projection by the end of their names, and its weight [columns, inputs] in float64."""
+"""Tensors of one projection by the suffix of their names, and its weight [columns, inputs] in float64."""
 Draw = Callable[[torch.Generator, int, int], Stored]
 
 FP8 = torch.float8_e4m3fn
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column, among eight, of each place in an int32 of AWQ."""
+"""For each place in an int32 of AWQ, its column of eight."""
 
 
 def _uniform(draw: torch.Generator, *shape: int, low: float, high: float) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _codes(draw: torch.Generator, *shape: int, end: int = 16) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Packs eight codes along a dimension into an int32; place i holds code order[i]."""
+    """Packs eight codes along a dimension into an int32. Place i has the code order[i]."""
     groups = codes.unflatten(dim, (-1, 8))
     total = sum(groups.select(dim + 1, column) << (4 * place) for place, column in enumerate(order))
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
@@ -40,7 +40,7 @@ def _wide(scales: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def plain(draw: torch.Generator, columns: int, inputs: int, *, dtype: torch.dtype) -> Stored:
-    """Unquantized."""
+    """Draws an unquantized projection."""
     weight = (torch.randn(columns, inputs, generator=draw) * inputs**-0.5).to(dtype)
     return {"weight": weight}, weight.double()
 
@@ -50,7 +50,7 @@ def _fp8(draw: torch.Generator, columns: int, inputs: int) -> torch.Tensor:
 
 
 def fp8_block(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """FP8 with a scale for each block of 128 x 128, as DeepSeek-V3 and Qwen3."""
+    """Draws FP8 with a scale for each block of 128 x 128, as DeepSeek-V3 and Qwen3."""
     weight = _fp8(draw, columns, inputs)
     scales = _uniform(draw, columns // 128, inputs // 128, low=3e-4, high=1e-3)
     wide = _wide(scales, 128).repeat_interleave(128, 0)
@@ -58,28 +58,28 @@ def fp8_block(draw: torch.Generator, columns: int, inputs: int) -> Stored:
 
 
 def fp8_tensor(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """FP8 with one scale for a projection and a static scale of its inputs."""
+    """Draws FP8 with one scale for the projection and a static scale for its inputs."""
     weight, scale = _fp8(draw, columns, inputs), _uniform(draw, low=3e-4, high=1e-3)
     stored = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(0.25)}
     return stored, weight.double() * scale.double()
 
 
 def fp8_channel(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """FP8 with a bf16 scale for each column, as compressed-tensors."""
+    """Draws FP8 with a bf16 scale for each column, as compressed-tensors."""
     weight = _fp8(draw, columns, inputs)
     scales = _uniform(draw, columns, 1, low=3e-4, high=1e-3).bfloat16()
     return {"weight": weight, "weight_scale": scales}, weight.double() * scales.double()
 
 
 def int8_channel(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """int8 with a bf16 scale for each column, as compressed-tensors."""
+    """Draws int8 with a bf16 scale for each column, as compressed-tensors."""
     weight = torch.randint(-128, 128, (columns, inputs), generator=draw, dtype=torch.int8)
     scales = _uniform(draw, columns, 1, low=3e-4, high=1e-3).bfloat16()
     return {"weight": weight, "weight_scale": scales}, weight.double() * scales.double()
 
 
 def int8_packed(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """int8 weights alone of compressed-tensors: codes with 128 added, four in an int32."""
+    """Draws int8 for weights only, as compressed-tensors. 128 is added to codes; an int32 has four."""
     codes = torch.randint(0, 256, (columns, inputs), generator=draw)
     scales = _uniform(draw, columns, 1, low=3e-4, high=1e-3).bfloat16()
     groups = codes.unflatten(1, (-1, 4))
@@ -95,7 +95,7 @@ def int8_packed(draw: torch.Generator, columns: int, inputs: int) -> Stored:
 def int4_packed(
     draw: torch.Generator, columns: int, inputs: int, *, group: int, zeros: bool = False
 ) -> Stored:
-    """int4 of compressed-tensors: codes and zero points with 8 added, eight in an int32."""
+    """Draws int4, as compressed-tensors. 8 is added to codes and zero points; an int32 has eight."""
     codes = _codes(draw, columns, inputs)
     scales = _uniform(draw, columns, inputs // group, low=4e-3, high=2e-2).bfloat16()
     stored = {
@@ -111,7 +111,7 @@ def int4_packed(
 
 
 def awq(draw: torch.Generator, columns: int, inputs: int, *, group: int) -> Stored:
-    """AWQ: [inputs, columns / 8], with a zero point for each group and column."""
+    """Draws AWQ: [inputs, columns / 8], with a zero point for each group and column."""
     codes, points = _codes(draw, inputs, columns), _codes(draw, inputs // group, columns)
     scales = _uniform(draw, inputs // group, columns, low=4e-3, high=2e-2).half()
     stored = {
@@ -124,10 +124,11 @@ def awq(draw: torch.Generator, columns: int, inputs: int, *, group: int) -> Stor
 
 
 def gptq(draw: torch.Generator, columns: int, inputs: int, *, group: int, stored_zero: int) -> Stored:
-    """Symmetric GPTQ without act-order: [inputs / 8, columns].
+    """Draws symmetric GPTQ without act-order: [inputs / 8, columns].
 
     Args:
-        stored_zero: what the file has for the zero point 8: 7 in the first version of GPTQ, 8 in the second.
+        stored_zero: the stored number for the zero point 8: 7 in the first version of GPTQ, 8 in the
+            second.
     """
     codes = _codes(draw, inputs, columns)
     points = torch.full((inputs // group, columns), stored_zero)
@@ -142,7 +143,7 @@ def _fp4(draw: torch.Generator, columns: int, inputs: int) -> tuple[torch.Tensor
 
 
 def _powers(draw: torch.Generator, columns: int, groups: int, low: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns exponents of E8M0 and the powers of 2 that they mean."""
+    """Returns exponents of E8M0 and the powers of 2 that they stand for."""
     exponents = _codes(draw, columns, groups, end=4) + low
     return (exponents + 127).to(torch.uint8), torch.exp2(exponents.double())
 
@@ -150,21 +151,21 @@ def _powers(draw: torch.Generator, columns: int, groups: int, low: int) -> tuple
 def mxfp4(
     draw: torch.Generator, columns: int, inputs: int, *, name: str, scales: str = "weight_scale"
 ) -> Stored:
-    """MXFP4: 32 numbers of 4 bits share a power of 2; gets the names of both tensors."""
+    """Draws MXFP4, in which 32 numbers of 4 bits share a power of 2."""
     packed, values = _fp4(draw, columns, inputs)
     exponents, powers = _powers(draw, columns, inputs // 32, -7)
     return {name: packed, scales: exponents}, values * _wide(powers, 32)
 
 
 def mxfp8(draw: torch.Generator, columns: int, inputs: int) -> Stored:
-    """MXFP8: 32 numbers in FP8 share a power of 2."""
+    """Draws MXFP8: 32 numbers in FP8 share a power of 2."""
     weight = _fp8(draw, columns, inputs)
     scales, powers = _powers(draw, columns, inputs // 32, -13)
     return {"weight": weight, "weight_scale": scales}, weight.double() * _wide(powers, 32)
 
 
 def nvfp4(draw: torch.Generator, columns: int, inputs: int, *, model_opt: bool) -> Stored:
-    """NVFP4: 16 numbers of 4 bits share a scale in FP8; one factor for all.
+    """Draws NVFP4: 16 numbers of 4 bits share a scale in FP8, and one factor is for all.
 
     ModelOpt stores the factor, compressed-tensors its inverse.
     """
@@ -215,13 +216,13 @@ def _numbers(kind: str, bits: int, strategy: str, **rest: Any) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A format.
+    """One format of weights.
 
     Attributes:
         draw: draws the weights of a projection.
-        config: builds vLLM's configuration of the quantization from that of the checkpoint.
-        dtype: of inputs, outputs and unquantized parameters.
-        unit: intermediate columns that one rank must have together.
+        config: builds vLLM's quantization configuration from the checkpoint's.
+        dtype: dtype of inputs, outputs and unquantized parameters.
+        unit: number of neighbouring intermediate columns that one rank must have together.
     """
 
     draw: Draw
@@ -352,4 +353,4 @@ FORMATS: dict[str, Published] = {
         config=_compressed(_numbers("float", 4, "tensor_group", group_size=16), None, "nvfp4-pack-quantized"),
     ),
 }
-"""Formats by the name that the test gives them."""
+"""Formats by their names in the test."""

@@ -1,7 +1,7 @@
-"""Experts of one format, from vLLM's class and a file to what feed-forward ranks compute.
+"""Checks the experts of one format: what feed-forward ranks read from a file, and what they compute.
 
-Runs in the worker's Python; `main` answers JSON as its last line. vLLM's own loader of the experts is the
-reference for what the ranks read; sums in float64 are the reference for what they compute.
+Runs in the worker's Python; `main` prints JSON as its last line. vLLM's own loader of the experts is the
+reference for the weights. Sums in float64 are the reference for the results.
 """
 
 import collections
@@ -51,12 +51,12 @@ _CHOICES = (
     ("quantization.modelopt", "select_mxfp8_moe_backend", "fp8.Fp8MoeBackend.MARLIN"),
     ("quantization.modelopt", "select_nvfp4_moe_backend", "nvfp4.NvFp4MoeBackend.MARLIN"),
 )
-"""Functions by which vLLM's methods choose a kernel: module, name, and the kernel that they choose."""
+"""The functions in which vLLM's methods choose a kernel: module, name, and the kernel to return instead."""
 
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Replaces vLLM's choices of a kernel by those of a rank with attention on a GPU; no kernel runs."""
+    """Replaces vLLM's choices of a kernel by those of a GPU rank with attention. No kernel runs."""
     from vllm.platforms import current_platform
 
     with contextlib.ExitStack() as stack:
@@ -65,18 +65,18 @@ def as_on_a_gpu() -> Iterator[None]:
             kernel = getattr(importlib.import_module(f"{_LAYERS}.fused_moe.oracle.{of}"), kind)[which]
             found = importlib.import_module(f"{_LAYERS}.{module}")
             stack.enter_context(mock.patch.object(found, name, return_value=(kernel, None)))
-        # vLLM has experts without gates on GPUs alone.
+        # vLLM supports experts without gates only on GPUs.
         stack.enter_context(mock.patch.object(current_platform, "is_cuda_alike", return_value=True))
         yield
 
 
 TWO_GPUS = ", two GPUs"
-"""End of a layout's name whose columns two ranks with attention share."""
+"""Suffix of a layout's name. Two ranks with attention share the columns of such a layout."""
 
 
 @contextlib.contextmanager
 def as_rank_of_stage(rank: int, size: int) -> Iterator[None]:
-    """Lets vLLM build and load the part of a rank of a stage of this size; no collective runs."""
+    """Lets vLLM build and load the part of one rank in a stage of this size. No collective runs."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -105,7 +105,7 @@ class Layout:
         self.gated = not name.endswith("_no_mul")
 
     def compute(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns the input of w2 from the columns of w13, in float64."""
+        """Returns the input of w2 for the columns of w13, in float64."""
         kind, gelu = self.name.removesuffix("_no_mul"), torch.nn.functional.gelu
         if self.name == "swigluoai":
             gate, up = sums[0::2].clamp(max=7.0), sums[1::2].clamp(-7.0, 7.0)
@@ -142,7 +142,7 @@ LAYOUTS = {
 
 
 def build(published: Published, how: Layout) -> Any:
-    """Returns vLLM's RoutedExperts of a layer."""
+    """Builds vLLM's RoutedExperts of a layer."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -166,7 +166,7 @@ def build(published: Published, how: Layout) -> Any:
 
 
 def write(path: Path, published: Published, how: Layout) -> list[dict[str, torch.Tensor]]:
-    """Writes the file; returns w13, w2 and the biases of each expert in float64."""
+    """Writes the file. Returns w13, w2 and the biases of each expert in float64."""
     draw = torch.Generator().manual_seed(1)
     stored: dict[str, torch.Tensor] = {}
     exact = []
@@ -203,7 +203,7 @@ def write(path: Path, published: Published, how: Layout) -> list[dict[str, torch
 
 
 def as_gpt_oss(drawn: dict[str, list[dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Returns tensors of all experts under gpt-oss' names; unquantized ones are transposed."""
+    """Returns the tensors of all experts with gpt-oss' names. Unquantized tensors are transposed."""
     stored = {}
     for name, experts in drawn.items():
         for end in experts[0]:
@@ -216,14 +216,14 @@ def as_gpt_oss(drawn: dict[str, list[dict[str, torch.Tensor]]]) -> dict[str, tor
 
 
 def load(module: Any, how: Layout, path: Path, files: MappedFiles) -> None:
-    """Loads the file by the loader of vLLM's RoutedExperts, or by that of its gpt-oss."""
+    """Loads the file with the loader of vLLM's RoutedExperts, or with that of its gpt-oss."""
     tensors = list(files.add(path).tensors())
     if how.stacked != "gpt-oss":
         list(module.load_weights((name.removeprefix(f"{PREFIX}."), each) for name, each in tensors))
         return
     from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
 
-    model = object.__new__(GptOssModel)  # only its loader, without attention and embedding
+    model = object.__new__(GptOssModel)  # only its loader is used, so without attention and embedding
     torch.nn.Module.__init__(model)
     layer = torch.nn.Module()
     layer.mlp, layer.mlp.experts = torch.nn.Module(), torch.nn.Module()
@@ -239,7 +239,7 @@ def load(module: Any, how: Layout, path: Path, files: MappedFiles) -> None:
 
 
 def record(published: Published, how: Layout, path: Path) -> tuple[Recipe, str]:
-    """Returns the recipe of a rank with attention, after its way through the group's store."""
+    """Records the recipe of a rank with attention, and returns it as read from the group's store."""
     with replace_remote_parts(frozenset({0}), records=True) as remote:
         module = build(published, how)
     files = MappedFiles()
@@ -249,7 +249,7 @@ def record(published: Published, how: Layout, path: Path) -> tuple[Recipe, str]:
 
 
 def config(published: Published, folder: Path) -> Any:
-    """Returns what a recording takes from vLLM's configuration."""
+    """Builds the part of vLLM's configuration that a recording reads."""
     model = SimpleNamespace(
         model=str(folder),
         dtype=published.dtype,
@@ -264,7 +264,7 @@ def differing(reader: LayerReader, module: Any) -> list[str]:
     found = []
     for name, parameter in module.named_parameters(recurse=False):
         if name == "w2_bias" and name not in reader.recipe.parameters:
-            assert not parameter.any(), "only the first rank of a stage has it"
+            assert not parameter.any(), "only the first rank of a stage has the biases"
             continue
         filled = reader.has(name)
         for expert in range(EXPERTS):
@@ -300,7 +300,7 @@ def exact_sum(
 def compute(
     reader: LayerReader, parts: list[held_experts.OwnPart], dtype: torch.dtype, drawn: list[torch.Tensor]
 ) -> tuple[torch.Tensor, list[str]]:
-    """Returns the sum of the answers of ranks with these parts, and their methods."""
+    """Returns the sum of the results of ranks with these parts, and their methods."""
     x, weights, ids = drawn
     total, methods = torch.zeros(x.shape, dtype=torch.float64), []
     for part in parts:
@@ -330,7 +330,7 @@ def ranks(inner: int, unit: int) -> dict[str, list[held_experts.OwnPart]]:
 
 
 def case(name: str, layout: str) -> dict[str, Any]:
-    """Answers what differs and how far the sums are from the exact ones, as a share of the largest."""
+    """Returns the differing parameters, and the error of the sums as a share of the largest sum."""
     published, how = FORMATS[name], LAYOUTS[layout.removesuffix(TWO_GPUS)]
     tensor = 2 if layout.endswith(TWO_GPUS) else 1
     with tempfile.TemporaryDirectory() as scratch, as_on_a_gpu():
@@ -365,13 +365,13 @@ def case(name: str, layout: str) -> dict[str, Any]:
 
 
 def main(arguments: str) -> None:
-    """Answers in a process that is a rank of its own; `arguments` are format, layout and a library."""
+    """Runs one case in a process that is a rank of its own. `arguments` are format, layout and library."""
     name, layout, *libraries = json.loads(arguments)
     answer_as_rank(lambda: case(name, layout), *libraries)
 
 
 def answer_as_rank(answer: Callable[[], dict[str, Any]], *libraries: str) -> None:
-    """Prints an answer that is made where vLLM's process groups exist."""
+    """Prints the result of `answer`, which runs with vLLM's process groups."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms import current_platform

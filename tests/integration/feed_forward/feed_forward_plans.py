@@ -1,4 +1,4 @@
-"""Plans of feed-forward groups, written by hand."""
+"""Builds plans of feed-forward groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,19 +23,19 @@ def feed_forward_plan(
     ring_bytes: int = 0,
     **engine: Any,
 ) -> Plan:
-    """Returns a plan of a rank with attention, and a feed-forward rank for each share, in its pod or others.
+    """Builds a plan of ranks with attention and their feed-forward ranks, in the same pod or in others.
 
     Args:
         model: folder of the model.
-        num_layers: of the model.
-        remote: layers whose feed-forward parts the feed-forward ranks compute.
-        shares: of the feed-forward ranks of each stage.
-        pods: of these, ascending; that of the ranks with attention, 0, by default.
-        tensor: ranks with attention of each stage.
-        stages: layers of each; one stage by default.
-        by_experts: whether these have whole experts.
-        device: of the ranks with attention.
-        ring_bytes: of the GPU's memory, for experts that it computes itself.
+        num_layers: number of layers of the model.
+        remote: layers whose experts or MLPs the feed-forward ranks compute.
+        shares: share of each feed-forward rank of a stage.
+        pods: pod of each of these ranks, ascending. Default: pod 0, as for the ranks with attention.
+        tensor: number of ranks with attention of each stage.
+        stages: number of layers of each stage; one stage by default.
+        by_experts: whether each feed-forward rank has whole experts, instead of columns of all experts.
+        device: device of the ranks with attention.
+        ring_bytes: part of the GPU's memory for experts that the GPU computes itself.
         **engine: fields of EngineSettings to change.
     """
     stages = stages or (num_layers,)

@@ -1,4 +1,4 @@
-"""Damaged safetensors files, and what a rank reports about each. Runs in the worker's Python."""
+"""Checks what a rank reports about damaged safetensors files. Runs in the worker's Python."""
 
 import json
 import os
@@ -28,13 +28,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def with_header(header: Any) -> bytes:
-    """Returns a file of this header and 56 bytes."""
+    """Returns the content of a file: this header and 56 bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(56)
 
 
 def main(_: str) -> None:
-    """Answers the message about each file; "" if the rank takes it."""
+    """Prints the message about each file, or "" if the rank accepts the file."""
     whole = save({"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)})
     contents = {
         "whole": whole,

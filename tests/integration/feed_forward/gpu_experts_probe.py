@@ -1,4 +1,4 @@
-"""Checks for experts on a GPU that need no GPU: choices, layouts, memory. Runs in the worker's Python."""
+"""Checks the code for experts on a GPU that runs without a GPU. Runs in the worker's Python."""
 
 import io
 import json
@@ -72,7 +72,7 @@ def wrong_choices(spans: tuple[tuple[int, int], ...]) -> list[str]:
 
 
 def misplaced_codes(name: str) -> int:
-    """Returns how many codes of a packed weight are not at the place that `code_places` gives."""
+    """Returns how many codes of a packed weight are not at the place that `code_places` returns."""
     library, form = register(), FORMATS[name]
     weight = draw_coded(torch.Generator().manual_seed(5), form, 2 * SHARED_COLUMNS, 4 * SHARED_COLUMNS)
     packed = pack(library, weight).packed
@@ -92,7 +92,10 @@ def misplaced_codes(name: str) -> int:
 
 
 def offer_from_a_process() -> dict[str, Any]:
-    """Maps another process's memory, and reads it after that process has ended; another name is refused."""
+    """Maps another process's memory, and reads it after that process has ended.
+
+    A wrong name must be refused.
+    """
     script = "\n".join(
         (
             "import sys, torch",
@@ -121,7 +124,10 @@ def offer_from_a_process() -> dict[str, Any]:
 
 
 def offered(**changes: Any) -> OfferedMatrix:
-    """Returns w13 of 6 experts of 64 columns and 64 inputs in bf16, which are not packed, with changes."""
+    """Returns an offer of w13: 6 unpacked experts of 64 columns and 64 inputs in bf16.
+
+    `changes` replace fields.
+    """
     values = {
         "offset": 0,
         "expert_bytes": 64 * 64 * 2,
@@ -137,7 +143,7 @@ def offered(**changes: Any) -> OfferedMatrix:
 
 
 def errors_in_offers() -> dict[str, str]:
-    """Returns the error of each wrong matrix in an offer, and "" for right ones."""
+    """Returns the error of each wrong matrix in an offer, and "" for correct ones."""
     memory = WeightMemory()
     memory.copy(torch.zeros(6 * 64 * 64 * 2, dtype=torch.uint8))
     scaled = {"code": 2, "expert_bytes": 64 * 64, "dtype": "float8_e4m3fn", "block_scales_offset": 0}
@@ -165,7 +171,7 @@ def errors_in_offers() -> dict[str, str]:
 
 
 def found_layers() -> dict[str, Any]:
-    """Returns the layers that a GPU finds in the offers of two ranks, with columns or with experts."""
+    """Returns the layers that a GPU finds in the offers of two ranks, which share columns or experts."""
     layer = LayerRecipe(experts=6, topk=2, hidden=64, inner=64, activation="silu", method="", parameters={})
     layers = {
         0: layer,
@@ -179,6 +185,7 @@ def found_layers() -> dict[str, Any]:
     recipe = Recipe(layers=layers, dtype="bfloat16", max_rows=8, unit=32)
 
     def offer(rank: int, *, by_experts: bool) -> OfferedWeights:
+        """Returns a rank's offer of five layers, with half of the columns or of the experts."""
         parts = []
         for number in (0, 1, 2, 3, 6):
             inner = layers[number].inner if by_experts else layers[number].inner // 2
@@ -215,7 +222,7 @@ def found_layers() -> dict[str, Any]:
 
 
 class NoMeter:
-    """Counts nothing."""
+    """Replaces `GpuExpertMeter`, and counts nothing."""
 
     is_users_step = False
 
@@ -224,7 +231,7 @@ class NoMeter:
 
 
 def fallback() -> dict[str, Any]:
-    """Lets a GPU compute experts of a rank that has ended, so that its memory cannot be mapped."""
+    """Computes on a GPU after a feed-forward rank has ended, so that the rank's memory cannot be mapped."""
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     offer = OfferedWeights(pid=ended.pid, fd=3, name="weights", num_bytes=1 << 20, layers=())
@@ -249,12 +256,12 @@ def fallback() -> dict[str, Any]:
 
 
 def compiled_sources() -> dict[str, int]:
-    """Returns the bytes of the compiled CUDA sources; the compiler needs no GPU."""
+    """Compiles the CUDA sources, which needs no GPU. Returns the number of bytes."""
     return {source.name: len(compile_source(source, "sm_80")) for source in (KERNELS, UNPACK)}
 
 
 def main(_: str) -> None:
-    """Answers all checks."""
+    """Prints the results of all checks."""
     assert WeightMemory().name != WeightMemory().name
     answer = {
         "choices": {name: wrong_choices(spans) for name, spans in SPANS.items()},

@@ -1,4 +1,4 @@
-"""Feed-forward groups on real processes: their models, what they must answer, and who ends them."""
+"""Starts feed-forward groups as real processes: their models, expected tokens, freezes and signals."""
 
 import contextlib
 import json
@@ -27,12 +27,12 @@ NAMED_WITHIN_S = 2.0
 ENDED_WITHIN_S = 15.0
 LOAD_TOKENS = 400
 TURN_S = 0.05
-"""Between the stops, and between the starts, of processes that a freeze meets one after another."""
+"""Seconds between two processes when a freeze stops or resumes all processes of a pod."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run_models(*arguments: str) -> str:
-    """Returns what tests.integration.feed_forward.tiny_models prints last; it needs the worker's Python."""
+    """Runs tests.integration.feed_forward.tiny_models in the worker's Python, and returns its last line."""
     command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.tiny_models", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
@@ -41,13 +41,13 @@ def run_models(*arguments: str) -> str:
 def make_model(
     architecture: str, folder: Path, dtype: str = "float32", spread: float = tiny_models.SPREAD
 ) -> Path:
-    """Returns the folder of a tiny model, made if need be."""
+    """Returns the folder of a tiny model. Makes the model if it does not exist."""
     options = ("--dtype", dtype, "--spread", str(spread))
     return Path(run_models(architecture, str(folder / f"{architecture}-{dtype}"), *options))
 
 
 def reference(model: Path, prompts: Sequence[Sequence[int]] = tiny_models.PROMPTS) -> list[list[int]]:
-    """Returns transformers' greedy tokens after each prompt."""
+    """Returns the greedy tokens of transformers after each prompt."""
     tokens: list[list[int]] = json.loads(run_models("reference", str(model), json.dumps(prompts)))
     return tokens
 
@@ -69,7 +69,7 @@ def serving(
     ready: bool = True,
     **engine: Any,
 ) -> Iterator[Group]:
-    """Starts a group with all layers, or `remote`, on feed-forward ranks; yields it once `ready`."""
+    """Starts a group with feed-forward ranks, and yields it when it is ready."""
     all_layers = range(tiny_models.first_remote_layer(architecture), tiny_models.LAYERS)
     plan = feed_forward_plan(
         model,
@@ -90,16 +90,16 @@ def serving(
 
 
 def answers(group: Group, tokens: int = tiny_models.ANSWER_TOKENS) -> list[list[int]]:
-    """Returns the group's greedy tokens after each prompt, all asked at the same time."""
+    """Returns the group's greedy tokens after each prompt. All prompts are sent at the same time."""
     with ThreadPoolExecutor(len(tiny_models.PROMPTS)) as pool:
         return list(pool.map(lambda prompt: group.complete(prompt, tokens), tiny_models.PROMPTS))
 
 
 def freeze(group: Group, seconds: float) -> None:
-    """Stops every process of a group's pods for so long, as a frozen cgroup or a suspended machine does.
+    """Stops every process of a group's pods for some seconds, like a frozen cgroup or a suspended machine.
 
-    The rank that asks stops after its feed-forward ranks and goes on before them, so that it waits for them
-    when it stops, and still when it goes on. The supervisors stop first and go on last.
+    The asking rank stops after its feed-forward ranks and resumes before them. So it waits for them when it
+    stops, and still when it resumes. The supervisors stop first and resume last.
     """
     supervisors = [child.process.pid for child in group.children]
     lanes = [group.rank_pid(rank.rank) for rank in group.plan.ranks if rank.feed_forward is not None]
@@ -122,7 +122,7 @@ def _send(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def answers_over_freeze(group: Group, seconds: float) -> list[list[int]]:
-    """Returns the group's greedy tokens after each prompt, though it is frozen for so long amid the load."""
+    """Freezes the group while it answers all prompts, and returns its greedy tokens after each prompt."""
     with ThreadPoolExecutor(len(tiny_models.PROMPTS)) as pool:
         before = group.status().ranks[0].steps
         clients = [pool.submit(group.complete, prompt, LOAD_TOKENS) for prompt in tiny_models.PROMPTS]
@@ -132,15 +132,15 @@ def answers_over_freeze(group: Group, seconds: float) -> list[list[int]]:
 
 
 def check_signal(group: Group, rank: int, number: signal.Signals) -> Failure:
-    """Sends a signal to a rank while the group decodes; see `check_end`."""
+    """Sends a signal to a rank while the group decodes, and checks the end as `check_end`."""
     return check_end(group, rank, lambda: os.kill(group.rank_pid(rank), number))
 
 
 def check_end(group: Group, rank: int, hurt: Callable[[], object]) -> Failure:
-    """Hurts a rank while the group decodes; the group ends and names it in time.
+    """Damages a rank while the group decodes. The group must end, and name the rank in time.
 
     Returns:
-        What the pod left as its failure.
+        The failure that the pod left.
     """
     with ThreadPoolExecutor(2) as pool:
         before = group.status().ranks[0].steps

@@ -1,6 +1,7 @@
-"""MLPs of dense layers, from vLLM's linear layers and a file to what feed-forward ranks compute.
+"""Checks the MLPs of dense layers: what feed-forward ranks read from a file, and what they compute.
 
-Runs in the worker's Python; `main` answers JSON as its last line. Sums in float64 are the reference.
+Runs in the worker's Python; `main` prints JSON as its last line. vLLM's linear layers write the recipe. Sums
+in float64 are the reference.
 """
 
 import itertools
@@ -43,7 +44,7 @@ class Mlp(torch.nn.Module):
 
     Args:
         kind: "merged" (gate and up are one layer), "apart", or "ungated".
-        changes: what it computes besides: "", or the name of a fault.
+        changes: an additional computation of the MLP: "", or the name of a fault.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Mlp(torch.nn.Module):
         self.kind, self.changes = kind, changes
 
     def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """Computes the MLP, with the additional computation that `changes` names."""
         if self.changes == "norm":
             x = x * self.scale
         up, _ = self.up(2 * x if self.changes == "input" else x)
@@ -96,7 +98,7 @@ class Mlp(torch.nn.Module):
 
 
 def write(path: Path, form: str, kind: str, *, bias: bool) -> dict[str, torch.Tensor]:
-    """Writes the file; returns the weights and biases in float64."""
+    """Writes the file. Returns the weights and biases in float64."""
     published = FORMATS[form]
     draw = torch.Generator().manual_seed(1)
     stored: dict[str, torch.Tensor] = {}
@@ -105,7 +107,7 @@ def write(path: Path, form: str, kind: str, *, bias: bool) -> dict[str, torch.Te
         columns, inputs = (HIDDEN, INNER) if name == "down" else (INNER, HIDDEN)
         tensors, exact[name] = published.draw(draw, columns, inputs)
         if "qweight" in tensors and "GPTQ" in form:
-            tensors["g_idx"] = torch.arange(inputs, dtype=torch.int32) // 128  # as publishers' files have
+            tensors["g_idx"] = torch.arange(inputs, dtype=torch.int32) // 128  # as in published files
         if bias:
             tensors["bias"] = torch.randn(columns, generator=draw).to(published.dtype)
             exact[f"{name}.bias"] = tensors["bias"].double()
@@ -126,7 +128,7 @@ def load(mlp: Any, path: Path, files: MappedFiles) -> None:
 
 
 def exact_of(exact: dict[str, torch.Tensor], activation: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns what an MLP must answer, in float64."""
+    """Returns the exact output of an MLP, in float64."""
 
     def product(name: str, given: torch.Tensor) -> torch.Tensor:
         return functional.linear(given, exact[name], exact.get(f"{name}.bias"))
@@ -137,7 +139,10 @@ def exact_of(exact: dict[str, torch.Tensor], activation: str, x: torch.Tensor) -
 
 
 def record(published: Published, kind: str, activation: str, path: Path, *, bias: bool) -> tuple[Recipe, Any]:
-    """Returns the recipe of a rank with attention, after its way through the group's store, and the layer."""
+    """Records the recipe of a rank with attention.
+
+    Returns the recipe as read from the store, and the layer.
+    """
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     layer = torch.nn.Module()
@@ -162,7 +167,7 @@ def ranks(inner: int, unit: int) -> dict[str, list[held_experts.OwnPart]]:
 
 
 def case(name: str, kind: str, activation: str, *, bias: bool, tensor: int) -> dict[str, Any]:
-    """Answers how far the sums are from the exact ones, as a share of the largest.
+    """Returns the error of the sums, as a share of the largest sum.
 
     Args:
         tensor: number of ranks with attention, which share the columns.
@@ -199,7 +204,7 @@ def case(name: str, kind: str, activation: str, *, bias: bool, tensor: int) -> d
 
 
 def refusals() -> dict[str, str]:
-    """Answers why each MLP that computes something else is refused; "none" for an encoder's MLP."""
+    """Returns the reason for which each changed MLP is refused, and "none" for the MLP of an encoder."""
     found = {}
     for prefix in ("audio_tower.layers.0.mlp", "whisper_encoder.layers.0.mlp"):
         layer = torch.nn.Module()
@@ -216,9 +221,9 @@ def refusals() -> dict[str, str]:
 
 
 def cases(names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the answers to cases "format, kind, activation, bias" by their names, and to "refusals".
+    """Yields the results of cases such as "format, kind, activation, bias" by their names, and of "refusals".
 
-    A case may end with "two GPUs".
+    A name may end with "two GPUs".
     """
     for name in names:
         if name == "refusals":
@@ -229,7 +234,7 @@ def cases(names: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: str) -> None:
-    """Answers in a process that is a rank of its own; `arguments` are a library, or "", and cases."""
+    """Runs cases in a process that is a rank of its own. `arguments` are a library, or "", and cases."""
     library, *names = json.loads(arguments)
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -238,9 +243,9 @@ def main(arguments: str) -> None:
     if library:
         linear.prepare(Path(library))
     current_platform.import_kernels()
-    cpu_coded.install()  # as in a CPU rank, whose methods else choose no kernel for some formats
+    cpu_coded.install()  # as in a CPU rank; otherwise vLLM's methods choose no kernel for some formats
     given = VllmConfig()
-    given.model_config = SimpleNamespace(dtype=torch.bfloat16, is_moe=False)  # for methods of FP8
+    given.model_config = SimpleNamespace(dtype=torch.bfloat16, is_moe=False)  # methods of FP8 need this
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(given):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
         initialize_model_parallel(1)

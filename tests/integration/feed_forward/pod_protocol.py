@@ -1,9 +1,9 @@
-"""Plays asks to feed-forward ranks in other pods between processes, without a model; prints JSON.
+"""Sends asks to feed-forward ranks in other pods, as processes without a model. Prints the results as JSON.
 
     python -m tests.integration.feed_forward.pod_protocol CASE [--count N] [--pods N] [--times N]
 
-Run it with the worker's Python. The cases that cut a connection need root: they run in a network namespace of
-their own, whose packets iptables drops.
+Run it with the worker's Python. The cases that break a connection need root: they run in a network namespace
+of their own, whose packets iptables drops.
 """
 
 import argparse
@@ -44,11 +44,11 @@ SHAPE = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", la
 LARGE = Shape(epoch=EPOCH, hidden=7168, topk=8, max_rows=64, dtype="bfloat16", lanes=1)
 KEY = "ab" * 32
 SPIN_NS = 0 if (os.cpu_count() or 1) < 8 else 2_000_000
-"""As the supervisor chooses: these processes spin only if they have cores of their own."""
+"""As the supervisor decides: these processes spin only if each has its own core."""
 
 
 def serve(host: str, shape: Shape, ready: Any, late_ms: int) -> None:
-    """Another pod with one rank, which gives back what it is asked until its connection ends."""
+    """Runs another pod with one rank, which returns the inputs of each ask until its connection ends."""
     listener = pod_link.Listener(host)
     ready.put(listener.port)
     connection = listener.accept(LAUNCH, 0, Deadline.after(60))
@@ -81,7 +81,7 @@ def serve(host: str, shape: Shape, ready: Any, late_ms: int) -> None:
 
 
 class Pods:
-    """An asking slab whose lanes are ranks of other pods, and of its own."""
+    """A slab of an asking rank. Its lanes belong to ranks of other pods and of its own pod."""
 
     def __init__(self, pods: int, *, own: int = 0, shape: Shape = SHAPE, late_ms: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
@@ -118,22 +118,22 @@ class Pods:
         self.exchange = HostExchange(self.slab, self.lanes, self.reports, self.relay.describe_ask)
 
     def stress(self, count: int, rows: int) -> int:
-        """Returns how many of `count` asks of 1 to `rows` rows came back right."""
+        """Sends `count` asks of 1 to `rows` rows. Returns the number of correct answers."""
         call = slab_library.load().heteroinfer_ff_stress
         return int(call(self.slab.address, ctypes.byref(self.slab.layout), count, rows, 100_000, LIMIT_NS))
 
     def ask(self, rows: int = 4) -> None:
-        """Asks once, and checks the sum."""
+        """Sends one ask, and checks the sum."""
         x = torch.ones((rows, self.shape.hidden), dtype=torch.bfloat16)
         ids = torch.zeros((rows, self.shape.topk), dtype=torch.int32)
         weights = torch.zeros((rows, self.shape.topk))
         assert torch.equal(self.exchange.ask(0, x, ids, weights, None), x * len(self.lanes))
 
     def ask_until_named(self) -> tuple[int, str]:
-        """Asks until the exchange or the relay accuses a rank; returns the rank and the words."""
+        """Sends asks until the exchange or the relay accuses a rank. Returns the rank and the message."""
 
         def ask_on() -> None:
-            with contextlib.suppress(RuntimeError):  # the slab was stopped, because the relay was faster
+            with contextlib.suppress(RuntimeError):  # the relay was faster and has stopped the slab
                 while self.failures.empty():
                     try:
                         self.ask()
@@ -146,7 +146,7 @@ class Pods:
         return error.rank, str(error)
 
     def end(self) -> list[int | None]:
-        """Stops the slab, kills the other pods, and returns the exit codes of the own pod's ranks."""
+        """Stops the slab, and kills the other pods. Returns the exit codes of the own pod's ranks."""
         self.slab.stop()
         for process in self.processes[self.own :]:
             process.kill()
@@ -156,13 +156,16 @@ class Pods:
 
 
 def stress(options: argparse.Namespace) -> dict[str, Any]:
-    """Asks of all sizes, to other pods alone and beside a rank of the same pod."""
+    """Sends asks of all sizes, to other pods alone and together with a rank of the same pod."""
     pods = Pods(options.pods, own=options.own)
     return {"right": pods.stress(options.count, 16), "exit_codes": pods.end()}
 
 
 def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of an ask of 1 and 16 rows of 7,168 elements, in the same pod and over loopback."""
+    """Measures the microseconds of an ask of 1 and 16 rows of 7,168 elements.
+
+    One rank is in the same pod, the other is reached over loopback.
+    """
     found: dict[str, Any] = {"spins": bool(SPIN_NS)}
     for name, own, other in (("same pod", 1, 0), ("one pod", 0, 1), ("two pods", 0, 2)):
         pods = Pods(other, own=own, shape=LARGE)
@@ -181,7 +184,10 @@ def measure_cost(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hurt(options: argparse.Namespace, how: Callable[[Pods, int], object], own: int = 1) -> list[Any]:
-    """Hurts each pod in turn while asks run; returns the pod's rank, the named rank, seconds and words."""
+    """Damages each pod in turn while asks run.
+
+    Returns the pod's rank, the named rank, the seconds and the message.
+    """
     found = []
     for time_number in range(options.times):
         pods = Pods(options.pods, own=own)
@@ -212,7 +218,7 @@ def stopped(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cut(options: argparse.Namespace) -> dict[str, Any]:
-    """Drops all packets of a pod's connection both ways, so that neither end learns that it is half-open."""
+    """Drops all packets of a pod's connection in both directions, so that neither end notices the loss."""
 
     def drop(pods: Pods, lane: int) -> None:
         for side in ("--sport", "--dport"):
@@ -228,6 +234,7 @@ def _delayed(port: int, delay_s: float) -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, target: socket.socket) -> None:
+        """Copies data from a socket to another, each chunk after the delay."""
         waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
 
         def send() -> None:
@@ -254,7 +261,7 @@ def _delayed(port: int, delay_s: float) -> Iterator[int]:
 
 
 def delayed(options: argparse.Namespace) -> dict[str, Any]:
-    """Answers stay right with 1 and 3 ms of delay each way; a relay in user space adds them."""
+    """Checks answers with a delay of 1 and 3 ms in each direction, which a relay in user space adds."""
     found = {}
     real: Any = pod_link.connect
     for delay_ms in (1, 3):
@@ -279,7 +286,7 @@ def delayed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def late(options: argparse.Namespace) -> dict[str, Any]:
-    """A pod takes longer than it may: its rank is named, and its machine is not blamed."""
+    """Makes one pod exceed its time limit. Its rank must be named, and its machine must not be blamed."""
     pods = Pods(options.pods, late_ms=4000)
     start = time.monotonic()
     rank, words = pods.ask_until_named()
@@ -289,8 +296,11 @@ def late(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def strangers(options: argparse.Namespace) -> dict[str, Any]:
-    """A port scanner, a client with another epoch's key and one that repeats a line are refused."""
-    del options
+    """Connects as strangers, which must be refused.
+
+    They are a port scanner, a client with another epoch's key, and a client that repeats a line.
+    """
+    del options  # all cases have the same parameters
     listener, accepted = pod_link.Listener("127.0.0.1"), queue.Queue[Any]()
     accepting = threading.Thread(
         target=lambda: accepted.put(listener.accept(LAUNCH, 0, Deadline.after(60))), daemon=True
@@ -330,7 +340,7 @@ def _drip(client: socket.socket) -> None:
 
 
 def _wait_beside_a_dripping_client() -> float:
-    """Returns how long a listener waits whose deadline is 1 s, while a stranger drips bytes."""
+    """Returns how long a listener with a deadline of 1 s waits while a stranger sends single bytes."""
     listener = pod_link.Listener("127.0.0.1")
     with socket.create_connection(("127.0.0.1", listener.port)) as client:
         threading.Thread(target=_drip, args=(client,), daemon=True).start()
@@ -353,7 +363,7 @@ CASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Plays one case."""
+    """Runs one case."""
     parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.pod_protocol")
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--count", type=int, default=1000)

@@ -1,8 +1,8 @@
-"""Plays the slab's protocol between processes, without a model; prints what came of it as JSON.
+"""Runs the slab's protocol between processes, without a model. Prints the results as JSON.
 
     python -m tests.integration.feed_forward.protocol CASE [--count N] [--lanes N]
 
-Run it with the worker's Python.
+Run it with the worker's Python. Each lane of the slab has a process, which stands for a feed-forward rank.
 """
 
 import argparse
@@ -56,11 +56,11 @@ SETTLE_S = 1.5
 IDLE_S = 3.0
 FREEZE_S = 3.0
 LANE_TURN_S = 0.05
-"""Between the turns of two processes that are stopped or go on one after another."""
+"""Seconds between two processes that are stopped or resumed one after another."""
 
 
 def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
-    """A lane: gives back what it is asked, until stopped."""
+    """Runs the rank of a lane: it returns the inputs of each ask until it is stopped."""
     shape = Offer.from_json(offer).shape
     slab, _ = connect(Offer.from_json(offer), lane, shape)
     ready.put(lane)
@@ -68,7 +68,7 @@ def answer(offer: str, lane: int, skip: int, ready: Any) -> None:
 
 
 def idle(offer: str, lane: int, spin_ns: int, ready: Any) -> None:
-    """A lane that nobody asks; says what CPU time it takes once it has settled."""
+    """Runs the rank of a lane that gets no asks. Reports its CPU time after it has settled."""
     shape = Offer.from_json(offer).shape
     slab, _ = connect(Offer.from_json(offer), lane, shape)
     threading.Timer(SETTLE_S, lambda: ready.put(_cpu_s())).start()
@@ -83,7 +83,7 @@ def _cpu_s() -> float:
 
 
 def ranks(lanes: int) -> list[RankAssignment]:
-    """Returns the lanes' ranks, from 1."""
+    """Returns the ranks of the lanes, from 1."""
     return [
         RankAssignment(
             rank=1 + lane,
@@ -106,7 +106,7 @@ READY = LaneReady(nonce="", ask_s=0.0, row_s=0.0)
 
 
 class Bench:
-    """A slab with lanes in processes of their own."""
+    """A slab and the processes of its lanes."""
 
     def __init__(self, lanes: int, *, skip: int = 0) -> None:
         self.slab: Slab
@@ -125,13 +125,13 @@ class Bench:
         self.exchange = HostExchange(self.slab, ranks(lanes), [READY] * lanes)
 
     def stress(self, count: int) -> int:
-        """Returns how many of `count` asks came back right."""
+        """Sends `count` asks, and returns the number of correct answers."""
         call = slab_library.load().heteroinfer_ff_stress
         layout = ctypes.byref(self.slab.layout)
         return int(call(self.slab.address, layout, count, 16, SPIN_NS, LIMIT_NS))
 
     def end(self) -> list[int | None]:
-        """Stops the slab; returns the lanes' exit codes."""
+        """Stops the slab, and returns the exit codes of the lanes' processes."""
         self.slab.stop()
         for process in self.processes:
             process.join(10)
@@ -139,6 +139,7 @@ class Bench:
 
 
 def stress(count: int, lanes: int) -> dict[str, Any]:
+    """Sends `count` asks after the probe. Returns their results, times and counters."""
     bench = Bench(lanes)
     probe(bench.exchange, bench.slab.shape, torch.device("cpu"), lanes)
     start = time.monotonic()
@@ -160,7 +161,7 @@ def wrong(count: int, lanes: int) -> dict[str, Any]:
 
 
 def killed(count: int, lanes: int) -> dict[str, Any]:
-    """Kills the last lane while asks run."""
+    """Kills the process of the last lane while asks run."""
     bench = Bench(lanes)
     victim = bench.processes[-1].pid
     assert victim is not None
@@ -175,11 +176,11 @@ def killed(count: int, lanes: int) -> dict[str, Any]:
     except LaneError as error:
         seconds = time.monotonic() - start - 0.2
         return {"asks": asks, "rank": error.rank, "seconds": seconds, "exit_codes": bench.end()}
-    raise AssertionError("the killed lane was not missed")
+    raise AssertionError("the killed process was not reported")
 
 
 def stopped(count: int, lanes: int) -> dict[str, Any]:
-    """Stops the slab while the asking side waits for a lane that does not answer."""
+    """Stops the slab while the asking side waits for a lane without an answer."""
     bench = Bench(lanes)
     os.kill(bench.processes[0].pid or 0, signal.SIGSTOP)
     threading.Timer(0.2, bench.slab.stop).start()
@@ -191,8 +192,8 @@ def stopped(count: int, lanes: int) -> dict[str, Any]:
 
 
 def gave_up(count: int, lanes: int) -> dict[str, Any]:
-    """The device has given up the last lane, as it says in the slab, and then every lane has answered."""
-    del count
+    """Records in the slab that the device gave up the last lane. After that, every lane answers."""
+    del count  # all cases have the same parameters
     slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -213,8 +214,8 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
 
 
 def given_up_late(count: int, lanes: int) -> dict[str, Any]:
-    """The last lane is late, the device gives up, and the lane answers before the watch looks again."""
-    del count
+    """Delays the last lane until the device gives up. The lane answers before the watch checks again."""
+    del count  # all cases have the same parameters
     found = {}
     for case in ("seen late", "named by the device"):
         slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
@@ -225,7 +226,7 @@ def given_up_late(count: int, lanes: int) -> dict[str, Any]:
         if case == "seen late":
             time.sleep(5 * WATCH_INTERVAL_S)
         else:
-            # The device goes on with the next ask, of which the first lanes are late.
+            # The device continues with the next ask, in which the first lanes are late.
             ctypes.c_uint32.from_address(slab.address + GIVEN_UP_OFFSET).value = lanes
             _number(slab, ASK_OFFSET).value = 2
         ctypes.c_uint32.from_address(slab.address + FAILED_OFFSET).value = 1
@@ -247,7 +248,10 @@ def _set_words(slab: Slab, lanes: Iterable[int], *, answered: int) -> None:
 
 
 def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
-    """Stops all processes of a bench for FREEZE_S; the asker stops last and goes on first: it waits."""
+    """Stops all processes for FREEZE_S.
+
+    The asking process waits for the others: it stops last and resumes first.
+    """
     for pid in (*lanes, asker):
         os.kill(pid, signal.SIGSTOP)
         time.sleep(LANE_TURN_S)
@@ -259,8 +263,8 @@ def _freeze(lanes: Sequence[int], asker: int, over: Any) -> None:
 
 
 def frozen(count: int, lanes: int) -> dict[str, Any]:
-    """Asks while all processes are frozen, as a pod by its cgroup, and goes on."""
-    del count
+    """Freezes all processes while an ask runs, as the cgroup of a pod, and continues."""
+    del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -275,7 +279,9 @@ def frozen(count: int, lanes: int) -> dict[str, Any]:
     try:
         while not over.is_set():
             start, turns_before = time.monotonic(), bench.slab.checks
-            assert torch.equal(bench.exchange.ask(0, x, ids, weights, None), x * lanes), "a wrong answer"
+            assert torch.equal(bench.exchange.ask(0, x, ids, weights, None), x * lanes), (
+                "a lane's answer is wrong"
+            )
             took_s = time.monotonic() - start
             if took_s > longest_s:
                 longest_s, turns = took_s, bench.slab.checks - turns_before
@@ -293,8 +299,11 @@ def frozen(count: int, lanes: int) -> dict[str, Any]:
 
 
 def silent(count: int, lanes: int) -> dict[str, Any]:
-    """Stops the last lane alone while asks run, and says who names it: the exchange, then the watch."""
-    del count
+    """Stops only the last lane while asks run.
+
+    Returns who names the lane: first the exchange, then the watch.
+    """
+    del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
     watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
@@ -304,7 +313,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
     ids, weights = torch.zeros((4, 2), dtype=torch.int32), torch.zeros((4, 2))
     try:
         bench.exchange.ask(0, x, ids, weights, None)
-        raise AssertionError("the stopped lane was not missed")
+        raise AssertionError("the stopped process was not reported")
     except LaneError as error:
         found = [(error.rank, time.monotonic() - start)]
     failure = failures.get(timeout=5)
@@ -316,8 +325,8 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
 
 
 def misfits(count: int, lanes: int) -> dict[str, Any]:
-    """Returns what is said to asks that do not fit the slab, by what is wrong with them."""
-    del count
+    """Returns the messages about asks that do not fit the slab, by their fault."""
+    del count  # all cases have the same parameters
     fit = Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes)
     dense = dataclasses.replace(fit, topk=0)
     x, ids = torch.ones((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int32)
@@ -339,8 +348,8 @@ def misfits(count: int, lanes: int) -> dict[str, Any]:
 
 
 def limits(count: int, lanes: int) -> dict[str, Any]:
-    """Returns how long lanes may take for one row and for a prompt, by what they took in their warm-up."""
-    del count
+    """Returns the time limits of lanes for one row and for a prompt, by their times in the warm-up."""
+    del count  # all cases have the same parameters
     kinds = {"fast": (0.01, 1e-4), "slow layer": (0.5, 1e-4)}
     found = {}
     for name, (ask_s, row_s) in kinds.items():
@@ -350,7 +359,7 @@ def limits(count: int, lanes: int) -> dict[str, Any]:
 
 
 def measure_idle(count: int, lanes: int) -> dict[str, Any]:
-    """Returns the CPU time of lanes that nobody asks, a second after their last ask."""
+    """Returns the CPU time of lanes without asks, from a second after their last ask."""
     found = []
     for spin_ns in (0, 2_000_000):
         slab, offer = create(
@@ -383,7 +392,7 @@ CASES = {
 
 
 def main(argv: list[str]) -> int:
-    """Plays one case."""
+    """Runs one case."""
     parser = argparse.ArgumentParser(prog="python -m tests.integration.feed_forward.protocol")
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("--count", type=int, default=20_000)

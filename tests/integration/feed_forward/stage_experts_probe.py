@@ -1,6 +1,6 @@
-"""Experts of one format in a CPU stage, by vLLM's own methods, loader and choice of kernels.
+"""Checks the experts of one format in a CPU stage, with vLLM's own methods, loader and choice of kernels.
 
-Runs in the worker's Python; `main` answers JSON as its last line. Sums in float64 are the reference.
+Runs in the worker's Python; `main` prints JSON as its last line. Sums in float64 are the reference.
 """
 
 import json
@@ -31,11 +31,11 @@ _ORACLE: Final = "vllm.model_executor.layers.fused_moe.oracle.mxfp4"
 
 
 def case(name: str, layout: str) -> dict[str, Any]:
-    """Answers how far a CPU stage's sums are from the exact ones, by vLLM's own methods and loader."""
+    """Returns the error of a CPU stage's sums, as a share of the largest sum."""
     published, how = FORMATS[name], LAYOUTS[layout]
     cpu_experts.install()
     cpu_coded_experts.install(loaded_experts.pack_loaded_experts)
-    # A rank has a configuration of its model; this process has none.
+    # A rank has a configuration of its model, but this process has none.
     override = mock.patch(f"{_ORACLE}._user_moe_activation_override", return_value=None)
     with tempfile.TemporaryDirectory() as scratch, override:
         path = Path(scratch) / "model.safetensors"
@@ -66,6 +66,6 @@ def case(name: str, layout: str) -> dict[str, Any]:
 
 
 def main(arguments: str) -> None:
-    """Answers in a process that is a rank of its own; `arguments` are format, layout and a library."""
+    """Runs one case in a process that is a rank of its own. `arguments` are format, layout and library."""
     name, layout, *libraries = json.loads(arguments)
     answer_as_rank(lambda: case(name, layout), *libraries)

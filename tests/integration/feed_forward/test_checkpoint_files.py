@@ -1,4 +1,4 @@
-"""A rank names each file of a checkpoint that is damaged, changed or missing, and the fix."""
+"""Tests that a rank names each damaged, changed or missing file of a checkpoint, and the fix."""
 
 from tests.integration.kernels.probe_answers import ask_forked
 

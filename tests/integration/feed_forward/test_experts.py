@@ -1,8 +1,10 @@
-"""Feed-forward ranks read and compute experts of each format by the recipe of vLLM's own loader.
+"""Tests that feed-forward ranks read and compute experts of each format.
 
-vLLM's choices of a kernel are replaced by those on a GPU; its methods, parameters and loaders are its own.
-vLLM 0.32 can build neither GPTQ with zero points (AutoGPTQConfig refuses it) nor FP8 blocks of 128 where they
-do not divide the intermediate columns (its loader fails), so neither is here.
+Ranks read by the recipe that vLLM's own loader produces. The tests replace vLLM's choice of a kernel by its
+choice on a GPU; methods, parameters and loaders are vLLM's own.
+
+Two formats are missing, because vLLM 0.32 cannot build them: GPTQ with zero points (AutoGPTQConfig refuses
+it), and FP8 blocks of 128 that do not divide the intermediate columns (its loader fails).
 """
 
 from typing import Any
@@ -38,7 +40,7 @@ FORMATS = {
     "NVFP4": ("ModelOptNvFp4FusedMoE", "NVFP4"),
     "NVFP4, compressed-tensors": ("CompressedTensorsW4A4Nvfp4MoEMethod", "NVFP4"),
 }
-"""vLLM's method and our name of each format."""
+"""For each format, vLLM's method and our name."""
 ROUNDING = {
     "float16": 2.0**-10,
     "float32": 2.0**-18,
@@ -46,25 +48,25 @@ ROUNDING = {
     "GPTQ": 2.0**-10,
     "GPTQ, version 2": 2.0**-10,
 }
-"""Largest distance from exact sums, as a share of the largest sum; 2**-7, of bf16, for others."""
+"""Largest error as a share of the largest sum. Other formats have 2**-7, the error of bf16."""
 CASES = ("one rank", "by columns", "by experts")
 
 
 @pytest.fixture(scope="module")
 def library() -> list[str]:
-    """The emulated library where this CPU has none of the instruction sets; else the package's own."""
+    """Yields the emulated library if this CPU lacks all supported instructions, or the package's own."""
     build.build()
     return [] if of_this_cpu(CODED_SETS) else [str(emulated_library())]
 
 
 def check(answer: dict[str, Any], most: float, cases: tuple[str, ...] = CASES) -> None:
-    assert answer["differing"] == [], "read as vLLM's own loader fills its parameters"
+    assert answer["differing"] == [], "ranks read the same parameters as vLLM's own loader"
     assert set(answer["gaps"]) == {f"{case}, {rows} rows" for case in cases for rows in (1, 9)}
     assert all(gap <= most for gap in answer["gaps"].values()), answer["gaps"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_format_matches_the_reference(name: str, library: list[str]) -> None:
+def test_experts_of_each_format_match_the_reference(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "silu", *library)
     check(answer, ROUNDING.get(name, 2.0**-7))
     method, held = FORMATS[name]
@@ -72,7 +74,7 @@ def test_each_format_matches_the_reference(name: str, library: list[str]) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_two_gpus_divide_each_format(name: str, library: list[str]) -> None:
+def test_two_gpus_divide_experts_of_each_format(name: str, library: list[str]) -> None:
     """Each GPU's ranks have the columns of its shard: 128 of 256, which ranks can share in smaller units."""
     answer = ask_forked(PROBE, name, "silu, two GPUs", *library)
     divided = "by columns, 1 rows" in answer["gaps"]
@@ -84,13 +86,15 @@ def test_two_gpus_divide_each_format(name: str, library: list[str]) -> None:
     ("name", "layout"),
     [("bfloat16", "gpt-oss"), ("MXFP4 of gpt-oss", "gpt-oss"), ("float32", "stacked"), ("float32", "relu2")],
 )
-def test_two_gpus_divide_other_layouts(name: str, layout: str, library: list[str]) -> None:
+def test_two_gpus_divide_experts_of_other_layouts(name: str, layout: str, library: list[str]) -> None:
     """gpt-oss has biases of w2, which only one GPU's ranks may add."""
     check(ask_forked(PROBE, name, f"{layout}, two GPUs", *library), ROUNDING.get(name, 2.0**-7))
 
 
 @pytest.mark.parametrize("name", ["int4, zero points", "AWQ"])
-def test_all_inputs_may_share_a_zero_point(name: str, library: list[str]) -> None:
+def test_experts_with_one_zero_point_for_all_inputs_match_the_reference(
+    name: str, library: list[str]
+) -> None:
     answer = ask_forked(PROBE, name, "one group", *library)
     check(answer, ROUNDING.get(name, 2.0**-7), ("one rank", "by experts"))
 
@@ -103,13 +107,13 @@ def test_experts_run_on_a_cpu_without_avx512(name: str, library: list[str]) -> N
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2", "limit"])
-def test_each_activation_matches_the_reference(activation: str, library: list[str]) -> None:
+def test_experts_with_each_activation_match_the_reference(activation: str, library: list[str]) -> None:
     check(ask_forked(PROBE, "bfloat16", activation, *library), 2.0**-7)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "stacked and transposed"])
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_reads_one_tensor_with_all_experts(name: str, layout: str, library: list[str]) -> None:
+def test_ranks_read_a_tensor_that_has_all_experts(name: str, layout: str, library: list[str]) -> None:
     check(ask_forked(PROBE, name, layout, *library), ROUNDING.get(name, 2.0**-7))
 
 
@@ -122,7 +126,7 @@ def test_experts_of_gpt_oss_match_the_reference(name: str, library: list[str]) -
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_refuses_sizes_that_no_kernel_supports(name: str, library: list[str]) -> None:
+def test_experts_of_sizes_that_no_kernel_supports_are_refused(name: str, library: list[str]) -> None:
     """Torch computes 80 columns with biases, which ranks cannot share in blocks of 32."""
     answer = ask_forked(PROBE, name, "odd", *library)
     check(answer, ROUNDING.get(name, 2.0**-7), ("one rank", "by experts"))

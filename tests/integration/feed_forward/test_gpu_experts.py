@@ -1,4 +1,4 @@
-"""Checks for experts on a GPU that need no GPU; tests/gpu has the others."""
+"""Tests the parts of experts on a GPU that need no GPU. tests/gpu has the other tests."""
 
 from tests.integration.kernels.probe_answers import ask_forked
 

@@ -1,4 +1,7 @@
-"""A rank with attention and its feed-forward ranks serve as one: tokens, sleep, metrics, deaths; CPU only."""
+"""Tests ranks with attention and their feed-forward ranks as one group: tokens, sleep, metrics, killed ranks.
+
+All ranks run on CPUs.
+"""
 
 import json
 import re
@@ -33,22 +36,22 @@ pytestmark = pytest.mark.timeout(600)
 ALL = tuple(tiny_models.ARCHITECTURES)
 ONE, TWO = (1,), (1, 1)
 BY_EXPERTS = (3, 1)
-"""In the matrix: ranks that have whole experts."""
+"""In the matrix of tests: ranks with whole experts."""
 MIXTURES = tuple(name for name in ALL if tiny_models.has_experts(name))
 _NO_PART = "because vLLM builds them neither with its class RoutedExperts nor as an MLP of its linear layers"
 REFUSED = {
-    # vLLM 0.32.0 has no class of its own for it: its layers are transformers', without vLLM's MLPs.
+    # vLLM 0.32.0 uses the class of transformers for it, without vLLM's MLPs.
     ("olmo2", ONE): _NO_PART,
     ("olmo2", TWO): _NO_PART,
 }
-"""What cannot be served, and words of the refusal at the rank."""
+"""Unsupported models, and words of the error at the rank."""
 
 
 def test_a_mixture_on_two_ranks_serves_sleeps_and_reports_a_killed_rank(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model)
     env = {"VLLM_SERVER_DEV_MODE": "1"}
-    args = ("--enable-sleep-mode", "--load-format", "fastsafetensors")  # which CPU ranks have not
+    args = ("--enable-sleep-mode", "--load-format", "fastsafetensors")  # CPU ranks do not have this limit
     with serving("qwen3_moe", model, tmp_path, shares=(1, 1), env=env, extra_args=args) as group:
         assert answers(group) == expected
         check_lanes(group)
@@ -81,7 +84,8 @@ def test_experts_in_fp8_are_served_on_any_cpu(tmp_path: Path) -> None:
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        # As published: no format has routers, and vLLM's kernel for AMX takes no 8 columns.
+        # As in published checkpoints: no format has routers, and vLLM's kernel for AMX does not support 8
+        # columns.
         "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(tiny_models.LAYERS)],
     }
     file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "quantization_config": fp8}))
@@ -106,7 +110,7 @@ def wait_until(condition: Callable[[], bool], group: Group) -> None:
 
 
 def check_lanes(group: Group, layers: int = tiny_models.LAYERS) -> None:
-    """Each feed-forward rank has computed every row of its layers, and read as many bytes as experts."""
+    """Checks that each feed-forward rank has computed every row of its layers, and read their bytes."""
     rows = scrape(group, 0).total(names.TOKENS_TOTAL)
     assert rows > 0
 
@@ -128,7 +132,7 @@ def check_lanes(group: Group, layers: int = tiny_models.LAYERS) -> None:
 
 
 def mappable_bytes(pid: int) -> int:
-    """Returns how much a process has in memory of weights that others can map."""
+    """Returns the resident bytes of a process's weights that other processes can map."""
     found, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
@@ -148,7 +152,8 @@ def test_shared_experts_stay_on_the_asking_rank_a_frozen_pod_continues_and_a_sto
         assert answers_over_freeze(group, 3.0) == expected
         assert group.status().ready
         failure = check_signal(group, 1, signal.SIGSTOP)
-        # Its supervisor sees it stopped, and the rank that asks misses its answer; both name it.
+        # The supervisor detects the stopped rank, and the asking rank misses the answer. Both name the
+        # stopped rank.
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
 
 
@@ -200,7 +205,8 @@ def test_ranks_of_another_pod_serve_and_a_stopped_rank_is_reported(tmp_path: Pat
         assert answers(group) == reference(model)
         failure = check_signal(group, 2, signal.SIGSTOP)
         assert failure.pod == 1
-        # Its supervisor sees it stopped, and the pod's first rank misses its answer; both name it.
+        # The supervisor detects the stopped rank, and the pod's first rank misses the answer. Both name the
+        # stopped rank.
         assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
 
 
@@ -253,7 +259,7 @@ def rows_computed(group: Group, rank: int) -> float:
 
 
 def has_counted_each_layer(group: Group) -> bool:
-    """Whether both ranks have counted each row once in each layer, and no row of the probe at the start."""
+    """Checks whether both ranks have counted each row once per layer, and not the first probe's row."""
     return all(rows_computed(group, rank) % tiny_models.LAYERS == 0 for rank in (1, 2))
 
 
@@ -271,7 +277,7 @@ def test_reports_weights_that_the_checkpoint_lacks(lost: str, words: str, tmp_pa
     (file,) = model.glob("*.safetensors")
     size = int.from_bytes(file.read_bytes()[:8], "little")
     header, rest = file.read_bytes()[8 : 8 + size].decode(), file.read_bytes()[8 + size :]
-    # Named as if they were another layer's, of experts that it has not.
+    # The names are those of another layer, for experts that this layer does not have.
     header = re.sub(rf"layers\.2\.mlp\.experts\.({lost})", r"layers.1.mlp.experts.10\1", header)
     file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + rest)
     with serving("qwen3_moe", model, tmp_path, shares=BY_EXPERTS, by_experts=True, ready=False) as group:

@@ -1,4 +1,4 @@
-"""Feed-forward ranks read and compute MLPs of each format by the recipe of vLLM's own loader."""
+"""Tests that feed-forward ranks read and compute MLPs of each format by the recipe of vLLM's own loader."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(600)]
 __all__ = ["library"]  # the fixture
 
 PROBE = "tests.integration.feed_forward.mlps_probe"
-# Without NVFP4 of compressed-tensors, whose linear layers vLLM builds on GPUs alone.
+# Without NVFP4 of compressed-tensors, whose linear layers vLLM builds only on GPUs.
 FORMATS = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -29,7 +29,7 @@ FORMATS = {
     "MXFP8": "MXFP8",
     "NVFP4": "NVFP4",
 }
-"""Our name of each format of linear layers that vLLM builds on a CPU, too."""
+"""Our name of each format of linear layers that vLLM also builds on a CPU."""
 KINDS = (
     "float32; merged; silu; no",
     "float32; merged; gelu_tanh; bias",
@@ -78,7 +78,7 @@ def test_mlps_of_each_structure_match_the_reference(library: list[str]) -> None:
         check(name, answer)
 
 
-def test_an_mlp_that_computes_more_is_refused_with_the_reason(library: list[str]) -> None:
+def test_an_mlp_with_another_computation_is_refused_with_the_reason(library: list[str]) -> None:
     answers = ask(["refusals"], library)["refusals"]
     for encoder in ("audio_tower.layers.0.mlp", "whisper_encoder.layers.0.mlp"):
         assert answers.pop(encoder) == "none"

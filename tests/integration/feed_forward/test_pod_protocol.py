@@ -1,4 +1,4 @@
-"""Asks to ranks of other pods between real processes: right answers, named failures, no strangers."""
+"""Tests asks to ranks of other pods between real processes: answers, named failures, refused strangers."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ OWN_NETWORK = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"
 
 
 def play(case: str, *options: str, before: tuple[str, ...] = ()) -> Any:
-    """Returns what came of a case."""
+    """Runs a case of `pod_protocol`, and returns its result."""
     module = "tests.integration.feed_forward.pod_protocol"
     command = [*before, str(WORKER_PYTHON), "-m", module, case, *options]
     done = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
@@ -28,7 +28,7 @@ def test_every_answer_of_other_pods_is_right(pods: int, own: int) -> None:
 
 
 def check_named(named: list[Any]) -> None:
-    """Each time the pod that was hurt is named, and in time."""
+    """Checks that each damaged pod was named in time."""
     for hurt, accused, seconds, words in named:
         assert accused == hurt, words
         assert seconds < NAMED_WITHIN_S, words
@@ -52,7 +52,7 @@ def test_blames_the_pod_with_a_half_open_connection() -> None:
     assert all("does not respond" in words or "acknowledged" in words for *_, words in named), named
 
 
-def test_names_a_pod_that_computes_for_too_long() -> None:
+def test_a_pod_that_computes_for_too_long_is_named() -> None:
     got = play("late")
     assert got["rank"] == 1
     assert "its machine has received the request" in got["words"]
@@ -71,5 +71,5 @@ def test_foreign_connections_are_refused_and_delay_no_rank() -> None:
     assert all(got["refused"]), got
     assert got["same_token"]
     assert got["token"]
-    assert got["seconds"] < 1, "strangers that are silent or slow keep the asking rank out"
+    assert got["seconds"] < 1, "silent or slow strangers keep the asking rank out"
     assert got["late_s"] < 2, "a stranger holds the listener beyond its deadline"

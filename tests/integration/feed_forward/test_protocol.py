@@ -1,4 +1,7 @@
-"""The slab's protocol between real processes: every answer right, every wait bounded, idle lanes asleep."""
+"""Tests the slab's protocol between real processes: answers, time limits of waits, and idle CPU time.
+
+A lane is the place of one feed-forward rank in the slab. Here, a small process serves each lane.
+"""
 
 import json
 import subprocess
@@ -9,11 +12,11 @@ import pytest
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 
 IDLE_CORES = 0.02
-"""Of a lane that has not been asked for a second."""
+"""CPU time of a lane without asks for a second."""
 
 
 def play(case: str, *options: str) -> Any:
-    """Returns what came of a case."""
+    """Runs a case of `protocol`, and returns its result."""
     command = [str(WORKER_PYTHON), "-m", "tests.integration.feed_forward.protocol", case, *options]
     done = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -25,15 +28,15 @@ def test_every_answer_is_right(lanes: int) -> None:
     count = 20_000
     got = play("stress", "--count", str(count), "--lanes", str(lanes))
     assert got["right"] == count
-    assert got["asks"] == [count + 1] * lanes  # the probe is one
+    assert got["asks"] == [count + 1] * lanes  # one ask is the probe
     assert got["exit_codes"] == [0] * lanes
 
 
-def test_the_check_counts_wrong_answers() -> None:
+def test_the_stress_test_counts_wrong_answers() -> None:
     assert play("wrong", "--count", "1000")["right"] == 499
 
 
-def test_a_killed_lane_is_reported() -> None:
+def test_a_killed_process_of_a_lane_is_reported() -> None:
     got = play("killed", "--lanes", "2")
     assert got["asks"] > 0
     assert got["rank"] == 2
@@ -62,8 +65,8 @@ def test_blames_a_late_lane_that_answered_before_the_check() -> None:
 def test_a_frozen_asking_rank_blames_no_lane() -> None:
     got = play("frozen", "--lanes", "3")
     assert (got["named"], got["watch"]) == ("", [])
-    assert got["longest_s"] > 3.0  # the freeze met an ask under way
-    assert 0 < got["turns"] < 30  # which a device counts: a frozen watch has none
+    assert got["longest_s"] > 3.0  # the freeze happened during an ask
+    assert 0 < got["turns"] < 30  # A device counts the checks of its watch, and a frozen watch makes none.
     assert got["exit_codes"] == [0, 0, 0]
 
 
@@ -83,6 +86,6 @@ def test_the_time_limit_of_a_lane_follows_its_warm_up_times() -> None:
     assert got["slow layer"] == pytest.approx([10.002, 12.0])
 
 
-def test_an_idle_lane_sleeps() -> None:
+def test_a_lane_without_asks_uses_almost_no_cpu_time() -> None:
     got = play("idle")
     assert all(cores < IDLE_CORES for cores in got["cores"]), got

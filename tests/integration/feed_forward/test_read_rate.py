@@ -1,4 +1,4 @@
-"""Feed-forward ranks read memory together, and share layers by their speeds; real processes, CPU only."""
+"""Tests that feed-forward ranks measure their read rates together, and share layers by these rates."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def test_reports_a_rank_that_hangs_before_its_first_work(tmp_path: Path) -> None
             ]
         )
         deadline = time.monotonic() + 120
-        while awaited not in (said := fetch(group.health_url(PATH_GROUP)) or ""):
-            assert time.monotonic() < deadline, f"{said}\n{group.logs()}"
+        while awaited not in (found := fetch(group.health_url(PATH_GROUP)) or ""):
+            assert time.monotonic() < deadline, f"{found}\n{group.logs()}"
             time.sleep(0.1)
 
 
@@ -133,27 +133,27 @@ print(json.dumps([bool(linear._prepared), sorted(set(counts))]))
 
 def test_measuring_uses_no_disabled_kernel_and_no_more_memory_than_weights(tmp_path: Path) -> None:
     plan = feed_forward_plan(tmp_path, num_layers=1, remote=[0], shares=[BY_RATE, BY_RATE])
-    said = {}
+    found = {}
     for kernels in ("auto", "onednn"):
         env = {**os.environ, **plan.to_env(), **ONE_THREAD, "HETEROINFER_CPU_LINEAR": kernels}
         command = [str(WORKER_PYTHON), "-c", ONE_RANK]
         done = subprocess.run(command, env=env, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
-        said[kernels] = json.loads(done.stdout)
-    assert said == {"auto": [bool(of_this_cpu()), [6, 13]], "onednn": [False, [6, 13]]}
+        found[kernels] = json.loads(done.stdout)
+    assert found == {"auto": [bool(of_this_cpu()), [6, 13]], "onednn": [False, [6, 13]]}
 
 
 def test_a_group_that_shares_by_rate_has_the_whole_model_and_its_tokens(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     with serving("llama", model, tmp_path, shares=(BY_RATE, BY_RATE)) as group:
         log = group.children[0].log.read_text()
-        said = re.search(r"in GB/s: rank 1 [\d.]+, rank 2 [\d.]+. Shares of layers: (\d+):(\d+)", log)
-        assert said is not None, log
+        found = re.search(r"in GB/s: rank 1 [\d.]+, rank 2 [\d.]+. Shares of layers: (\d+):(\d+)", log)
+        assert found is not None, log
         assert answers(group) == reference(model)
         sizes = [scrape(group, rank).total(names.WEIGHT_BYTES) for rank in (1, 2)]
     config = json.loads((model / "config.json").read_text())
     matrices, float32 = 3, 4
     size = matrices * config["hidden_size"] * config["intermediate_size"] * float32
     assert sum(sizes) == tiny_models.LAYERS * size
-    one, two = map(int, said.groups())
+    one, two = map(int, found.groups())
     assert (sizes[0] > sizes[1]) <= (one > two)
     assert (sizes[0] < sizes[1]) <= (one < two)

@@ -1,6 +1,6 @@
-"""CPU stages compute quantized experts by our kernels, whatever instruction set the CPU has.
+"""Tests that CPU stages compute quantized experts with our kernels, for any instruction set of the CPU.
 
-vLLM's own methods, parameters, loaders and choice of kernels run; only the kernel that they find is ours.
+vLLM's own methods, parameters, loaders and choice of kernels run. Only the chosen kernel is ours.
 """
 
 import pytest

@@ -1,9 +1,10 @@
-"""Tiny models of many architectures with random weights, and what they must answer.
+"""Makes tiny models of many architectures with random weights, and their expected tokens.
 
-Run it with the worker's Python, the one that has torch and transformers:
+Run it with the worker's Python, which has torch and transformers. The first command makes a model; the second
+one prints transformers' greedy tokens as JSON:
 
-    python -m tests.integration.feed_forward.tiny_models ARCHITECTURE DIR [--dtype D] [--spread S]   makes one
-    python -m tests.integration.feed_forward.tiny_models reference DIR    transformers' greedy tokens as JSON
+    python -m tests.integration.feed_forward.tiny_models ARCHITECTURE DIR [--dtype D] [--spread S]
+    python -m tests.integration.feed_forward.tiny_models reference DIR
 
 Imports torch and transformers inside functions only.
 """
@@ -21,7 +22,7 @@ from heteroinfer_contract.model.config import EXPERT_COUNTS
 LAYERS: Final = 3
 EXPERTS: Final = 8
 SPREAD: Final = 0.15
-"""Standard deviation of the weights: wide enough that greedy answers don't hang on rounding."""
+"""Standard deviation of the weights, so large that rounding does not change greedy tokens."""
 PROMPTS: Final = ((3, 17, 42, 5, 99, 7), tuple(range(10, 130, 3)))
 ANSWER_TOKENS: Final = 16
 
@@ -52,7 +53,7 @@ _LATENT: Final = {
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
-"""Latents of 512 + 64 elements: kernels of CPUs know no others (vllm/…/mla/cpu_mla.py@v0.32.0)."""
+"""Latents of 512 + 64 elements, because CPU kernels support no others (vllm/…/mla/cpu_mla.py@v0.32.0)."""
 
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -133,7 +134,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "head_dim": 32,
             "query_pre_attn_scalar": 32,
             "sliding_window": 128,
-            "tie_word_embeddings": True,  # vLLM's class has no head of its own, and no published model has
+            # vLLM's class has no head of its own, and no published model has one
+            "tie_word_embeddings": True,
         },
         "gemma3_text": {**_WIDE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128},
         "glm4": {**_WIDE, "head_dim": 32},
@@ -142,32 +144,32 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "granite": {**_WIDE},
     }
 )
-"""Model type -> what its configuration has besides the common sizes."""
+"""For each model type, the fields of its configuration besides the common sizes."""
 
 
 ENGINE: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        # The kernels for any CPU and type; those that vLLM takes where there is AMX are for bf16 alone.
+        # These kernels support any CPU and type. The kernels that vLLM chooses with AMX support only bf16.
         architecture: {"extra_args": ("--attention-backend", "CPU_MLA"), "block_size": 16}
         for architecture in ("deepseek_v2", "deepseek_v3")
     }
 )
-"""Model type -> fields of EngineSettings that a rank with attention on a CPU needs."""
+"""For each model type, the fields of EngineSettings that a rank with attention on a CPU needs."""
 
 
 def has_experts(architecture: str) -> bool:
-    """Returns whether it is a mixture of experts."""
+    """Returns whether the architecture is a mixture of experts."""
     return any(ARCHITECTURES[architecture].get(name) == EXPERTS for name in EXPERT_COUNTS)
 
 
 def first_remote_layer(architecture: str) -> int:
-    """Returns the first layer with a part that feed-forward ranks can compute."""
+    """Returns the first layer whose experts or MLP feed-forward ranks can compute."""
     config = ARCHITECTURES[architecture]
     return int(config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0)))
 
 
 def make(architecture: str, directory: Path, dtype: str = "float32", spread: float = SPREAD) -> Path:
-    """Returns `directory`, holding a model of this architecture; nothing to do if it is there."""
+    """Writes a model of this architecture into `directory` if needed, and returns `directory`."""
     import torch
 
     from tests.models import Recipe, _write_tokenizer
@@ -183,11 +185,11 @@ def make(architecture: str, directory: Path, dtype: str = "float32", spread: flo
 
 
 def build(architecture: str, settings: Mapping[str, Any], spread: float = SPREAD) -> Any:
-    """Returns transformers' model of this type with random weights in float32, the same ones each time.
+    """Builds transformers' model of this type with random weights in float32, equal in each call.
 
     Args:
         architecture: model type.
-        settings: of its configuration, besides the common ones; they win over these.
+        settings: fields of its configuration, which replace the common ones.
         spread: standard deviation of the weights.
     """
     import torch
@@ -209,7 +211,7 @@ def build(architecture: str, settings: Mapping[str, Any], spread: float = SPREAD
 
 
 def reference(directory: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
-    """Returns transformers' greedy tokens in float32 after each prompt."""
+    """Returns the greedy tokens of transformers in float32 after each prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -227,7 +229,7 @@ def reference(directory: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> li
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes a model, or prints its reference."""
+    """Makes a model, or prints its expected tokens."""
     if argv[:1] == ["reference"]:
         print(json.dumps(reference(Path(argv[1]), *map(json.loads, argv[2:]))))
         return 0

@@ -1,4 +1,4 @@
-"""`heteroinfer-worker fetch` as a process of its own, as in its pod, against a hub on loopback."""
+"""Runs `heteroinfer-worker fetch` as a process, like the fetch pod, against a hub on loopback."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Fetch:
-    """One fetch of MODEL; ended with the context that `fetching` gives."""
+    """One fetch of MODEL. The context of `fetching` ends the process."""
 
     def __init__(self, hub: HubServer, cache: Path, *arguments: str, **env: str) -> None:
         self._port = free_port()
@@ -42,24 +42,25 @@ class Fetch:
         command += ["--termination-message-path", str(self._message), *arguments]
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the code of a second working tree
+            # the code of this worktree, which may be a second one
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "HOME": str(cache.parent),
             "HF_ENDPOINT": hub.endpoint,
             "NO_PROXY": "*",
-            "HF_HUB_DOWNLOAD_TIMEOUT": "60",  # a hub that pauses is not away
+            "HF_HUB_DOWNLOAD_TIMEOUT": "60",  # a hub that pauses its answers is not offline
             **env,
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     @property
-    def said(self) -> str:
-        """Returns all that it printed and left as its message."""
+    def output(self) -> str:
+        """Returns all output of the process and its termination message."""
         message = self._message.read_text() if self._message.exists() else ""
         return self._log.read_text() + message
 
     def progress(self) -> FetchProgress | None:
-        """Returns what /fetch answers, or None while nobody does."""
+        """Returns the answer at /fetch, or None without an answer."""
         try:
             with _NO_PROXY.open(f"http://127.0.0.1:{self._port}{names.PATH_FETCH}", timeout=5) as answer:
                 return FetchProgress.from_json(answer.read().decode())
@@ -67,17 +68,21 @@ class Fetch:
             return None
 
     def confirm_removal(self, pod: PodView, operator_key: bytes, strangers: Sequence[str]) -> None:
-        """Confirms a removal as the operator does, once the fetch asks.
+        """Waits until the fetch asks for a removal, and confirms it as the operator does.
 
         Args:
             pod: the fetch pod, as the operator reads it.
             operator_key: key of the operator that created the pod.
-            strangers: values of the header `Authorization` to send before. None may confirm the question.
+            strangers: values of the header `Authorization` to send first. The fetch must ignore them.
         """
         owner = ResourceKey(namespace="team", name="tiny")
         record = PodRecord(view=pod, key=owner, owner_uid="uid", ip="127.0.0.1", health_port=self._port)
 
         async def confirm(key: bytes) -> bool:
+            """Answers the fetch's question as an operator with this key.
+
+            Returns whether it had a question.
+            """
             asked: list[str] = []
 
             async def may_confirm(asking: PodRecord) -> bool:
@@ -102,8 +107,8 @@ class Fetch:
 
         deadline = time.monotonic() + DEADLINE_S
         while asyncio.run(find_question()) is None:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
         for value in strangers:
             self._send(value)
@@ -119,39 +124,39 @@ class Fetch:
             pass
 
     def wait_for(self, accept: Callable[[FetchProgress], bool]) -> FetchProgress:
-        """Returns the first progress that `accept` takes."""
+        """Waits for progress that `accept` accepts, and returns it."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             progress = self.progress()
             if progress is not None and accept(progress):
                 return progress
-            assert self.process.poll() is None, self.said
+            assert self.process.poll() is None, self.output
             time.sleep(0.02)
-        raise AssertionError(f"no such progress within {DEADLINE_S} s: {self.progress()}\n{self.said}")
+        raise AssertionError(f"no such progress within {DEADLINE_S} s: {self.progress()}\n{self.output}")
 
     def model(self) -> FetchedModel:
-        """Returns its answer once it has ended well."""
+        """Waits for a successful end, and returns the termination message as a value."""
         code = self.process.wait(DEADLINE_S)
-        assert code == names.EXIT_OK, self.said
+        assert code == names.EXIT_OK, self.output
         return FetchedModel.from_json(self._message.read_text())
 
     def failure(self) -> Failure:
-        """Returns its answer once it has failed."""
+        """Waits for a failed end, and returns the termination message."""
         code = self.process.wait(DEADLINE_S)
-        assert code == names.EXIT_FETCH_FAILED, self.said
+        assert code == names.EXIT_FETCH_FAILED, self.output
         failure = Failure.from_json(self._message.read_text())
-        assert failure is not None, self.said
+        assert failure is not None, self.output
         return failure
 
     def kill(self) -> None:
-        """Ends it as a node that fails does."""
+        """Kills the process, like the failure of its node."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(DEADLINE_S)
 
 
 @contextlib.contextmanager
 def fetching(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Iterator[Fetch]:
-    """Runs a fetch for as long as the context lasts, or until it ends."""
+    """Runs a fetch until it ends, or until the context ends."""
     fetch = Fetch(hub, cache, *arguments, **env)
     try:
         yield fetch

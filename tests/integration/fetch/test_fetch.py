@@ -1,4 +1,4 @@
-"""The fetch of a model from a hub: the real client against a real HTTP server, real files, real kills."""
+"""Tests the fetch of a model from a hub: the real client, a real HTTP server, real files, killed fetches."""
 
 import dataclasses
 import json
@@ -55,26 +55,26 @@ USELESS = {
     "README.md": b"a model",
 }
 RUNNABLE = {**CONFIG, "head_dim": 32}
-"""With attention heads that CPUs have a kernel for."""
+"""With a number of attention heads for which CPUs have a kernel."""
 TOKEN = "hf_secretTokenThatNobodyMaySee"
 SLOW_BYTES_PER_S = 900_000.0
 CHUNK_BYTES = 10 * 2**20
-"""What the client gathers by itself before it writes; here a tenth of it."""
+"""Bytes that the client collects before it writes them: here a tenth of the client's default."""
 SHARD_BYTES = 6 * CHUNK_BYTES
 PAUSE_BYTES = 3 * CHUNK_BYTES + 100_000
-"""Where the hub stops: what came before the last piece is written."""
+"""Bytes after which the hub stops sending. All but the last piece are on the disk then."""
 
 OPERATOR_KEY = b"k" * KEY_BYTES
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """Returns a model in two shards, one of them large, and what hubs keep besides."""
+    """Returns a model in two shards, one of them large, and the other files of a hub's repository."""
     folder.mkdir()
     tensors_by_name = sorted(TENSORS)
     halves = {SHARDS[0]: tensors_by_name[:3], SHARDS[1]: tensors_by_name[3:]}
     for shard, tensors in halves.items():
         write_safetensors(folder / shard, {name: TENSORS[name] for name in tensors})
-    # Padding as a tensor that no layer has, so that a kill hits the middle.
+    # Padding as an unused tensor, so that a kill hits the middle of the file.
     shapes = {name: TENSORS[name] for name in halves[SHARDS[1]]}
     write_safetensors(folder / SHARDS[1], {**shapes, "padding": [SHARD_BYTES // 2]})
     weight_map = {name: shard for shard, tensors in halves.items() for name in tensors}
@@ -105,7 +105,7 @@ def folder_of(hub: HubServer, cache: Path) -> Path:
 
 
 def check_folder(hub: HubServer, cache: Path) -> None:
-    """The folder has exactly what serving needs, right to the last byte, readable for everybody."""
+    """Checks that the folder has only the files that serving needs, complete and readable for everybody."""
     folder, repository = folder_of(hub, cache), hub.repositories[MODEL]
     marker = read_marker(folder)
     assert marker is not None
@@ -116,7 +116,8 @@ def check_folder(hub: HubServer, cache: Path) -> None:
         assert path.read_bytes() == repository.files[file.path]
         assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert stat.S_IMODE(folder.stat().st_mode) == 0o775
-    for name in (MARKER_FILE, LOCK_FILE):  # a later fetch by another user of the group confirms the commit
+    # A later fetch by another user of the group changes this file when it confirms the commit.
+    for name in (MARKER_FILE, LOCK_FILE):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o664
     assert damaged_files(folder, marker) == []
 
@@ -140,10 +141,12 @@ def test_a_file_above_the_limit_of_content_networks_is_fetched_in_parts(
     with fetching(hub, cache, **env) as fetch:
         fetch.model()
     check_folder(hub, cache)
-    assert begun.done_bytes < hub.seen.sent_bytes[SHARDS[1]] < SHARD_BYTES * 1.2, "what came is kept"
+    assert begun.done_bytes < hub.seen.sent_bytes[SHARDS[1]] < SHARD_BYTES * 1.2, (
+        "the received bytes are kept"
+    )
     large = hub.repositories[MODEL].files[SHARDS[1]]
     asked = [request for request in hub.seen.requests if sha256(large).hexdigest() in request]
-    assert len(asked) >= 5, "one that was cut off, and four parts"
+    assert len(asked) >= 5, "one broken request, and four parts"
 
     hub.refuse_ranges = True
     shutil.rmtree(cache)
@@ -180,7 +183,7 @@ def test_a_model_in_the_cache_is_not_fetched_again(hub: HubServer, cache: Path) 
 def test_an_interrupted_download_continues_where_it_stopped(hub: HubServer, cache: Path, how: int) -> None:
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache) as fetch:
-        # The small shard has its name then: what a download has in memory is lost with its process.
+        # The small shard has its final name then. The process loses downloads that are still in memory.
         small = folder_of(hub, cache) / SHARDS[0]
         seen = fetch.wait_for(lambda progress: progress.done_bytes > 3 * CHUNK_BYTES and small.exists())
         assert seen.total_bytes > SHARD_BYTES
@@ -197,7 +200,7 @@ def test_an_interrupted_download_continues_where_it_stopped(hub: HubServer, cach
     hub.seen.sent_bytes.clear()
     with fetching(hub, cache) as fetch:
         fetch.model()
-    # Nothing that was there came again: of the large shard only the rest, of the others nothing.
+    # Nothing was sent twice: only the rest of the large shard, and no other file.
     assert hub.seen.sent_bytes == {SHARDS[1]: len(hub.repositories[MODEL].files[SHARDS[1]]) - kept_bytes}
     check_folder(hub, cache)
 
@@ -210,7 +213,7 @@ def test_a_download_continues_after_each_broken_connection(hub: HubServer, cache
     total = sum(
         len(content) for path, content in hub.repositories[MODEL].files.items() if path not in USELESS
     )
-    assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "what came before a break came again"
+    assert sum(hub.seen.sent_bytes.values()) < total + SHARD_BYTES, "bytes before a break were sent again"
 
 
 def test_a_busy_hub_is_reported_and_the_download_waits(hub: HubServer, cache: Path) -> None:
@@ -236,11 +239,11 @@ def test_the_fetch_gives_up_a_hub_that_keeps_a_silent_connection_open(hub: HubSe
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache, "--patience", "3") as fetch:
         failure = fetch.failure()
-        assert "got no new byte for" in fetch.said
+        assert "got no new byte for" in fetch.output
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
     assert "got no new byte for" in failure.message
     hub.pause_after_bytes = None
-    with fetching(hub, cache) as fetch:  # and goes on where it stopped
+    with fetching(hub, cache) as fetch:  # and continues where it stopped
         fetch.model()
     check_folder(hub, cache)
 
@@ -251,8 +254,8 @@ def test_the_fetch_gives_up_a_hub_that_keeps_a_silent_connection_open(hub: HubSe
 def test_refuses_invalid_options_of_a_fetch(hub: HubServer, cache: Path, option: tuple[str, str]) -> None:
     with fetching(hub, cache, *option) as fetch:
         assert fetch.process.wait(60) == 2
-    assert f"argument {option[0]}: must be " in fetch.said
-    assert f"got {option[1]!r}" in fetch.said
+    assert f"argument {option[0]}: must be " in fetch.output
+    assert f"got {option[1]!r}" in fetch.output
 
 
 def test_reports_a_hub_without_a_server(tmp_path: Path, cache: Path) -> None:
@@ -283,7 +286,7 @@ def test_a_part_damaged_by_a_crash_is_found_by_its_hash(hub: HubServer, cache: P
     (part,) = [
         path for path in (folder_of(hub, cache) / ".parts").iterdir() if path.name.startswith(SHARDS[1])
     ]
-    with part.open("r+b") as file:  # as a file system that had the size, and not the content, on disk
+    with part.open("r+b") as file:  # as a file system that has stored the file's size but not its content
         file.write(b"\xff" * 1000)
     hub.pause_after_bytes = None
     with fetching(hub, cache) as fetch:
@@ -304,7 +307,7 @@ def test_a_permanently_refused_file_ends_the_fetch_during_other_downloads(
     hub: HubServer, cache: Path
 ) -> None:
     hub.corrupt = hub.held = {SHARDS[0]}
-    hub.pause_after_bytes = PAUSE_BYTES  # of the large shard: its download hangs
+    hub.pause_after_bytes = PAUSE_BYTES  # the download of the large shard hangs
     with fetching(hub, cache) as fetch:
         fetch.wait_for(lambda progress: progress.done_bytes > 3 * CHUNK_BYTES)
         hub.held = set()
@@ -313,7 +316,7 @@ def test_a_permanently_refused_file_ends_the_fetch_during_other_downloads(
     assert SHARDS[0] in failure.message
     hub.corrupt, hub.pause_after_bytes = set(), None
     hub.seen.sent_bytes.clear()
-    with fetching(hub, cache) as fetch:  # and goes on where it stopped
+    with fetching(hub, cache) as fetch:  # and continues where it stopped
         fetch.model()
     check_folder(hub, cache)
     assert hub.seen.sent_bytes[SHARDS[1]] < len(hub.repositories[MODEL].files[SHARDS[1]])
@@ -380,7 +383,7 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
             if strangers is not None:
                 fetch.confirm_removal(pod, OPERATOR_KEY, strangers)
             fetch.model()
-            return fetch.said
+            return fetch.output
 
     clean(created_pod())
     assert marker.exists(), "it was fetched lately"
@@ -388,7 +391,7 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     os.utime(marker, (hours_ago_s, hours_ago_s))
     clean(created_pod(in_use=first.commit))
     assert marker.exists(), "it is in use"
-    # A stranger reads the pod's environment, and has tokens of another question and of another pod.
+    # The stranger knows the pod's environment, and has tokens for another question and for another pod.
     pod, earlier_pod = created_pod(), created_pod()
     assert pod.cleanup is not None
     assert pod.name == earlier_pod.name
@@ -396,18 +399,18 @@ def test_a_new_commit_reuses_unchanged_files(hub: HubServer, cache: Path) -> Non
     replayed = [find_token(key, "uid", pod, 1), find_token(key, "uid", earlier_pod, 0)]
     assert None not in replayed
     guesses = ["0", *(f"HeteroInfer {text}" for text in ("0", pod.cleanup.token_hashes[0], *replayed))]
-    said = clean(pod, guesses)
-    assert said.count("refused a confirmation without the token of question 0") == 1
+    output = clean(pod, guesses)
+    assert output.count("refused a confirmation without the token of question 0") == 1
     assert not marker.parent.exists()
     check_folder(hub, cache)
 
 
 def refuse(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Fetch:
-    """Returns a fetch that failed; no token is in anything that it said."""
+    """Runs a fetch that must fail, and checks that its output has no token."""
     with fetching(hub, cache, *arguments, **env) as fetch:
         fetch.failure()
-    assert TOKEN not in fetch.said
-    assert SIGNATURE not in fetch.said
+    assert TOKEN not in fetch.output
+    assert SIGNATURE not in fetch.output
     return fetch
 
 
@@ -432,13 +435,13 @@ def test_reports_spec_model_revision_for_a_missing_revision(hub: HubServer, cach
     assert "spec.model.revision" in failure.message
 
 
-def test_the_token_of_a_private_model_is_sent_only_to_the_hub(hub: HubServer, cache: Path) -> None:
+def test_the_token_for_a_private_model_is_sent_only_to_the_hub(hub: HubServer, cache: Path) -> None:
     hub.repositories[MODEL].token = TOKEN
     assert refuse(hub, cache).failure().reason is FailureReason.MODEL_NOT_FOUND
     with fetching(hub, cache, HF_TOKEN=TOKEN) as fetch:
         fetch.model()
     assert hub.seen.tokens_elsewhere == []
-    assert TOKEN not in fetch.said
+    assert TOKEN not in fetch.output
 
 
 def test_an_unknown_token_names_the_field(hub: HubServer, cache: Path) -> None:
@@ -464,11 +467,11 @@ def test_a_server_that_is_not_a_hub_is_reported(hub: HubServer, cache: Path) -> 
 
 
 class Outside(Repository):
-    """A model whose commit would be a folder outside of the cache."""
+    """A model whose commit names a folder outside the cache."""
 
     @property
     def commit(self) -> str:
-        """Returns a path."""
+        """Returns a path instead of a commit."""
         return "../../outside"
 
 
@@ -480,7 +483,7 @@ def test_a_commit_with_a_path_writes_nothing_outside_the_cache(hub: HubServer, c
     assert not (cache.parent / "outside").exists()
 
 
-def test_a_hub_cannot_create_the_marker(hub: HubServer, cache: Path) -> None:
+def test_a_hub_cannot_create_the_marker_of_a_complete_commit(hub: HubServer, cache: Path) -> None:
     """A file with another spelling of the marker's name would create the marker before the weights exist."""
     files = hub.repositories[MODEL].files
     planted = CompleteModel(repository=MODEL, commit="0" * 40, files=()).to_json().encode()
@@ -520,7 +523,7 @@ def test_a_cache_without_space_is_refused_before_it_is_full(hub: HubServer, cach
     shard = hub.repositories[MODEL].files[SHARDS[1]]
 
     class Claimed(bytes):
-        """Content that says to be larger than any disk."""
+        """Content whose stated size is larger than any disk."""
 
         def __len__(self) -> int:
             return 10**17
@@ -533,7 +536,7 @@ def test_a_cache_without_space_is_refused_before_it_is_full(hub: HubServer, cach
 
 @pytest.fixture
 def private_hub(tmp_path: Path) -> Iterator[HubServer]:
-    """The hub under TLS, with the certificate of an authority that no system knows: `tmp_path`/pki/ca.crt."""
+    """Runs the hub under TLS with a certificate of an unknown CA: `tmp_path`/pki/ca.crt."""
     pki = Pki(folder=tmp_path / "pki")
     pki.folder.mkdir()
     pki.create_authority("ca", "Company")

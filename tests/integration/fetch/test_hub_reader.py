@@ -1,4 +1,4 @@
-"""A plan of a hub's model by the standard library alone: no vLLM, no client for hubs, no weights."""
+"""Tests plans for a hub's model with the standard library alone: without vLLM, hub client and weights."""
 
 import functools
 import importlib.util
@@ -30,7 +30,7 @@ from vllm_heteroinfer.fetch.hub_reader import FIRST_BYTES, REQUEST_TIMEOUT_S, Hu
 MODEL = "acme/tiny"
 TOKEN = "hf_secretTokenThatNobodyMaySee"
 PADDING = {f"mtp.{number}.padding": [1] for number in range(2_000)} | {"mtp.large": [1 << 20]}
-"""Which a plan drops: a header longer than what is read at first, and weights that are longer than both."""
+"""Extra files that a plan drops: a header longer than the first read, and weights longer than both."""
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_reads_a_commit_by_its_hash(hub: HubServer, made: Path, tmp_path: Path) 
     assert read(hub, tmp_path, hub.repositories[MODEL].commit) == read_profile(made)
 
 
-def test_reads_only_the_front_from_a_server_without_ranges(made: Path, tmp_path: Path) -> None:
+def test_a_server_without_ranges_sends_only_the_front_of_each_file(made: Path, tmp_path: Path) -> None:
     """The mirror is a plain web server."""
     root, commit = tmp_path / "mirror", "0" * 40
     listing = root / "api/models" / MODEL / "revision/main"
@@ -157,7 +157,7 @@ def test_reads_only_the_front_from_a_server_without_ranges(made: Path, tmp_path:
 
 class PlainFiles(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Keeps the tests' output free of a line a request."""
+        """Logs nothing, so that requests do not fill the tests' output."""
 
 
 @pytest.mark.parametrize("where", ["environment", "file"])
@@ -234,7 +234,7 @@ def test_offline_mode_refuses_hubs(hub: HubServer, tmp_path: Path) -> None:
     assert hub.seen.requests == []
 
 
-def test_gives_up_a_hub_that_pauses_every_request(hub: HubServer, tmp_path: Path) -> None:
+def test_the_reader_gives_up_a_hub_that_pauses_every_request(hub: HubServer, tmp_path: Path) -> None:
     hub.pause_after_bytes = 100
     began = time.monotonic()
     with time_limit(0.5):

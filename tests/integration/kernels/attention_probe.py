@@ -1,4 +1,4 @@
-"""What the patch `cpu_attention` makes of vLLM's attention, beside vLLM's way; asked by `layers_probe`."""
+"""Compares attention with the patch `cpu_attention` to vLLM's own attention. `layers_probe` calls it."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ from vllm_heteroinfer.patches import cpu_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 64, 32, 12
 LENGTHS = ([1, 40, 33], [5], [17, 1])
-"""Of the sequences of three steps, of which each brings its last half."""
+"""Lengths of the sequences of three steps. Each step computes the last half of its sequences."""
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step's inputs and what vLLM's context says of them."""
+    """The inputs of one step, and vLLM's context for it."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -30,7 +30,7 @@ class Step:
 
 
 def attention() -> Any:
-    """Of each kind of layer: calls of vLLM's function, and whether outputs and caches are equal."""
+    """Returns for each kind of layer the calls of vLLM's function, and whether all results are equal."""
     from vllm.model_executor.layers.attention.attention import Attention
 
     original = Attention.forward
@@ -77,7 +77,7 @@ def compared(
     slots_alone: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Returns how many calls went vLLM's way, and whether all outputs and caches are vLLM's."""
+    """Returns how many calls used vLLM's function, and whether all outputs and caches equal vLLM's."""
     from vllm.model_executor.layers.attention import attention as module
 
     layer = built(dtype, **options)
@@ -105,7 +105,7 @@ def compared(
 
 
 def gives_back() -> bool:
-    """Returns whether a cache's memory is free once a layer, which lives on, has given it back."""
+    """Returns whether a layer that stays alive frees the memory of a cache that it no longer uses."""
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.v1.worker.utils import clear_layer_kv_caches
 
@@ -121,7 +121,7 @@ def gives_back() -> bool:
 
 
 def built(dtype: torch.dtype, **options: Any) -> Any:
-    """Returns a layer of vLLM's attention."""
+    """Builds a layer of vLLM's attention."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -133,7 +133,7 @@ def built(dtype: torch.dtype, **options: Any) -> Any:
 
 
 def empty_cache(dtype: torch.dtype) -> torch.Tensor:
-    """Returns a layer's cache."""
+    """Builds an empty cache for a layer."""
     return torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=dtype)
 
 
@@ -143,12 +143,12 @@ def bind_another(layer: Any) -> None:
 
 
 def move_memory(layer: Any) -> None:
-    """Leaves a layer its cache, whose memory is another from now on."""
+    """Moves a layer's cache to other memory, and keeps the tensor object."""
     layer.kv_cache.set_(layer.kv_cache.clone())
 
 
 def drawn(layer: Any, lengths: list[int], dtype: torch.dtype, padding: int) -> Step:
-    """Returns a step of sequences so long; rows of padding come after their tokens."""
+    """Draws a step of sequences with these lengths. Rows of padding follow the rows of tokens."""
     import vllm._custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, _get_attn_isa
 
@@ -196,7 +196,7 @@ def drawn(layer: Any, lengths: list[int], dtype: torch.dtype, padding: int) -> S
 
 
 def asked(layer: Any, step: Step, *, transfers: bool, warm_up: bool) -> torch.Tensor:
-    """Returns what a layer answers in a step, of the rows that are no padding."""
+    """Computes a step with a layer, and returns the rows without padding."""
     from vllm import forward_context
 
     name = layer.layer_name

@@ -1,7 +1,8 @@
-"""transformers' bf16 logprobs of given texts: `python -m tests.integration.kernels.bf16_reference MODEL`.
+"""Prints transformers' bf16 logprobs of given texts.
 
-Run with the worker's Python; texts (lists of token ids) come as JSON on stdin. The answer, as the
-last line: of each text, at each position but the first, the best token and its logprob.
+Run `python -m tests.integration.kernels.bf16_reference MODEL` with the worker's Python. It reads texts (lists
+of token ids) as JSON from stdin. The last line has, for each position of each text except the first, the best
+token and its logprob.
 """
 
 import json
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(model: str) -> None:
-    """Answers; see the module."""
+    """Computes and prints the logprobs; see the module."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     answers = []
     with torch.inference_mode():

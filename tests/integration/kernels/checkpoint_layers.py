@@ -1,6 +1,6 @@
-"""Layers of int4, int8 and 4-bit floats as checkpoints have them, and their weights in float64.
+"""Builds layers of int4, int8 and 4-bit floats as in checkpoints, with their weights in float64.
 
-Written from the formats' definitions, without vLLM's code or ours.
+This code follows the formats' definitions, and uses no code of vLLM or of ours.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 
 def fill(layer: torch.nn.Module, draw: torch.Generator) -> None:
-    """Writes random values into a layer's parameters, of which a checkpoint has any."""
+    """Writes random values, as a checkpoint may have them, into a layer's parameters."""
     for name, parameter in layer.named_parameters():
         data = parameter.data
         if name.endswith(("_zero_point", "qzeros")) or data.dtype == torch.int32:
@@ -93,7 +93,7 @@ def fill(layer: torch.nn.Module, draw: torch.Generator) -> None:
             data.copy_(torch.randint(115, 122, data.shape, generator=draw, dtype=torch.uint8))
         elif name == "weight_scale" and data.dtype == torch.float8_e4m3fn:
             data.copy_((torch.rand(data.shape, generator=draw) * 4 + 0.5).to(data.dtype))
-        elif name in _DIVISORS:  # of joined layers, each has its own
+        elif name in _DIVISORS:  # joined layers have a value for each of them
             data.copy_(torch.rand(data.shape, generator=draw) * 64 + 32)
         elif name in _SCALES:
             data.copy_(torch.rand(data.shape, generator=draw) / 50 + 0.001)
@@ -112,27 +112,36 @@ def dense(layer: torch.nn.Module, name: str, widths: tuple[int, ...]) -> torch.T
         codes = _fields(layer.qweight.data.t(), 4) - 8
         return codes.double() * _spread(layer.scales.data.t(), codes.shape[1])
     if hasattr(layer, "weight_shape"):
-        bits = config["config_groups"]["group_0"]["weights"]["num_bits"]
-        codes = _fields(layer.weight_packed.data, bits).double()
-        if hasattr(layer, "weight_zero_point"):
-            zeros = _fields(layer.weight_zero_point.data.t(), bits).t()
-            codes -= _spread(zeros, codes.shape[1])
-        else:
-            codes -= 1 << (bits - 1)
-        return codes * _spread(layer.weight_scale.data, codes.shape[1])
-    scales = layer.weight_scale.data
+        return _packed_integers(layer, config["config_groups"]["group_0"]["weights"]["num_bits"])
     if name.startswith("nvfp4"):
-        by_modelopt = hasattr(layer, "weight_scale_2")
-        codes = layer.weight.data if by_modelopt else layer.weight_packed.data
-        factors = layer.weight_scale_2.data if by_modelopt else 1 / layer.weight_global_scale.data.double()
-        factors = factors.double().repeat_interleave(torch.tensor(widths)).view(-1, 1)
-        return _fp4(codes) * scales.double().repeat_interleave(16, 1) * factors
+        return _nvfp4_weight(layer, widths)
+    scales = layer.weight_scale.data
     if name in {"mxfp4", "mxfp8"}:
         codes = _fp4(layer.weight_packed.data) if name == "mxfp4" else layer.weight.data.double()
         return codes * (2.0 ** (scales.double() - 127)).repeat_interleave(32, 1)
     if scales.ndim == 1:
         scales = scales.repeat_interleave(torch.tensor(widths)).view(-1, 1)
     return layer.weight.data.double() * scales.double()
+
+
+def _packed_integers(layer: Any, bits: int) -> torch.Tensor:
+    """Returns the weight of a layer in packed integers of compressed-tensors."""
+    codes = _fields(layer.weight_packed.data, bits).double()
+    if hasattr(layer, "weight_zero_point"):
+        zeros = _fields(layer.weight_zero_point.data.t(), bits).t()
+        codes -= _spread(zeros, codes.shape[1])
+    else:
+        codes -= 1 << (bits - 1)
+    return codes * _spread(layer.weight_scale.data, codes.shape[1])
+
+
+def _nvfp4_weight(layer: Any, widths: tuple[int, ...]) -> torch.Tensor:
+    """Returns the weight of a layer in NVFP4. ModelOpt stores the factor, compressed-tensors its inverse."""
+    by_modelopt = hasattr(layer, "weight_scale_2")
+    codes = layer.weight.data if by_modelopt else layer.weight_packed.data
+    factors = layer.weight_scale_2.data if by_modelopt else 1 / layer.weight_global_scale.data.double()
+    factors = factors.double().repeat_interleave(torch.tensor(widths)).view(-1, 1)
+    return _fp4(codes) * layer.weight_scale.data.double().repeat_interleave(16, 1) * factors
 
 
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:

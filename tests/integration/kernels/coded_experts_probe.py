@@ -1,4 +1,4 @@
-"""What the kernels make of experts with coded weights; as `coded_probe`, of which the argument is."""
+"""Computes experts with coded (quantized) weights with our kernels. Has the argument of `coded_probe`."""
 
 import itertools
 from typing import Any
@@ -28,7 +28,7 @@ ACTIVATIONS = {
 
 
 def exact_activation(sums: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Returns the inputs of w2 in float64; `sums` are gates, then ups."""
+    """Returns the inputs of w2 in float64. `sums` has gates, then ups."""
     gate, up = sums.chunk(2) if activation.gated else (sums, None)
     if activation.kind is not ActivationKind.SWISH_LIMITED:
         gate = gate.clamp(max=activation.limit)
@@ -49,7 +49,7 @@ def exact_activation(sums: torch.Tensor, activation: Activation) -> torch.Tensor
 
 
 class Layer:
-    """A layer of experts, its inputs and its routing, at random but for the seed."""
+    """A layer of experts with inputs and routing, drawn from a seed."""
 
     def __init__(self, case: dict[str, Any], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ class Layer:
         self.y = torch.empty(rows, hidden, dtype=self.dtype)
 
     def compute(self) -> torch.Tensor:
-        """Returns what the kernels make of it, in `y`."""
+        """Computes the layer with our kernels, into `y`."""
         layer = CodedExperts(
             prepare(), self.parts[0], self.parts[1], self.activation, dtype=self.dtype, biases=self.biases
         )
@@ -91,7 +91,7 @@ class Layer:
         return self.y
 
     def errors(self) -> torch.Tensor:
-        """Returns the worst error of each row of `y`, as a share of what roundings may make."""
+        """Returns the worst error of each row of `y`, as a share of the largest possible rounding error."""
         exact = torch.zeros(self.y.shape, dtype=torch.float64)
         allowed = torch.zeros(self.y.shape, dtype=torch.float64)
         dense = [(widen(a), widen(b)) for a, b in zip(self.w13, self.w2, strict=True)]
@@ -114,7 +114,7 @@ class Layer:
 
 
 def error(case: dict[str, Any], seed: int) -> float:
-    """Returns the worst error, as a share of what roundings may make."""
+    """Returns the worst error of a case, as a share of the largest possible rounding error."""
     layer = Layer(case, seed)
     layer.compute()
     return float(layer.errors().max())

@@ -1,7 +1,7 @@
-"""What our kernels make of vLLM's quantized linear layers.
+"""Computes vLLM's quantized linear layers with our kernels. Has the argument of `probe`.
 
-Layers are built and loaded as vLLM does it for a checkpoint's configuration, with random weights; q, k and v
-are one layer with a scale each. As `probe`, of which the argument is.
+The layers are built and loaded as vLLM does for a checkpoint's configuration, with random weights. The layers
+q, k and v are joined, and each has its own scale.
 """
 
 import sys
@@ -30,6 +30,7 @@ TYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.floa
 
 
 def _compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a format of compressed-tensors in 8-bit floats."""
     eight = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -63,17 +64,17 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 
 class _Model:
-    """What a quantized layer asks of the model's configuration."""
+    """The fields of the model's configuration that a quantized layer reads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
 def gaps(question: dict[str, Any]) -> Any:
-    """Returns how far a format's product is off, as a share of the largest output; its kernel and bytes."""
+    """Returns for a format: the error as a share of the largest output, the kernel, and the bytes."""
     coded.register(LIBRARY)
     method_name, config = {**FORMATS, **checkpoint_layers.FORMATS}[question["format"]]
-    # Imports vLLM's methods, as a rank's configuration does before the patch is applied.
+    # Imports vLLM's methods, like a rank's configuration before the patch is applied.
     kind = get_quantization_config(method_name)
     cpu_coded.install()
     found = {}
@@ -92,6 +93,7 @@ def gaps(question: dict[str, Any]) -> Any:
 
 
 def _product(quantization: Any, dtype: torch.dtype, name: str) -> Any:
+    """Computes a layer's product. Returns its error, its kernel, and its bytes after packing."""
     from vllm.model_executor.layers.linear import LinearBase
 
     layer = LinearBase.__new__(LinearBase)

@@ -1,6 +1,6 @@
-"""What the kernels make of coded weights: `python -m tests.integration.kernels.coded_probe [LIBRARY]`.
+"""Computes products with coded (quantized) weights with our kernels.
 
-As `probe`, of which the arguments are.
+Run `python -m tests.integration.kernels.coded_probe [LIBRARY]`. It has the arguments of `probe`.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 TYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = {"bf16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
 SUMS = 2.0**-20
-"""Of the sum of the sizes of all products: what float32 sums may be off."""
+"""Limit of the error of float32 sums, as a share of the sum of the absolute values of all products."""
 
 
 def prepare() -> Any:
-    """Returns the library, loaded once."""
+    """Loads the library once, and returns it."""
     return coded.register(LIBRARY)
 
 
 def tune(case: dict[str, Any]) -> None:
-    """Forces a case's path, streams and prefetch distance; without them the defaults."""
+    """Sets a case's path, streams and prefetch distance. Restores the defaults for missing settings."""
     path = case.get("path")
     index = -1 if path is None else CODED_PATHS.index(path)
     done = prepare().calls.heteroinfer_tune(index, case.get("streams", -1), case.get("prefetch", -1))
@@ -36,7 +36,7 @@ def tune(case: dict[str, Any]) -> None:
 
 
 class Product:
-    """Inputs and a weight of a case, at random but for its seed."""
+    """The inputs and the weight of a case, drawn from its seed."""
 
     def __init__(self, case: dict[str, Any], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ class Product:
         self.bias = torch.randn(columns, generator=draw).to(dtype) if case.get("bias") else None
 
     def compute(self) -> torch.Tensor:
-        """Returns what the kernels make of it."""
+        """Computes the product with our kernels."""
         packed = coded.pack(prepare(), self.weight)
         torch.set_num_threads(self.case.get("threads", 2))
         tune(self.case)
@@ -57,7 +57,7 @@ class Product:
         return y
 
     def spoil(self, place: str) -> bool:
-        """Puts a NaN or an infinity somewhere; returns False where the format has no such place."""
+        """Puts a NaN or an infinity at a place. Returns False if the format has no such place."""
         weight, form = self.weight, self.weight.format
         if place.startswith("x"):
             self.x[0, 37] = float(place.split()[1])
@@ -71,23 +71,27 @@ class Product:
         return True
 
     def error(self, got: torch.Tensor | None = None) -> float:
-        """Returns the worst error, of `got` if given, as a share of what the roundings may make."""
+        """Returns the worst error of `got`, or of the product itself if `got` is None.
+
+        The error is a share of the largest possible rounding error.
+        """
         y, dense = (self.compute() if got is None else got).double(), widen(self.weight)
         exact = self.x.double() @ dense.T
         sizes = self.x.double().abs() @ dense.abs().T
-        if self.weight.zeros is not None:  # sums of codes and of inputs are summed apart
+        if self.weight.zeros is not None:  # sums of codes and sums of inputs are computed separately
             apart = self.weight.format, self.weight.columns, self.weight.inputs
             sizes = sizes + self.x.double().abs() @ self._spread_scales(*apart).T * 16
         if self.bias is not None:
             exact, sizes = exact + self.bias.double(), sizes + self.bias.double().abs()
-        # Before their scale, sums of codes that are denormal in float32 are rounded to 2^-149.
+        # Before they are scaled, sums of codes that are denormal in float32 are rounded to multiples of
+        # 2^-149.
         least = self.case["inputs"] * self._largest_scale() * 2.0**-140
         limit = exact.abs() * ROUNDING[self.case["dtype"]] + sizes * SUMS + least
         limit += {"float16": 2.0**-24, "bf16": 2.0**-133, "float32": 2.0**-149}[self.case["dtype"]]
         return float(((y - exact).abs() / limit).nan_to_num(torch.inf).max())
 
     def is_number_where_exact(self, got: torch.Tensor) -> bool:
-        """Returns whether outputs are NaN, and infinite, where they are so in float64."""
+        """Returns whether exactly the outputs that are NaN or infinite in float64 are so."""
         exact = self.x.double() @ widen(self.weight).T
         if self.bias is not None:
             exact += self.bias.double()
@@ -111,7 +115,7 @@ class Product:
 
 
 def products(question: dict[str, Any]) -> Any:
-    """Returns the worst error of each case, as a share of what roundings may make."""
+    """Returns the worst error of each case, as a share of the largest possible rounding error."""
     return {"errors": [Product(case, seed).error() for seed, case in enumerate(question["cases"])]}
 
 
@@ -122,8 +126,8 @@ def bits(question: dict[str, Any]) -> Any:
 
 
 def not_numbers(question: dict[str, Any]) -> Any:
-    """Returns for each place of a NaN or infinity whether outputs are as in float64."""
-    said = {}
+    """Returns for each place of a NaN or infinity whether the outputs are as in float64."""
+    answers = {}
     for name in ("fp8 block", "fp8 channel", "int8 128", "int4 32 zeros", "mxfp4", "mxfp8", "nvfp4"):
         case = {
             "format": name,
@@ -140,11 +144,11 @@ def not_numbers(question: dict[str, Any]) -> Any:
             y = product.compute().double()
             exact = product.x.double() @ widen(product.weight).T
             same = y.isnan() == exact.isnan(), y.isfinite() == exact.isfinite()
-            # An infinite input may be NaN with zero points, which are summed apart, and with groups of 16
-            # on AMX, whose tiles multiply it by zeros of another group.
+            # Two results of an infinite input may be NaN: with zero points, because their sums are separate,
+            # and with groups of 16 on AMX, because its tiles multiply the input by zeros of another group.
             apart = ("zeros" in name or name == "nvfp4") and place == "x inf"
-            said[f"{name}: {place}"] = bool((apart or same[0].all()) and same[1].all())
-    return said
+            answers[f"{name}: {place}"] = bool((apart or same[0].all()) and same[1].all())
+    return answers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weights in each format that checkpoints have, drawn at random, and their values in float64."""
+"""Draws random weights in each format of checkpoints, with their values in float64."""
 
 from typing import Final
 
@@ -28,7 +28,7 @@ _FP8_NAN: Final = 127
 
 
 def draw_coded(draw: torch.Generator, form: Format, columns: int, inputs: int) -> Coded:
-    """Returns a weight of all codes but NaN, denormal ones too."""
+    """Draws a weight with all codes except NaN, including denormal ones."""
 
     def bytes_of(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def draw_coded(draw: torch.Generator, form: Format, columns: int, inputs: int) -
     )
 
 
-def widen(weight: Coded) -> torch.Tensor:  # noqa: C901 - one case a format
+def widen(weight: Coded) -> torch.Tensor:  # noqa: C901 - one case for each format
     """Returns the weight [columns, inputs] in float64."""
     form, codes = weight.format, weight.codes
     if form.code in {Code.INT4, Code.FP4}:

@@ -1,6 +1,6 @@
-"""What the kernels make of experts: `python -m tests.integration.kernels.experts_probe [LIBRARY]`.
+"""Computes experts with our kernels: `python -m tests.integration.kernels.experts_probe [LIBRARY]`.
 
-As `probe`, of which the questions `paths` and the arguments are.
+Has the arguments of `probe`, and answers its question `paths`.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, NAME, WeightMemory
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 ROUNDING = 2.0**-8
-"""Of a value that becomes bf16."""
+"""Largest relative rounding error of a value that becomes bf16."""
 
 
 class Layer:
-    """Inputs and weights of a case, at random but for its seed."""
+    """The inputs and weights of a case, drawn from its seed."""
 
     def __init__(self, case: dict[str, Any], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ class Layer:
             self.w2 = draw_fp8(draw, self.experts, hidden, inner)
             halves = [draw_scales(draw, self.experts, inner, hidden) for _ in range(2)]
             self.scales = (torch.cat(halves, 1), draw_scales(draw, self.experts, hidden, inner))
-        # Some experts are chosen more often, and some by no row; ids beyond both ends count nothing.
+        # Some experts are chosen more often, and some by no row. Ids outside the range count nothing.
         odds = torch.rand(self.experts, generator=draw) ** 3 + 1e-3
         self.ids = odds.repeat(rows, 1).multinomial(self.topk, generator=draw).to(torch.int32)
         if case.get("lost"):
@@ -57,7 +57,7 @@ class Layer:
         self.weights = torch.rand(rows, self.topk, generator=draw)
 
     def compute(self, case: dict[str, Any]) -> torch.Tensor:
-        """Returns what the kernels make of it."""
+        """Computes the layer with our kernels."""
         library = linear.prepare(LIBRARY)
         tune(library, case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
         torch.set_num_threads(case["threads"])
@@ -69,12 +69,12 @@ class Layer:
         rows, hidden = self.x.shape
         y = torch.full((rows, hidden + 8), 7.0, dtype=torch.bfloat16)
         experts(library, y[:, :hidden], self.x, packed, weights=self.weights, ids=self.ids)
-        assert bool((y[:, hidden:] == 7.0).all()), "it wrote beside its rows"
+        assert bool((y[:, hidden:] == 7.0).all()), "the kernel wrote outside of its rows"
         tune(library)
         return y[:, :hidden]
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the layer in float64, and what rounding the activations to bf16 may change, at most."""
+        """Returns the layer in float64, and the largest effect of rounding the activations to bf16."""
         rows, hidden = self.x.shape
         y, allowed = torch.zeros(rows, hidden).double(), torch.zeros(rows, hidden).double()
         inner = self.w2.shape[2]
@@ -97,7 +97,7 @@ class Layer:
 
 
 def products(question: dict[str, Any]) -> Any:
-    """Returns the worst error of each case, as a share of what roundings to bf16 may make."""
+    """Returns the worst error of each case, as a share of the largest possible error of roundings to bf16."""
     answers = []
     for seed, case in enumerate(question["cases"]):
         layer = Layer(case, seed)
@@ -118,7 +118,7 @@ def digest(y: torch.Tensor) -> str:
 
 
 def not_numbers(question: dict[str, Any]) -> Any:
-    """Returns which rows are not finite when one input is NaN, and whether the others are as without it."""
+    """Makes one input NaN. Returns which rows are not finite, and whether the other rows stay the same."""
     case = question["case"]
     layer = Layer(case, 5)
     clean = layer.compute(case)
@@ -132,7 +132,7 @@ def not_numbers(question: dict[str, Any]) -> Any:
 
 
 def in_shared_memory(question: dict[str, Any]) -> Any:
-    """Returns digests of outputs by weights in private memory and in a WeightMemory, and what others see."""
+    """Compares weights in private memory with weights in a WeightMemory, which other processes can map."""
     layer = Layer(question["case"], 3)
     alone = digest(layer.compute(question["case"]))
     memory = WeightMemory()
@@ -161,12 +161,12 @@ def in_shared_memory(question: dict[str, Any]) -> Any:
 
 
 def in_maps() -> int:
-    """Returns how many mappings of weight memory this process has."""
+    """Returns the number of this process's mappings of weight memory."""
     return Path("/proc/self/maps").read_text().count(f"/memfd:{NAME}")
 
 
 def fp8_numbers(question: dict[str, Any]) -> Any:
-    """Returns all 256 FP8 numbers, and what an expert makes of each as a weight, times 1, in each row."""
+    """Returns all 256 FP8 numbers, and the result of an expert for each as a weight, times 1, in each row."""
     case = {"rows": question["rows"], "hidden": 256, "inner": 32, "experts": 1, "topk": 1, "weights": "fp8"}
     layer = Layer(case, 0)
     assert layer.scales is not None
@@ -174,7 +174,7 @@ def fp8_numbers(question: dict[str, Any]) -> Any:
     layer.x[:, 0] = 1.0
     layer.weights.fill_(1.0)
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
-    # Column 5 is silu(16) / 16, which is 1 in bf16; all others are 0.
+    # Column 5 is silu(16) / 16, which is 1 in bf16. All others are 0.
     dense = torch.zeros(64, 256), torch.zeros(256, 32)
     dense[0][5, 0], dense[0][32 + 5, 0] = 16.0, 0.0625
     layer.w13, layer.w2 = (weight.to(FP8).unsqueeze(0).contiguous() for weight in dense)
@@ -186,7 +186,7 @@ def fp8_numbers(question: dict[str, Any]) -> Any:
 
 
 def far_gates(question: dict[str, Any]) -> Any:
-    """Returns what an expert makes of gates far from zero, times 1, and what torch's silu does."""
+    """Returns the results of an expert for gates far from zero, times 1, and the results of torch's silu."""
     gates = torch.tensor(question["gates"]).bfloat16()
     layer = Layer({"rows": len(gates), "hidden": 32, "inner": 32, "experts": 1, "topk": 1}, 0)
     for tensor in (layer.x, layer.w13, layer.w2):
@@ -199,7 +199,7 @@ def far_gates(question: dict[str, Any]) -> Any:
 
 
 def refused(question: dict[str, Any]) -> Any:
-    """Returns what is said to arguments that raw pointers must not be made of."""
+    """Returns the errors for arguments that must not become raw pointers."""
     library = linear.prepare(LIBRARY)
     layer = Layer(
         {"rows": 2, "hidden": 64, "inner": 32, "experts": 4, "topk": 2, "weights": question["weights"]}, 0
@@ -221,7 +221,7 @@ def refused(question: dict[str, Any]) -> Any:
         "shape of scales": lambda scales: (wrong, wrong),
         "dtype of scales": lambda scales: (wrong.double(), wrong[:, :1].double()),
     }
-    said = {}
+    answers = {}
     for case, change in changes.items():
         argument = case.split()[-1]
         arguments = {**given, argument: change(given[argument])}
@@ -229,13 +229,13 @@ def refused(question: dict[str, Any]) -> Any:
             y, x, weights, ids = (arguments.pop(name) for name in ("y", "x", "weights", "ids"))
             experts(library, y, x, PackedExperts(**arguments), weights=weights, ids=ids)
         except ValueError as error:
-            said[case] = str(error)
+            answers[case] = str(error)
     for name, weight in (("odd", layer.w2[:, :33]), ("dtype", layer.w2.float())):
         try:
             pack_experts(library, weight, gates=False)
         except ValueError as error:
-            said[name] = str(error)
-    return said
+            answers[name] = str(error)
+    return answers
 
 
 if __name__ == "__main__":

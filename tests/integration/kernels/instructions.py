@@ -1,4 +1,4 @@
-"""Which instruction sets this CPU has, and the kernels with those instructions emulated in plain C++."""
+"""Finds the instruction sets of this CPU, and builds the kernels with emulated instructions in plain C++."""
 
 import hashlib
 import subprocess
@@ -15,14 +15,14 @@ SETS: Final = {
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
     "amx_bf16": {"avx512f", "amx_tile", "amx_bf16"},
 }
-"""What each of the kernels' paths needs, in the words of /proc/cpuinfo."""
+"""For each path of the kernels, the required flags in /proc/cpuinfo."""
 CODED_SETS: Final = {
     "avx512f": {"avx512f"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi"},
     "amx_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
     "avx2": {"avx2", "fma", "f16c"},
 }
-"""The same of the paths of coded weights."""
+"""For each path of the kernels for coded weights, the required flags in /proc/cpuinfo."""
 EMULATION: Final = Path(__file__).parent / "emulated_instructions.h"
 
 _FLAGS: Final = (
@@ -39,17 +39,17 @@ _FLAGS: Final = (
 
 
 def of_this_cpu(sets: Mapping[str, set[str]] = SETS) -> list[str]:
-    """Returns the kernels' paths that this CPU has, as the kernel of the machine tells its flags."""
+    """Returns the kernels' paths that this CPU supports, by the flags in /proc/cpuinfo."""
     line = next(row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("flags"))
     flags = set(line.split())
     return [path for path, needed in sets.items() if needed <= flags]
 
 
 def emulated_library(*, cpu_has_them: bool = True) -> Path:
-    """Returns the kernels' library with every instruction beyond AVX2 emulated; built once for its sources.
+    """Builds the library with every instruction beyond AVX2 emulated, once for its sources.
 
     Args:
-        cpu_has_them: what the library finds out about its CPU: all of the instruction sets, or none.
+        cpu_has_them: whether the library finds all instruction sets on its CPU, or none.
     """
     compiler = subprocess.run(["g++", "--version"], check=True, capture_output=True, timeout=60).stdout
     digest = hashlib.sha256(repr((compiler, _FLAGS, build.LINK_FLAGS)).encode())
@@ -67,8 +67,10 @@ def emulated_library(*, cpu_has_them: bool = True) -> Path:
 
 
 def _build_emulated(folder: Path, *, cpu_has_them: bool) -> Path:
+    """Compiles the library with the emulated instructions."""
     for source in build.SOURCE.iterdir():
-        # The compiler must not use what this CPU lacks, and unrolled calls take minutes to compile.
+        # The compiler must not use instructions that this CPU lacks, and unrolled calls take minutes to
+        # compile.
         kept = [
             line
             for line in source.read_text().splitlines()
@@ -81,8 +83,8 @@ def _build_emulated(folder: Path, *, cpu_has_them: bool) -> Path:
         subprocess.Popen([*command, "-c", file.name], cwd=folder, stderr=subprocess.PIPE, text=True)
         for file in folder.glob("*.cpp")
     ]
-    said = [process.communicate(timeout=900)[1] for process in compiling]
-    assert not any(process.returncode for process in compiling), said
+    output = [process.communicate(timeout=900)[1] for process in compiling]
+    assert not any(process.returncode for process in compiling), output
     subprocess.run(
         ["g++", *build.LINK_FLAGS, *map(str, folder.glob("*.o")), "-o", str(library)], check=True, timeout=60
     )

@@ -1,7 +1,7 @@
-"""What our patches do to vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
+"""Shows the effects of our patches on vLLM's layers: `python -m tests.integration.kernels.layers_probe NAME`.
 
-Run with the worker's Python; answers JSON as its last line. Layers are vLLM's own, on the CPU. A second
-argument is the kernels' library to use in place of the package's own.
+Run it with the worker's Python; it prints JSON as its last line. The layers are vLLM's own, on the CPU. A
+second argument is a library of kernels that replaces the package's own.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ ROWS, INPUTS = 5, 64
 
 
 class Said(logging.Handler):
-    """Keeps what our modules log."""
+    """Collects the log messages of our modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Said(logging.Handler):
 
 
 def build_linear(columns: int, dtype: torch.dtype, *, bias: bool = False) -> tuple[torch.nn.Module, Any]:
-    """Returns a loaded layer as vLLM builds it inside of its linear layers, and its method."""
+    """Builds a loaded layer as vLLM builds it inside its linear layers. Returns the layer and its method."""
     layer, method = torch.nn.Module(), UnquantizedLinearMethod()
     method.create_weights(layer, INPUTS, [columns], INPUTS, columns, dtype, weight_loader=None)
     layer.input_size_per_partition, layer.output_size_per_partition = INPUTS, columns
@@ -71,7 +71,7 @@ def build_linear(columns: int, dtype: torch.dtype, *, bias: bool = False) -> tup
 
 
 def gap(layer: torch.nn.Module, method: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> float:
-    """Returns how far a layer's product is from torch's, as a share of the largest value."""
+    """Returns the difference of a layer's product from torch's, as a share of the largest value."""
     x = torch.randn(ROWS, INPUTS).to(weight.dtype)
     exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     got = method.apply(layer, x, bias).float()
@@ -79,7 +79,7 @@ def gap(layer: torch.nn.Module, method: Any, weight: torch.Tensor, bias: torch.T
 
 
 def linear_layers() -> Any:
-    """bf16 layers are packed and counted; others go to vLLM's own; each is said once."""
+    """Checks that bf16 layers are packed and counted, others are left to vLLM, and each is logged once."""
     said = Said()
     cpu_linear.install()
     answer: dict[str, Any] = {"gaps": [], "served": []}
@@ -101,7 +101,7 @@ def linear_layers() -> Any:
 
 
 def heads() -> Any:
-    """A head keeps one form of its weight, an embedding its table, a tied pair one of each."""
+    """Checks that a head keeps one form of its weight, an embedding its table, and a tied pair each one."""
     cpu_linear.install()
     torch.set_default_dtype(torch.bfloat16)
     table, head, tied = (
@@ -119,7 +119,7 @@ def heads() -> Any:
         "gaps": [
             gap(head, head.quant_method, own),
             gap(tied, tied.quant_method, shared),
-            gap(table, table.quant_method, shared),  # a model that takes the embedding itself as its head
+            gap(table, table.quant_method, shared),  # a model that uses the embedding itself as its head
         ],
         "lookup": bool(torch.equal(table(torch.arange(128)), shared)),
         "packed": [layer.weight.ndim == 4 for layer in (table, head, tied)],
@@ -127,7 +127,7 @@ def heads() -> Any:
 
 
 def patch() -> Any:
-    """Applied twice it is applied once; reverted it is gone; another vLLM is refused in words."""
+    """Applies the patch twice, reverts it, and tries it with another version of vLLM."""
     original = utils.dispatch_cpu_unquantized_gemm
     cpu_linear.install()
     first = utils.dispatch_cpu_unquantized_gemm
@@ -149,7 +149,7 @@ def patch() -> Any:
 
 
 def without() -> Any:
-    """What a bf16 layer comes to where the kernels are not wanted, or were not compiled."""
+    """Returns how a bf16 layer is computed if the kernels are disabled, or were not compiled."""
     said = Said()
     cpu_linear.install()
     answer = []
@@ -162,7 +162,7 @@ def without() -> Any:
 
 
 def onednn_alone() -> Any:
-    """How vLLM's own function leaves a bf16 layer and a head: the reason for the patch."""
+    """Returns what vLLM's own function does to a bf16 layer and to a head: the reason for the patch."""
     torch.set_default_dtype(torch.bfloat16)
     layer, method = build_linear(96, torch.bfloat16)
     method.process_weights_after_loading(layer)
@@ -172,7 +172,7 @@ def onednn_alone() -> Any:
 
 
 def build_experts(name: str, activation: str, inner: int, weights: str, *, bias: bool) -> Any:
-    """Returns a layer's routed experts as vLLM builds and loads them, with random weights."""
+    """Builds and loads a layer's routed experts as vLLM does, with random weights."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -210,7 +210,7 @@ def build_experts(name: str, activation: str, inner: int, weights: str, *, bias:
 def exact_experts(
     part: Any, activation: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> Any:
-    """Returns the weighted sum of each row's experts, before they are packed."""
+    """Returns the weighted sum of each row's experts, before the experts are packed."""
     act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}[activation]
     w13, w2 = part.w13_weight, part.w2_weight
     if w13.dtype == FP8:
@@ -226,7 +226,10 @@ def exact_experts(
 
 
 def experts() -> Any:
-    """bf16 and FP8 experts with SiLU are packed for our kernels, padded ones too; others are vLLM's."""
+    """Checks which experts are packed for our kernels: bf16 and FP8 with SiLU, also padded.
+
+    Others are vLLM's.
+    """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     def targets() -> list[Any]:
@@ -279,7 +282,7 @@ def experts() -> Any:
 
 
 def refused_limit(part: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> str:
-    """Returns the refusal of a layer whose activations are limited."""
+    """Returns the error for a layer with a limit on its activations."""
     part.quant_method.moe_kernel.fused_experts.moe_config.swiglu_limit = 7.0
     try:
         part.quant_method.apply(
@@ -292,7 +295,7 @@ def refused_limit(part: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, wei
 
 
 def rope() -> Any:
-    """How far rotated queries and keys are from complex products, by their axes: vLLM's own, then patched."""
+    """Returns the error of rotated queries and keys by their axes, first vLLM's own, then with the patch."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def gaps() -> dict[str, float]:
@@ -312,7 +315,7 @@ def rope() -> Any:
 
 
 def turned_in_part(kind: Any, pairs: int) -> float:
-    """Returns the largest distance, in bf16, of heads of 80 elements of which so many pairs are turned."""
+    """Returns the largest error, in bf16, of heads of 80 elements with this number of rotated pairs."""
     tokens, heads, size, turned = 7, 4, 80, 2 * pairs
     torch.manual_seed(0)
     rotary = kind(size, turned, 128, 10000.0, True, torch.bfloat16)
@@ -331,7 +334,7 @@ def turned_in_part(kind: Any, pairs: int) -> float:
 
 
 def turned_wrongly(kind: Any, axes: str, *, neox: bool) -> float:
-    """Returns the largest distance of a rotated query or key from what it should be."""
+    """Returns the largest error of a rotated query or key."""
     tokens, heads, size = 7, 4, 64
     torch.manual_seed(0)
     rotary = kind(size, size, 128, 10000.0, neox, torch.float32)
@@ -343,7 +346,7 @@ def turned_wrongly(kind: Any, axes: str, *, neox: bool) -> float:
         "heads in a view": (query, key.unsqueeze(1)),
     }[axes]
     expected = [rotated(part.reshape(tokens, -1, size), positions, neox=neox) for part in given]
-    got = rotary.forward_cpu(positions, *given)  # which may be in place
+    got = rotary.forward_cpu(positions, *given)  # the rotation may be in place
     return max(
         float((one.reshape(exact.shape) - exact).abs().max())
         for one, exact in zip(got, expected, strict=True)
@@ -351,7 +354,7 @@ def turned_wrongly(kind: Any, axes: str, *, neox: bool) -> float:
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, *, neox: bool) -> torch.Tensor:
-    """Returns pairs of (tokens, heads, size) turned by their positions' angles, as complex numbers."""
+    """Returns pairs of (tokens, heads, size) rotated by their positions' angles, as complex numbers."""
     size = x.shape[-1]
     angles = torch.outer(positions.double(), 10000.0 ** (-torch.arange(0, size, 2).double() / size))
     first, second = (x[..., : size // 2], x[..., size // 2 :]) if neox else (x[..., ::2], x[..., 1::2])
@@ -363,9 +366,9 @@ def rotated(x: torch.Tensor, positions: torch.Tensor, *, neox: bool) -> torch.Te
 
 
 def norms() -> Any:
-    """Returns how norms differ from sums in float64, by what computes them, and what ranks ask first.
+    """Returns the errors of norms against float64, by their implementation, and which one ranks prefer.
 
-    Of each: the largest difference, and the mean of what is missing in the size of the numbers.
+    Each error has the largest difference, and the mean loss of magnitude.
     """
     from vllm import ir
     from vllm.config import CompilationMode
@@ -408,7 +411,7 @@ def norms() -> Any:
 
 
 def router() -> Any:
-    """Experts and weights by each score, with and without a bias, beside sums written out."""
+    """Checks experts and weights for each score, with and without a bias, against sums in plain Python."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     torch.manual_seed(0)
@@ -442,7 +445,7 @@ def router() -> Any:
 
 
 def packing() -> dict[str, Any]:
-    """4-bit weights packed in slices equal those packed in one call, and need less memory."""
+    """Checks that 4-bit weights packed in slices equal weights packed in one call, and use less memory."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
     from vllm.model_executor.layers.quantization import auto_awq
@@ -526,7 +529,7 @@ QUESTIONS = {
 
 
 def main(arguments: str) -> None:
-    """Answers in a process that is a rank of its own; `arguments` are words, as JSON."""
+    """Runs checks in a process that is a rank of its own. `arguments` are words, as JSON."""
     name, *libraries = json.loads(arguments)
     import tempfile
 
@@ -541,7 +544,7 @@ def main(arguments: str) -> None:
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
         initialize_model_parallel(1)
-        init_workspace_manager(torch.device("cpu"))  # vLLM's kernels for AMX ask it
+        init_workspace_manager(torch.device("cpu"))  # vLLM's kernels for AMX check this
         print(json.dumps(QUESTIONS[name]()))
         torch.distributed.destroy_process_group()
 

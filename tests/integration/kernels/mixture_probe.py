@@ -1,4 +1,4 @@
-"""What the patch `cpu_mixture` makes of vLLM's mixtures, beside vLLM's way; asked by `layers_probe`."""
+"""Compares mixtures with the patch `cpu_mixture` to vLLM's own computation. `layers_probe` calls it."""
 
 import contextlib
 import copy
@@ -26,14 +26,14 @@ ROWS = (1, 5, 40, 300)
 def build(
     name: str, *, weights: str = "bfloat16", gate: str = "", biased: bool = False, **options: Any
 ) -> Any:
-    """Returns a loaded mixture as vLLM builds it, with random weights.
+    """Builds and loads a mixture as vLLM does, with random weights.
 
     Args:
-        name: of the layer.
-        weights: of experts, bfloat16, float32 or fp8.
-        gate: dtype of its logits; empty where the model gives logits.
-        biased: whether a bias corrects the choice.
-        options: of vLLM's factory.
+        name: name of the layer.
+        weights: dtype of the experts: bfloat16, float32 or fp8.
+        gate: dtype of the gate's logits, or "" if the model passes logits.
+        biased: whether a bias corrects the choice of experts.
+        options: options of vLLM's factory.
     """
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -75,7 +75,7 @@ def build(
 
 
 def taken() -> dict[str, Any]:
-    """Whether each kind is computed in one call, and whether what comes of it is bit by bit vLLM's way."""
+    """Returns for each kind whether one call computes it, and whether all results equal vLLM's bits."""
     found: dict[str, Any] = {}
     for gate, biased, scoring, normalize in product(
         ("bfloat16", "float32", ""), (False, True), ("softmax", "sigmoid"), (False, True)
@@ -93,7 +93,7 @@ def taken() -> dict[str, Any]:
 
 
 def left() -> dict[str, Any]:
-    """The same of kinds that go vLLM's way."""
+    """Returns the same for kinds that vLLM's own code computes."""
     found: dict[str, Any] = {"float32": compared(build("l.wide", weights="float32"))}
     shared = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16)
     found["shared experts"] = compared(build("l.shared", gate="bfloat16", shared_experts=shared))
@@ -119,7 +119,7 @@ def left() -> dict[str, Any]:
 
 
 def split(config: Any) -> Any:
-    """Returns a configuration with experts split over two ranks, of which nobody adds up the parts."""
+    """Returns a configuration with experts split over two ranks. No rank adds the parts."""
     changed = copy.copy(config)
     changed.skip_final_all_reduce = True
     changed.moe_parallel_config = dataclasses.replace(config.moe_parallel_config, tp_size=2)
@@ -127,7 +127,7 @@ def split(config: Any) -> Any:
 
 
 def followed() -> list[bool]:
-    """Whether outputs are those of a layer's weights after they were replaced, by where these are."""
+    """Replaces a layer's weights, and returns by their memory whether the outputs use the new weights."""
     answer = []
     for where in ("w13_weight", "w2_weight", "gate", "e_score_correction_bias", "quant_method"):
         runner = build(f"f.{where}", gate="bfloat16", biased=True)
@@ -147,7 +147,7 @@ def followed() -> list[bool]:
 
 
 def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
-    """Returns in how many of ROWS one call computed it, and whether its outputs were always vLLM's way's."""
+    """Returns in how many of ROWS one call computed the mixture, and whether all outputs equal vLLM's."""
     gated = runner.gate is not None
     same, calls, compute = [], [], Mixture.compute
 
@@ -173,7 +173,7 @@ def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
 
 
 def choice() -> Any:
-    """How far weights of one call are from torch's, which experts differ, and what ties and NaN come to."""
+    """Compares the choice of experts by one call with torch: weights, experts, ties and NaN."""
     library = linear.prepare()
     gaps, others = {}, []
     for experts, topk, dtype in product(
@@ -189,18 +189,9 @@ def choice() -> Any:
                 experts=experts, topk=topk, bias=bias, scoring=scoring, normalize=normalize, factor=2.5
             )
             logits = (3 * torch.randn(300, experts)).to(getattr(torch, dtype))
-            weights, ids = Chooser(library, routing).choose(logits)
-            wide = logits.double()
-            scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
-            corrected = scores if bias is None else scores + bias
-            best = corrected.topk(topk, -1).values
-            found = corrected.gather(-1, ids.long())
-            if not (torch.allclose(found, best, rtol=1e-6, atol=1e-6) and all_differ(ids)):
+            gaps[kind], is_best = compared_choice(library, routing, logits)
+            if not is_best:
                 others.append(kind)
-            expected = scores.gather(-1, ids.long())
-            if normalize:
-                expected = expected / expected.sum(-1, keepdim=True)
-            gaps[kind] = float((weights / (2.5 * expected) - 1).abs().max())
     plain = ExpertChoice(experts=20, topk=3, bias=None, scoring="softmax", normalize=True, factor=1.0)
     odd = torch.randn(4, 20)
     odd[1, 7], odd[2], odd[3, 19] = float("nan"), 1.0, float("inf")
@@ -216,8 +207,28 @@ def choice() -> Any:
     }
 
 
+def compared_choice(
+    library: KernelLibrary, routing: ExpertChoice, logits: torch.Tensor
+) -> tuple[float, bool]:
+    """Returns the largest relative error of the weights, and whether the best experts are chosen.
+
+    The bias corrects the choice, but not the weights.
+    """
+    weights, ids = Chooser(library, routing).choose(logits)
+    wide = logits.double()
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    corrected = scores if routing.bias is None else scores + routing.bias
+    best = corrected.topk(routing.topk, -1).values
+    found = corrected.gather(-1, ids.long())
+    is_best = torch.allclose(found, best, rtol=1e-6, atol=1e-6) and all_differ(ids)
+    expected = scores.gather(-1, ids.long())
+    if routing.normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    return float((weights / (routing.factor * expected) - 1).abs().max()), is_best
+
+
 def scoreless(library: KernelLibrary) -> list[list[float]]:
-    """Returns what experts weigh if all scores are zero, and if one of two is; by us and by torch in turn."""
+    """Returns the weights of experts if all scores are zero, and if one of two is, by us and by torch."""
     far, odd = torch.full((1, 20), -200.0), torch.full((1, 20), -200.0)
     odd[0, 4] = 200.0
     kept = []
@@ -242,7 +253,7 @@ def all_differ(ids: torch.Tensor) -> bool:
 
 
 def refused(library: KernelLibrary) -> list[str]:
-    """What is said to arguments that raw pointers must not be made of."""
+    """Returns the errors for arguments that must not become raw pointers."""
     fits: dict[str, Any] = {
         "experts": 4, "topk": 2, "bias": None, "scoring": "softmax", "normalize": True, "factor": 1.0
     }  # fmt: skip
@@ -251,7 +262,7 @@ def refused(library: KernelLibrary) -> list[str]:
     gate = torch.zeros(1, 32, 32, 2).bfloat16()
     x, logits = torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4)
     gated, given = Mixture(library, routing, packed, gate), Mixture(library, routing, packed, None)
-    said = []
+    output = []
     wrong_ones: tuple[Callable[[], Any], ...] = (
         *(lambda changed=changed: ExpertChoice(**{**fits, **changed}) for changed in (
             {"topk": 5}, {"scoring": "tanh"}, {"bias": torch.zeros(5)}, {"bias": torch.zeros(4).double()}
@@ -273,14 +284,14 @@ def refused(library: KernelLibrary) -> list[str]:
         try:
             wrong()
         except ValueError as error:
-            said.append(str(error))
+            output.append(str(error))
         else:
-            said.append("nothing")
-    return said
+            output.append("nothing")
+    return output
 
 
 def mixture() -> Any:
-    """All of it, with the patches of a rank; and whether the patch goes."""
+    """Runs all checks with the patches of a rank, and reverts the patch."""
     from vllm.config import get_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -1,4 +1,4 @@
-"""What the patch `cpu_norm` makes of vLLM's norms, beside vLLM's way; asked by `layers_probe`."""
+"""Compares norms with the patch `cpu_norm` to vLLM's own norms. `layers_probe` calls it."""
 
 from typing import Any
 from unittest import mock
@@ -10,11 +10,11 @@ from vllm_heteroinfer.kernels import norms
 from vllm_heteroinfer.patches import cpu_norm
 
 ULP = 2.0**-7
-"""The largest step between neighbours in bf16, as a share of them."""
+"""The largest step between neighbouring bf16 numbers, as a share of the number."""
 
 
 def patched_norms() -> Any:
-    """Of each kind what `compared` returns: of those that one call computes, and of others."""
+    """Returns the results of `compared` for norms that one call computes, and for other norms."""
     from vllm import ir
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -57,12 +57,12 @@ def patched_norms() -> Any:
 
 
 def drawn(*shape: int) -> torch.Tensor:
-    """Returns bf16 at random."""
+    """Draws random bf16 numbers."""
     return torch.randn(*shape).bfloat16()
 
 
 def compared(x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> list[float]:
-    """Returns how many calls of ours computed a norm, which share is not vLLM's, and by how many steps."""
+    """Returns how many of our calls computed a norm, and the share and size of differences from vLLM's."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     norm = RMSNorm(x.shape[-1], dtype=x.dtype, **options)
@@ -82,7 +82,7 @@ def compared(x: torch.Tensor, residual: torch.Tensor | None = None, **options: A
 
 
 def outputs(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Returns what a norm gives of copies laid out as these, and the sum below it if there is a residual."""
+    """Returns a norm's outputs for copies of these inputs, and the sum with the residual if there is one."""
     with torch.inference_mode():
         if residual is None:
             return torch.as_tensor(norm.forward_native(x))

@@ -1,4 +1,4 @@
-"""What vLLM's layers have of weights in 4 bits once they are packed; asked by `layers_probe`."""
+"""Returns the bytes of vLLM's layers after their 4-bit weights are packed. `layers_probe` calls it."""
 
 from itertools import product
 from typing import Any
@@ -17,9 +17,9 @@ GROUPS = (32, 64, 128)
 
 
 def packed_bytes() -> list[tuple[str, int, str, float]]:
-    """Returns format, group, the kind of layer, and its bytes, of those that were loaded.
+    """Returns each case's format, group, kind of layer, and packed bytes as a share of its loaded bytes.
 
-    By the layers that vLLM builds of a checkpoint's configuration, as a CPU rank packs them.
+    vLLM builds the layers from a checkpoint's configuration, and they are packed as on a CPU rank.
     """
     from vllm.model_executor.layers.linear import ReplicatedLinear
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -34,7 +34,7 @@ def packed_bytes() -> list[tuple[str, int, str, float]]:
                 INPUTS, OUTPUTS, bias=False, quant_config=config, prefix=f"{prefix}.up_proj"
             )
             found.append((name.value, group, "linear", part_of_loaded(linear)))
-            if True in kernels_of_4_bits() and group == GROUP:  # as experts alone are served
+            if True in kernels_of_4_bits() and group == GROUP:  # as a rank with experts only serves them
                 with cpu_with(amx=True):
                     experts = build_experts(config, prefix)
                     found.append((name.value, group, "experts", part_of_loaded(experts)))
@@ -44,12 +44,15 @@ def packed_bytes() -> list[tuple[str, int, str, float]]:
 
 
 def kernels_of_4_bits() -> tuple[bool, ...]:
-    """Returns whether for AMX, of each kernel that can be packed for; vLLM's build for AVX2 has but one."""
+    """Returns for each kernel of packed weights whether it is for AMX.
+
+    vLLM's build for AVX2 has one kernel.
+    """
     return (False, True) if hasattr(torch.ops._C, "convert_weight_packed_scale_zp") else (False,)
 
 
 def build_config(name: SchemeName, group: int) -> Any:
-    """Returns vLLM's configuration of a format, as it makes it of config.json."""
+    """Returns vLLM's configuration of a format, as vLLM makes it from config.json."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     given = dict(CONFIGS[name])
@@ -64,6 +67,7 @@ def build_config(name: SchemeName, group: int) -> Any:
 
 
 def build_experts(config: Any, prefix: str) -> Any:
+    """Builds vLLM's experts of a layer."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
     runner = FusedMoEFactory(
@@ -79,7 +83,7 @@ def build_experts(config: Any, prefix: str) -> Any:
 
 
 def part_of_loaded(layer: Any) -> float:
-    """Returns a layer's bytes once it is packed, of those that are loaded of a checkpoint."""
+    """Returns a layer's bytes after packing, as a share of its bytes that come from a checkpoint."""
     for parameter in layer.parameters():
         parameter.data.zero_()
     # Biases of experts that no checkpoint has are dropped, and shapes are not read.

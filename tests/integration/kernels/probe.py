@@ -1,6 +1,6 @@
-"""What the kernels do, in the worker's own Python: `python -m tests.integration.kernels.probe [LIBRARY]`.
+"""Runs the kernels in the worker's own Python: `python -m tests.integration.kernels.probe [LIBRARY]`.
 
-Questions and answers are lines of JSON (`answering.serve`). LIBRARY is used in place of the package's own.
+Questions and answers are lines of JSON (`answering.serve`). LIBRARY replaces the package's own library.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 
 
 def paths(question: dict[str, Any]) -> Any:
-    """Returns the instruction sets that the library has found, or in what words it refuses this CPU."""
+    """Returns the instruction sets that the library has found, or its error about this CPU."""
     try:
         paths, refusal = linear.prepare(LIBRARY).paths, None
     except KernelsUnavailableError as error:
@@ -33,7 +33,7 @@ def paths(question: dict[str, Any]) -> Any:
 
 
 def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the product of a case, the exact one, and the sum of its terms' sizes."""
+    """Returns a case's product, the exact product, and the sum of its terms' absolute values."""
     library = linear.prepare(LIBRARY)
     generator = torch.Generator().manual_seed(seed)
     tune(library, case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
@@ -54,7 +54,10 @@ def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def products(question: dict[str, Any]) -> Any:
-    """Returns the worst error of each case, as a share of what bf16 outputs and float32 sums may err."""
+    """Returns the worst error of each case.
+
+    It is a share of the largest possible error of bf16 outputs and float32 sums.
+    """
     answers = []
     for seed, case in enumerate(question["cases"]):
         got, exact, size = compute(case, seed)
@@ -75,7 +78,7 @@ def bits(question: dict[str, Any]) -> Any:
 
 
 def special(question: dict[str, Any]) -> Any:
-    """Returns the products of each pair of a weight and an input, by one path: [inputs][weights]."""
+    """Returns the product of each pair of a weight and an input, by one path: [inputs][weights]."""
     library = linear.prepare(LIBRARY)
     weight = torch.tensor(question["weights"]).reshape(-1, 1).to(torch.bfloat16)
     x = torch.tensor(question["inputs"]).reshape(-1, 1).to(torch.bfloat16)
@@ -92,7 +95,7 @@ def special(question: dict[str, Any]) -> Any:
 
 
 def refused(question: dict[str, Any]) -> Any:
-    """Returns what is said to arguments that raw pointers must not be made of."""
+    """Returns the errors for arguments that must not become raw pointers."""
     linear.prepare(LIBRARY)
     packed = linear.pack(torch.zeros(100, 64, dtype=torch.bfloat16))
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
@@ -104,17 +107,17 @@ def refused(question: dict[str, Any]) -> Any:
         "bias": lambda: linear.linear(x, packed, bias[:99], 100),
         "weight": lambda: linear.pack(torch.zeros(100, 64)),
     }
-    said = {}
+    output = {}
     for name, call in calls.items():
         try:
             call()
         except (RuntimeError, ValueError) as error:
-            said[name] = str(error)
-    return said
+            output[name] = str(error)
+    return output
 
 
 def compiled(question: dict[str, Any]) -> Any:
-    """Returns how far the op under torch.compile is from the op alone, for two batch sizes."""
+    """Returns the difference between the op under torch.compile and the op alone, for two batch sizes."""
     linear.prepare(LIBRARY)
     weight = torch.randn(96, 64).to(torch.bfloat16)
     packed, bias = linear.pack(weight), torch.randn(96).to(torch.bfloat16)

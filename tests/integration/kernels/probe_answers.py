@@ -1,4 +1,4 @@
-"""Asks a module of questions in the worker's own Python."""
+"""Asks a module's questions in the worker's own Python."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 TIMEOUT_S = 900.0
 
 Asking = Callable[..., Any]
-"""Takes the name of a question, and what it asks; returns the answer."""
+"""A function with the name of a question and its value, which returns the answer."""
 
 
 def ask(module: str, *arguments: str, question: Any = None, env: dict[str, str] | None = None) -> Any:
-    """Returns the answer of `python -m module arguments`, the last line of its output."""
+    """Runs `python -m module arguments`, and returns the last line of its output as the answer."""
     done = subprocess.run(
         [str(WORKER_PYTHON), "-m", module, *arguments],
         input=json.dumps(question or {}),
@@ -34,13 +34,16 @@ def ask(module: str, *arguments: str, question: Any = None, env: dict[str, str] 
 
 
 def ask_forked(module: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
-    """Returns the answer of `module.main(arguments)`, the last line that it prints; imports are done once."""
+    """Runs `module.main(arguments)` in a forked process, which has imported torch already.
+
+    Returns its answer.
+    """
     return forks(WORKER_PYTHON, module).run(module, json.dumps(arguments), env=env).answer()
 
 
 @contextlib.contextmanager
 def asking(module: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Asking]:
-    """Yields what asks one process of `python -m module arguments` many questions: torch is imported once."""
+    """Yields a function that asks one process of `python -m module arguments` many questions."""
     command = [str(WORKER_PYTHON), "-m", module, *arguments]
     with (
         tempfile.TemporaryFile("w+") as log,

@@ -1,4 +1,4 @@
-"""Products with coded weights against float64 on each instruction set; vLLM's quantized layers."""
+"""Tests products with coded (quantized) weights on each instruction set, and vLLM's quantized layers."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ ROWS = (1, 1, 2, 3, 4, 5, 7, 12, 13, 30, 64, 65, 300)
 
 
 def draw_cases(name: str, path: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns cases of all row counts, with sizes, elements, threads and settings drawn at random."""
+    """Returns cases for all numbers of rows, with random sizes, elements, threads and settings."""
     draw = random.Random(f"{name} {path} {seed}")
     return [
         {
@@ -64,14 +64,14 @@ def test_the_number_of_threads_changes_no_bit(name: str, path: str, on_path: Ask
 def test_nan_and_infinity_spread_as_in_float64(path: str, on_path: Asking) -> None:
     """NaN and infinity reach the outputs that they reach in float64, and no other."""
     for rows in (1, 3, 20):
-        said = on_path("not_numbers", path=path, rows=rows)
-        assert {kind for kind, same in said.items() if not same} == set()
-        assert len(said) >= 6
+        output = on_path("not_numbers", path=path, rows=rows)
+        assert {kind for kind, same in output.items() if not same} == set()
+        assert len(output) >= 6
 
 
 @pytest.fixture(scope="module")
 def layers(usable: list[str]) -> Any:
-    """Asks about vLLM's layers."""
+    """Yields a function that asks about vLLM's layers."""
     with asking(LAYERS, *usable) as ask:
         yield ask
 
@@ -80,7 +80,7 @@ SIXTEEN_BITS: Final = (
     *("fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor of modelopt", "fp8 block"),
     *("awq 32", "awq 64", "awq 128", "gptq 32", "gptq 128", "nvfp4 of modelopt"),
 )
-"""vLLM refuses activations in float32 for these."""
+"""vLLM refuses activations in float32 for these formats."""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ SIXTEEN_BITS: Final = (
         *("mxfp4", "mxfp8", "nvfp4", "nvfp4 of modelopt"),
     ],
 )
-def test_layers_match_vllms_layers(name: str, layers: Asking) -> None:
+def test_quantized_layers_match_vllms_layers(name: str, layers: Asking) -> None:
     found = layers("gaps", format=name)
     limits = {"bf16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-18}
     assert set(found) == set(limits) - ({"float32"} if name in SIXTEEN_BITS else set())

@@ -1,4 +1,4 @@
-"""Experts with coded weights against float64, on each instruction set."""
+"""Tests experts with coded (quantized) weights against float64 on each instruction set."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "limited after
 
 
 def draw_cases(name: str, path: str) -> list[dict[str, Any]]:
-    """Returns cases with each activation, and sizes, routing and settings drawn at random."""
+    """Returns cases with each activation, and random sizes, routing and settings."""
     draw = random.Random(f"{name} {path}")
     cases = []
     for activation in ACTIVATIONS:

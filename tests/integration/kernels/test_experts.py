@@ -1,4 +1,4 @@
-"""Experts by the kernels against exact ones, on every instruction set; vLLM's layers with them."""
+"""Tests experts with our kernels on each instruction set, alone and in vLLM's layers."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ WEIGHTS = ("bf16", "fp8")
 
 
 def draw_cases(weights: str, path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns cases of all row counts, with sizes, routing, threads and settings drawn at random."""
+    """Returns cases for all numbers of rows, with random sizes, routing, threads and settings."""
     draw = random.Random(seed)
     cases = []
     for rows in itertools.islice(itertools.cycle([1, 1, 2, 3, 4, 7, 13, 16, 17, 33, 64, 65, 130]), count):
@@ -30,7 +30,7 @@ def draw_cases(weights: str, path: str | None, count: int, seed: int) -> list[di
             "path": path,
             "rows": rows,
             "hidden": draw.choice((32, 64, 96, 288)),
-            "inner": draw.choice((32, 64, 160)),  # of FP8 with a rest beside a block of 128
+            "inner": draw.choice((32, 64, 160)),  # a size of FP8 that is no multiple of its blocks of 128
             "experts": experts,
             "topk": draw.randint(1, min(experts, 6)),
             "lost": draw.random() < 0.3,
@@ -45,7 +45,7 @@ def draw_cases(weights: str, path: str | None, count: int, seed: int) -> list[di
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_path_matches_the_reference(weights: str, path: str, on_path: Asking) -> None:
+def test_experts_on_every_kernel_path_match_the_reference(weights: str, path: str, on_path: Asking) -> None:
     cases = draw_cases(weights, path, 65, seed=PATHS.index(path))
     answer = on_path("products", cases=cases)
     wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
@@ -76,12 +76,12 @@ def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernel
         "topk": 6,
         "threads": 2,
     }
-    said = kernels("in_shared_memory", case=case)
-    assert said["private"] == said["shared"]
-    assert said["packed"] == said["seen by another"]
-    assert (said["held"], said["aligned"]) == ([True, False], 0)
-    assert (said["mapped"], said["mapped when dropped"]) == (1, 0)
-    assert not said["held when dropped"]
+    output = kernels("in_shared_memory", case=case)
+    assert output["private"] == output["shared"]
+    assert output["packed"] == output["seen by another"]
+    assert (output["held"], output["aligned"]) == ([True, False], 0)
+    assert (output["mapped"], output["mapped when dropped"]) == (1, 0)
+    assert not output["held when dropped"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -92,7 +92,7 @@ def test_every_fp8_number_is_decoded_exactly(rows: int, path: str, on_path: Aski
     assert len(answer["numbers"]) == 256
     assert sum(math.isnan(number) for number in answer["numbers"]) == 2
     for got in answer["got"]:
-        # A sum starts with +0, so that none is -0.
+        # A sum starts with +0, so no result is -0.
         assert list(map(repr, got)) == [repr(number + 0.0) for number in answer["numbers"]]
 
 
@@ -120,14 +120,14 @@ def test_a_row_of_nan_does_not_affect_other_rows(weights: str, path: str, on_pat
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_arguments_of_wrong_type_or_size_are_refused(weights: str, kernels: Asking) -> None:
-    said = kernels("refused", weights=weights)
+    output = kernels("refused", weights=weights)
     of_scales = {"scales", "shape of scales", "dtype of scales"}
-    assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales
-    assert "torch.int64" in said["ids"]
-    assert "n a multiple of 32" in said["odd"]
+    assert set(output) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales
+    assert "torch.int64" in output["ids"]
+    assert "n a multiple of 32" in output["odd"]
 
 
-def test_layers_match_vllms_layers(usable: list[str]) -> None:
+def test_vllms_layers_with_our_kernels_match_vllms_own(usable: list[str]) -> None:
     """Our kernels compute bf16 and FP8 experts, and vLLM's code computes the others.
 
     All results are right.

@@ -1,4 +1,4 @@
-"""A short, seeded part of `tests.bench.kernel_fuzz`: random layers against float64, between guard pages."""
+"""Tests a short, seeded part of `tests.bench.kernel_fuzz`: random layers between guard pages."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
-"""The kernels against exact products, on every instruction set they have code for.
+"""Tests the kernels for linear layers against exact products, on every instruction set.
 
-A path runs on this CPU's own instructions if it has them, and emulated if not.
+A path runs with this CPU's own instructions if it has them, and otherwise with emulated instructions.
 """
 
 import itertools
@@ -22,13 +22,13 @@ PROBE = "tests.integration.kernels.probe"
 PROBE_SETS = SETS
 PATHS = tuple(SETS)
 SIZES = (1, 2, 31, 32, 33, 64, 100, 257, 1000)
-"""Of columns and inputs: around a block, and with a rest."""
+"""Numbers of columns and inputs: multiples of a block, and others."""
 NO_AVX512 = "this CPU lacks AVX512F, which the kernels need"
 SMALLEST_NORMAL = 2.0**-126
 
 
 def draw_cases(path: str | None, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns cases of all sizes, row counts, threads and settings, drawn at random."""
+    """Returns cases with random sizes, numbers of rows, threads and settings."""
     draw = random.Random(seed)
     return [
         {
@@ -62,7 +62,7 @@ def test_kernel_paths_match_the_cpus_instructions() -> None:
 
 @pytest.mark.usefixtures("usable")
 @pytest.mark.parametrize("highest", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"])
-def test_a_variable_limits_the_instruction_sets(highest: str) -> None:
+def test_an_environment_variable_limits_the_instruction_sets(highest: str) -> None:
     """With `avx2`, this CPU behaves like a CPU without AVX-512."""
     allowed = {"avx2", *PATHS[: PATHS.index(highest) + 1 if highest in PATHS else 0]}
     with asking(PROBE, env={"HETEROINFER_MAX_INSTRUCTIONS": highest}) as ask:
@@ -81,13 +81,13 @@ def test_a_cpu_without_supported_instructions_is_refused() -> None:
         }
 
 
-def test_the_default_path_matches_this_cpu(kernels: Asking) -> None:
+def test_products_on_the_default_path_match_the_reference(kernels: Asking) -> None:
     cases = draw_cases(None, 150, seed=1)
     check(kernels("products", cases=cases), cases)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_matches_the_reference(path: str, on_path: Asking) -> None:
+def test_products_on_every_kernel_path_match_the_reference(path: str, on_path: Asking) -> None:
     cases = draw_cases(path, 146, seed=PATHS.index(path))
     check(on_path("products", cases=cases), cases)
 
@@ -134,7 +134,7 @@ def test_infinities_rounding_and_denormals_match_torch(path: str, on_path: Askin
             expected.append(product if path == "avx512f" else flushed)
     got = [product for row in answer["got"] for product in row]
     assert changed > 10, "the case is about denormals"
-    # A sum starts with +0, so that none is -0.
+    # A sum starts with +0, so no result is -0.
     assert list(map(repr, got)) == [repr(product + 0.0) for product in expected]
 
 
@@ -143,10 +143,10 @@ def flush(value: float) -> float:
 
 
 def test_arguments_of_wrong_type_or_size_are_refused(kernels: Asking) -> None:
-    said = kernels("refused")
-    assert set(said) == {"dtype", "inputs", "columns", "bias", "weight"}
-    assert "must be bf16" in said["dtype"]
-    assert "(4, 32, 32, 2)" in said["inputs"]
+    output = kernels("refused")
+    assert set(output) == {"dtype", "inputs", "columns", "bias", "weight"}
+    assert "must be bf16" in output["dtype"]
+    assert "(4, 32, 32, 2)" in output["inputs"]
 
 
 def test_the_op_works_under_torch_compile(kernels: Asking) -> None:

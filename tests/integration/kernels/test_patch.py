@@ -1,4 +1,4 @@
-"""The patch `cpu_linear`, through the layers of the pinned vLLM that consume what it replaces."""
+"""Tests the patches of linear layers, norms, attention and experts, through the layers of the pinned vLLM."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 PROBE = "tests.integration.kernels.layers_probe"
 ROUNDING = 2.0**-7
-"""Of the largest output, in bf16."""
+"""As a share of the largest output, in bf16."""
 ROTARY = 1e-5
 """In float32."""
 
@@ -43,7 +43,7 @@ def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "linear_layers", *usable)
     assert answer["served"] == [True, True, False, False]
     assert all(gap < ROUNDING for gap in answer["gaps"])
-    served, left = answer["said"]  # once each, whatever the number of layers
+    served, left = answer["said"]  # logged once each, for any number of layers
     paths = ", ".join(of_this_cpu() or SETS)
     assert served.startswith(f"CPU linear layers: HeteroInfer's bf16 kernels ({paths}), ")
     assert left == "CPU linear layers with torch.float32 weights: vLLM computes them (oneDNN)"
@@ -52,7 +52,7 @@ def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
 def test_an_output_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "heads", *usable)
     assert all(gap < ROUNDING for gap in answer["gaps"])
-    assert answer["lookup"], "an embedding's table is still there to be looked up"
+    assert answer["lookup"], "an embedding keeps its table for lookups"
     assert answer["packed"] == [False, True, True]
 
 
@@ -93,7 +93,7 @@ def test_rotary_embedding_is_right_if_queries_have_an_axis_of_heads() -> None:
     }, "is the patch cpu_rope still needed?"
     assert all(gap < ROTARY for gap in patched.values()), patched
     assert reverted
-    # With 10, 12 and 20 pairs vLLM's operation ends the process.
+    # With 10, 12 and 20 pairs, vLLM's operation ends the process.
     assert len(in_part) == 5
     assert all(gap < 2.0**-5 for gap in in_part.values()), in_part
 
@@ -106,11 +106,12 @@ def test_experts_are_chosen_and_weighted_as_in_a_plain_computation() -> None:
 
 def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
     answer = ask_forked(PROBE, "packing")
-    assert len(answer["same"]) > 30 if "avx512f" in of_this_cpu() else len(answer["same"]) == 19
+    compared = len(answer["same"])
+    assert compared > 30 if "avx512f" in of_this_cpu() else compared == 19
     assert all(answer["same"]), answer
     of_vllm, ours = answer["peaks"]
     assert of_vllm > 10, "is the patch cpu_packing still needed?"
-    assert ours < of_vllm / 2, "of the layer's bytes; its tensors before and after are two of them"
+    assert ours < of_vllm / 2, "peak memory, in sizes of the layer: its tensors before and after are two"
 
 
 def test_four_bits_have_the_bytes_that_plans_count() -> None:
@@ -140,7 +141,7 @@ def test_norms_of_eager_ranks_equal_a_plain_computation() -> None:
     assert asked == ["vllm_cpu", "native"]
 
 
-def test_a_norm_in_one_call_rounds_like_the_operations_that_it_replaces(usable: list[str]) -> None:
+def test_a_norm_in_one_call_rounds_like_the_replaced_operations(usable: list[str]) -> None:
     """It rounds like vLLM's operation for AVX512-BF16.
 
     Torch, for other CPUs, also rounds before the weight.
@@ -152,7 +153,7 @@ def test_a_norm_in_one_call_rounds_like_the_operations_that_it_replaces(usable: 
     assert len(answer["taken"]) == 25
     for what, (calls, share, steps) in answer["taken"].items():
         assert calls == 1, what
-        assert share < (1e-3 if rounds else 0.6), (what, share)  # squares are added up in another order
+        assert share < (1e-3 if rounds else 0.6), (what, share)  # squares are added in another order
         assert steps <= (1.0 if rounds or "added" not in what else 2.0), (what, steps)
     assert len(answer["left"]) == 9
     assert set(map(tuple, answer["left"].values())) == {(0, 0.0, 0.0)}, answer["left"]

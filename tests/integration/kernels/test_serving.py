@@ -1,4 +1,4 @@
-"""Groups of real CPU ranks in bf16: the kernels serve them, and their logprobs are transformers'."""
+"""Tests groups of real CPU ranks in bf16: our kernels serve them, with the logprobs of transformers."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,19 +23,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 PROMPTS = ([5, 77, 130, 9], [200, 41, 300, 12, 90, 17, 260], [333], list(range(40, 100)))
 TOKENS = 24
 GAP, SHARE = 0.05, 0.95
-"""Issue 3's bar for bf16: top-1 logprob within 0.05 on 95 % of positions."""
+"""Limit of issue 3 for bf16: top-1 logprob within 0.05 on 95 % of positions."""
 SERVED = "CPU linear layers: HeteroInfer's bf16 kernels"
 REFUSED = "CPU linear layers: vLLM's slower kernels (oneDNN) compute them: this CPU lacks AVX512F"
 
 
 @pytest.fixture(scope="module")
 def flat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its logits are not so large that bf16 itself makes more than the bar (tests/models.py::Recipe)."""
+    """Yields a model whose logits are so small that rounding to bf16 stays within the limit."""
     return make(tmp_path_factory.mktemp("model"), "--layers", "4", "--initializer-range", "0.05")
 
 
 def gaps(group: Group, model: Path) -> list[float]:
-    """Returns how far the group's logprobs of transformers' best tokens are from transformers'."""
+    """Returns the differences of the group's logprobs from transformers', of transformers' best tokens."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: group.choice(prompt, max_tokens=TOKENS), PROMPTS))
         texts = [[*prompt, *a["token_ids"]] for prompt, a in zip(PROMPTS, answers, strict=True)]
@@ -61,10 +61,10 @@ def test_kernels_serve_bf16(
         group.wait_ready()
         found = gaps(group, flat_model)
         ours, *others = [child.log.read_text() for child in group.children]
-        if others:  # idle in the first stage: the other deaths are in worker/test_shapes.py
+        if others:  # Killed while idle, in the first stage. worker/test_shapes.py has the other cases.
             check_death(group, 0, [])
     serves = SERVED if of_this_cpu() else REFUSED
-    assert ours.count(serves) == pods[0], "each rank says once what serves"
+    assert ours.count(serves) == pods[0], "each rank logs its kernels once"
     for other in others:
         assert SERVED not in other
         assert "CPU linear layers: oneDNN, because HETEROINFER_CPU_LINEAR=onednn" in other
@@ -84,7 +84,7 @@ def test_experts_of_a_feed_forward_rank_serve_bf16(tmp_path: Path) -> None:
 
 
 def gaps_and_log(plan: Plan, model: Path, logs: Path) -> tuple[list[float], str]:
-    """Returns the gaps of a group of one pod, and what it wrote."""
+    """Returns the differences of logprobs of a group of one pod, and its log."""
     logs.mkdir()
     with start_group(plan, logs, env=ONE_THREAD) as group:
         group.wait_ready()
@@ -94,6 +94,6 @@ def gaps_and_log(plan: Plan, model: Path, logs: Path) -> tuple[list[float], str]
 
 
 def assert_close(found: Sequence[float]) -> None:
-    """Asserts the bar."""
+    """Checks that the differences are within the limit."""
     within = sum(gap <= GAP for gap in found) / len(found)
     assert within >= SHARE, sorted(found)[:: max(1, len(found) // 20)]

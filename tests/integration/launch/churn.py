@@ -1,6 +1,6 @@
-"""Runs a group of one pod again and again in one process; prints what it held before and after.
+"""Runs a group of one pod many times in one process. Prints the resources that it held before and after.
 
-Leaks that a supervisor of one life hides (descriptors, threads, zombies) add up here.
+This finds leaks that one life of a supervisor hides: descriptors, threads, zombies.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ LIFE_TIMEOUT_S = 10.0
 
 
 async def one_life(directory: Path, at: tuple[PodAddress, ...], *, failing: bool) -> int:
+    """Runs a supervisor until its rank fails, or until SIGTERM. Returns the exit code."""
     launch = PodLaunch(group="default/churn/0", group_uid="uid", epoch=1, pod_index=0, addresses=at)
     settings = SupervisorSettings(
         base_env=os.environ,
@@ -48,7 +49,7 @@ def held() -> dict[str, int]:
 
 def main(lives: int, directory: Path) -> None:
     adopt_orphans()
-    at = addresses(1)  # the same for all lives, as those of a restarted container
+    at = addresses(1)  # the same for all lives, like those of a restarted container
     codes = [asyncio.run(one_life(directory, at, failing=False))]
     before = held()
     codes += [asyncio.run(one_life(directory, at, failing=life % 4 == 0)) for life in range(lives)]

@@ -1,4 +1,4 @@
-"""Groups of real supervisors with small real ranks, on loopback, with nothing left behind."""
+"""Starts groups of real supervisors with small real ranks on loopback, and removes them completely."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ KEY = GroupKey.of_group(b"o" * KEY_BYTES, "uid-1")
 
 
 def pipeline_plan(ranks_by_pod: Sequence[int]) -> Plan:
-    """Returns a pipeline of CPU ranks, one layer each."""
+    """Builds the plan of a pipeline of CPU ranks with one layer each."""
     pods = [pod for pod, count in enumerate(ranks_by_pod) for _ in range(count)]
     ranks = tuple(
         RankAssignment(
@@ -69,7 +69,7 @@ def pipeline_plan(ranks_by_pod: Sequence[int]) -> Plan:
 
 
 def addresses(pods: int) -> tuple[PodAddress, ...]:
-    """Returns an address on loopback for each pod, every port of its own."""
+    """Returns an address on loopback for each pod. All ports differ."""
     fields = [f.name for f in dataclasses.fields(PodAddress) if f.name != "host"]
     ports = iter(free_ports(len(fields) * pods))
     return tuple(PodAddress(host="127.0.0.1", **{name: next(ports) for name in fields}) for _ in range(pods))
@@ -77,7 +77,7 @@ def addresses(pods: int) -> tuple[PodAddress, ...]:
 
 @dataclass
 class Pod:
-    """A supervisor that runs."""
+    """A running supervisor."""
 
     process: subprocess.Popen[bytes]
     address: PodAddress
@@ -85,21 +85,21 @@ class Pod:
     message: Path
 
     def failure(self) -> Failure:
-        """Returns what it left as its termination message."""
+        """Returns the pod's failure from its termination message."""
         failure = Failure.from_json(self.message.read_text())
         assert failure is not None, self.message.read_text()
         return failure
 
     def is_ready(self) -> bool:
-        """Returns whether it says that it is ready."""
+        """Returns whether the pod reports that it is ready."""
         return self.get(names.PATH_READYZ)[0] == 200
 
     def is_alive(self) -> bool:
-        """Returns whether it answers at all."""
+        """Returns whether the pod answers at all."""
         return self.get(names.PATH_HEALTHZ)[0] == 200
 
     def get(self, path: str) -> tuple[int, str]:
-        """Returns status and body; status 0 if nobody listens."""
+        """Returns status and body of a path, and status 0 if no process listens."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.address.health_port}{path}", timeout=2) as r:
                 return r.status, r.read().decode()
@@ -123,9 +123,10 @@ class TinyGroup:
     def start_pod(
         self, index: int, launch: PodLaunch | None = None, plan: Plan | None = None, stdout: int | None = None
     ) -> Pod:
-        """Starts the supervisor of a pod; with another launch or plan for a pod that doesn't belong.
+        """Starts the supervisor of a pod.
 
-        Its output goes to a file, or to `stdout` as subprocess has it.
+        Another `launch` or `plan` makes a pod that does not belong to the group. The output goes to a file,
+        or to `stdout`, which has the meaning of subprocess.
         """
         launch = launch or self.launches[index]
         name = f"{index}-{len(self.pods)}"
@@ -155,12 +156,12 @@ class TinyGroup:
             self.start_pod(index)
 
     def wait_ready(self) -> None:
-        """Returns once every pod answers 200."""
+        """Waits until every pod answers 200."""
         for pod in self.pods:
             wait_until(pod.is_ready, START_TIMEOUT_S, self.logs)
 
     def status(self) -> GroupReport:
-        """Returns what the leader says of the group."""
+        """Returns the leader's report of the group."""
         reader = ReportReader(KEY.of_epoch(self.launches[0].epoch) if self.env[names.ENV_GROUP_KEY] else None)
         url = f"http://127.0.0.1:{self.pods[0].address.health_port}{names.PATH_GROUP}"
         for _ in range(2):
@@ -169,20 +170,23 @@ class TinyGroup:
                 body = reader.read(answer.headers, answer.read().decode())
             if body is not None:
                 return GroupReport.from_json(body)
-        raise AssertionError("the leader does not take the group's key")
+        raise AssertionError("the leader does not accept the group's key")
 
     def rank_pid(self, rank: int) -> int:
         """Returns the process id of a rank."""
         return self.child_pid(f"rank {rank}", self.plan.ranks[rank].pod)
 
     def child_pid(self, label: str, pod: int) -> int:
-        """Returns the process id of `rank N` or `api`, as the pod's supervisor says in its log."""
+        """Returns the process id of `rank N` or `api` from the supervisor's log."""
         found = re.search(rf"started {label} as process (\d+)", self.pods[pod].log.read_text())
         assert found is not None, self.logs()
         return int(found[1])
 
     def wait_exits(self, deadline: float) -> list[int]:
-        """Returns every supervisor's exit code; fails if one runs past `deadline` (monotonic)."""
+        """Waits until all supervisors have ended, and returns their exit codes.
+
+        `deadline` is monotonic time.
+        """
         codes = []
         for pod in self.pods:
             try:
@@ -192,7 +196,7 @@ class TinyGroup:
         return codes
 
     def marked(self) -> list[int]:
-        """Returns the living processes of this group, supervisors too."""
+        """Returns the living processes of this group, with supervisors."""
         mark = f"{MARK}={self.env[MARK]}"
         return [
             int(entry.name)
@@ -201,12 +205,12 @@ class TinyGroup:
         ]
 
     def logs(self) -> str:
-        """Returns all output, for a failing test."""
+        """Returns all output, for the message of a failed test."""
         return "\n".join(f"--- {pod.log.name}\n{pod.log.read_text()[-4000:]}" for pod in self.pods)
 
 
 def environ(pid: int) -> list[str]:
-    """Returns the environment of a process, nothing for one that is dead."""
+    """Returns the environment of a process, or nothing for a dead process."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:
@@ -214,7 +218,7 @@ def environ(pid: int) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str] = str) -> float:
-    """Returns the seconds until `condition` held; fails after `timeout_s`."""
+    """Waits until `condition` holds, and returns the seconds. Fails after `timeout_s`."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > timeout_s:
@@ -234,9 +238,9 @@ def tiny_group(
     drain_timeout_s: float = 60.0,
     key: GroupKey | None = KEY,
 ) -> Iterator[TinyGroup]:
-    """Yields a group that is not started; at the end kills what still runs.
+    """Yields a group that is not started yet, and kills its remaining processes at the end.
 
-    Without a `key` it is as groups of versions that had none.
+    Without a `key`, the group is like groups of versions that had no keys.
     """
     plan = pipeline_plan(ranks_by_pod)
     hosts = addresses(len(ranks_by_pod))

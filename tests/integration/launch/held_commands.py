@@ -1,8 +1,8 @@
-"""Commands that take seconds to load, as behind a scanner of files or on a slow disk (fanotify(7)); root.
+"""Delays the load of commands, as a scanner of files or a slow disk does (fanotify(7)). Needs root.
 
-A process of its own decides, since a vfork holds the interpreter's lock of whoever starts a command. Run with
-`python -m` and the mark of a group, a pod, seconds and a file, it holds up each Python that the supervisor of
-this pod starts, and writes a line for each.
+A separate process decides about each load, because a process that starts a command by vfork holds the
+interpreter's lock. Run with `python -m` and the mark of a group, a pod, seconds and a file, it delays each
+Python that the pod's supervisor starts, and writes a line for each.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ WATCHING = b"watching\n"
 
 @contextmanager
 def held_commands(group: TinyGroup, pod: int, seconds: float) -> Iterator[Path]:
-    """Yields a file with the number of each process of this pod that was held up."""
+    """Yields a file with the process id of each delayed process of this pod."""
     found = group.directory / "held"
     command = [sys.executable, "-m", __name__, group.env[MARK], str(pod), str(seconds), str(found)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as watcher:
@@ -41,14 +41,14 @@ def held_commands(group: TinyGroup, pod: int, seconds: float) -> Iterator[Path]:
             assert watcher.stdout.readline() == WATCHING
             yield found
         finally:
-            watcher.kill()  # the kernel lets go what it held
+            watcher.kill()  # the kernel resumes delayed processes
 
 
 def hold(mark: str, pod: int, seconds: float, found: Path) -> None:
-    """Answers for ever; see the module.
+    """Decides about loads, and never returns; see the module.
 
     Raises:
-        OSError: the kernel lacks CONFIG_FANOTIFY_ACCESS_PERMISSIONS, or this is not root.
+        OSError: the kernel lacks CONFIG_FANOTIFY_ACCESS_PERMISSIONS, or the user is not root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     watch = _check(libc.fanotify_init(FAN_CLASS_CONTENT, os.O_RDONLY | os.O_CLOEXEC))

@@ -1,4 +1,7 @@
-"""The API server ends with words when one of its own tasks raises. vLLM's parts are stood in for."""
+"""Tests that the API server ends with a message if one of its tasks raises.
+
+Stubs replace the parts of vLLM.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A machine that has no CPU time to spare, or loads slowly, ends no group: who speaks late is not dead."""
+"""Tests that late reports end no group on a machine with busy CPUs or slow loads of files."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.integration.launch.groups import Pod, TinyGroup, tiny_group, wait_unt
 from tests.integration.launch.held_commands import held_commands
 
 LOWEST = 19
-"""Of priorities: a 68th of the usual share (linux/kernel/sched/core.c::sched_prio_to_weight)."""
+"""For the lowest priority: a 68th of the usual share (linux/kernel/sched/core.c::sched_prio_to_weight)."""
 BUSY_S = 12.0
 BURNERS_PER_CPU = 3
 BURN = "import time\nend = time.monotonic() + float({})\nwhile time.monotonic() < end: pass"
@@ -26,7 +26,7 @@ BURN = "import time\nend = time.monotonic() + float({})\nwhile time.monotonic() 
 
 @contextmanager
 def busy_machine(seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yields processes that want every CPU for so long."""
+    """Yields processes that use every CPU for some seconds."""
     cpus = len(os.sched_getaffinity(0))
     command = [sys.executable, "-c", BURN.format(seconds)]
     burners = [subprocess.Popen(command) for _ in range(BURNERS_PER_CPU * cpus)]
@@ -98,7 +98,7 @@ def steps_of(group: TinyGroup) -> list[int]:
 
 
 def check_all_is_heard(group: TinyGroup) -> None:
-    """Every rank's news come, and the API server hears that the group drains."""
+    """Checks that the supervisor has every rank's messages, and that the API server learns of the drain."""
     before = steps_of(group)
     wait_until(lambda: all(map(gt, steps_of(group), before)), 5, group.logs)
     wait_until(lambda: all(pod.is_ready() for pod in group.pods), 5, group.logs)
@@ -110,7 +110,7 @@ def check_all_is_heard(group: TinyGroup) -> None:
 
 
 def lives_on(group: TinyGroup, seconds: float) -> bool:
-    """Returns whether every supervisor runs for so long."""
+    """Returns whether every supervisor still runs after some seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if any(pod.process.poll() is not None for pod in group.pods):
@@ -155,7 +155,7 @@ def test_a_late_supervisor_of_several_pods_reads_all_messages_after_it_resumes(t
         check_all_is_heard(group)
 
 
-def test_a_group_survives_a_pause_of_its_whole_pod(tmp_path: Path) -> None:
+def test_a_group_continues_after_a_pause_of_its_whole_pod(tmp_path: Path) -> None:
     """The pause is like that of a machine or a container.
 
     The supervisor may be the first process to continue.
@@ -168,7 +168,7 @@ def test_a_group_survives_a_pause_of_its_whole_pod(tmp_path: Path) -> None:
         others = [pid for pid in group.marked() if pid != supervisor.pid]
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.3)  # it has seen that they are stopped
+        time.sleep(0.3)  # the supervisor has seen that its processes are stopped
         stop_for(group.pods[0], 5.0)
         time.sleep(0.2)
         for pid in others:

@@ -1,4 +1,4 @@
-"""A group that is asked to stop: its requests end, then it does."""
+"""Tests groups that get the request to stop: their requests end first, then the group."""
 
 import http.client
 import os
@@ -19,7 +19,7 @@ LATE_S = 1.0
 
 
 class SlowRequest:
-    """A request whose answer goes on until the trigger exists."""
+    """A request that is answered until the trigger exists."""
 
     def __init__(self, group: TinyGroup) -> None:
         self._connection = http.client.HTTPConnection(
@@ -36,7 +36,7 @@ class SlowRequest:
         return self.answer.readline()
 
     def read_rest(self) -> bytes:
-        """Returns what comes until the connection ends, however it does."""
+        """Reads until the connection ends in any way, and returns the data."""
         try:
             return self.answer.read()
         except (OSError, http.client.HTTPException):
@@ -44,7 +44,7 @@ class SlowRequest:
 
 
 def is_refused(group: TinyGroup) -> bool:
-    """Returns whether a new request is refused; one that is answered is given up."""
+    """Returns whether a new request is refused. Gives up a request that is answered."""
     request = SlowRequest(group)
     request.close()
     return request.answer.status == 503
@@ -63,7 +63,10 @@ def ask_slowly(group: TinyGroup) -> SlowRequest:
 
 
 def ask_to_stop(group: TinyGroup, *pods: int) -> float:
-    """Sends SIGTERM; returns when, once every pod says that it is not ready."""
+    """Sends SIGTERM, and waits until every pod reports that it is not ready.
+
+    Returns the time of the signal.
+    """
     asked = time.monotonic()
     for index in pods:
         group.pods[index].process.terminate()
@@ -93,7 +96,9 @@ def test_a_running_request_ends_before_its_group(tmp_path: Path, asked: tuple[in
 
 
 @pytest.mark.parametrize("asked", [(0, 1), (1,)], ids=str)
-def test_past_the_drain_timeout_the_group_ends_anyway(tmp_path: Path, asked: tuple[int, ...]) -> None:
+def test_a_group_with_a_running_request_ends_at_the_drain_timeout(
+    tmp_path: Path, asked: tuple[int, ...]
+) -> None:
     with tiny_group(tmp_path, drain_timeout_s=DRAIN_S) as group:
         request = serve_slowly(group)
         stopped = ask_to_stop(group, *asked)
@@ -129,7 +134,7 @@ def test_a_second_signal_ends_the_supervisor_immediately(tmp_path: Path) -> None
             pod.process.send_signal(signal.SIGINT)
         assert group.wait_exits(asked_again + STOP_LIMIT_S) == [names.EXIT_OK] * 2
         assert group.marked() == []
-        request.close()  # until then it runs
+        request.close()  # until then, the group runs
 
 
 def test_a_rank_that_dies_during_a_drain_ends_the_group_and_is_reported(tmp_path: Path) -> None:
@@ -147,7 +152,7 @@ def test_a_rank_that_dies_during_a_drain_ends_the_group_and_is_reported(tmp_path
 
 
 def check_its_end(group: TinyGroup, request: SlowRequest, trigger: Path) -> None:
-    """The request ends only when the test asks it to, and then the group does."""
+    """Checks that the request ends only by the trigger, and that the group ends after that."""
     assert request.read_line() == b"line\n"
     assert [pod.is_alive() for pod in group.pods] == [True, True], group.logs()
     trigger.touch()
@@ -184,7 +189,10 @@ def test_a_drain_of_a_pod_that_lost_its_leader_on_a_busy_machine_fails_no_group(
 
 
 def turns_come_late(pod: Pod) -> None:
-    """Stops a supervisor for less than its peer waits; it says so, and is waited for longer from then on."""
+    """Stops a supervisor for less than its peer waits.
+
+    The supervisor reports this, and its peers wait longer.
+    """
     pod.process.send_signal(signal.SIGSTOP)
     wait(LATE_S)
     pod.process.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A group of real supervisors loses a rank: all end within 2 s, and name the same culprit."""
+"""Tests groups of real supervisors that lose a rank: all processes end within 2 s, and name one culprit."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
 from vllm_heteroinfer.launch.supervised_process import STOPPED_LIMIT_S
 
 LIMIT_S = 2.0
-"""From a death to the exit of every supervisor of the group."""
+"""Seconds from a death to the exit of every supervisor of the group."""
 
 
 def end_of(group: TinyGroup, death: float, limit_s: float = LIMIT_S) -> list[int]:
-    """Returns the exit codes; checks that all name one culprit and that nothing is left."""
+    """Checks that all pods name one culprit and that no process is left. Returns the exit codes."""
     codes = group.wait_exits(death + limit_s)
     assert all(codes), group.logs()
     failures = [pod.failure() for pod in group.pods]
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_reported_by_all_pods(tmp_path: Path, victim: int, do: 
     assert codes[1 - pod] == names.EXIT_PEER_FAILED
 
 
-def test_killed_rank_with_2_gib_is_seen_before_its_memory_is_freed(tmp_path: Path) -> None:
+def test_a_killed_rank_with_2_gib_is_reported_before_its_memory_is_freed(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "allocate"}) as group:
         group.start()
         group.wait_ready()
@@ -99,7 +99,9 @@ def test_the_error_of_a_rank_that_raises_is_quoted(tmp_path: Path, culprit: int)
 
 
 @pytest.mark.parametrize("accusers", [(0,), (1,), (0, 1)])
-def test_ranks_that_disagree_name_the_rank_that_differs(tmp_path: Path, accusers: tuple[int, ...]) -> None:
+def test_ranks_with_different_settings_name_the_different_rank(
+    tmp_path: Path, accusers: tuple[int, ...]
+) -> None:
     with tiny_group(tmp_path, do=dict.fromkeys(accusers, "accuse")) as group:
         group.start()
         group.wait_ready()
@@ -214,12 +216,12 @@ def test_a_silent_supervisor_is_reported_and_ends_when_it_resumes(tmp_path: Path
         assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, victim)
         found = re.search(r"was silent for ([\d.]+) s.*the limit is ([\d.]+) s", failure.message)
         assert found is not None, failure.message
-        # The setting of 1.5 s, and more where the machine was busy; then the usual 2 s.
+        # The setting of 1.5 s, more if the machine was busy, and then the usual 2 s.
         assert float(found[1]) < float(found[2]) + LIMIT_S, failure.message
         assert took_s < float(found[1]) + LIMIT_S, failure.message
         os.kill(group.pods[victim].process.pid, signal.SIGCONT)
         assert group.pods[victim].process.wait(LIMIT_S + 1.0) == names.EXIT_RANK_FAILED
-        # It lives, but its peer did not close the connection for nothing.
+        # The supervisor lives, but its peer closed the connection with a reason.
         assert group.pods[victim].failure().message == failure.message
         assert group.marked() == []
 
@@ -227,7 +229,7 @@ def test_a_silent_supervisor_is_reported_and_ends_when_it_resumes(tmp_path: Path
 def test_distinguishes_a_stuck_rank_from_a_waiting_rank(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={0: "wait", 1: "hang"}, env={names.ENV_STEP_TIMEOUT: "1"}) as group:
         group.start()
-        # The deadline counts from the step's start, so readiness may be too short to be seen.
+        # The deadline counts from the start of the step, so the group may be ready only for a moment.
         end_of(group, time.monotonic(), limit_s=20.0)
     failure = group.pods[0].failure()
     assert (failure.reason, failure.rank) == (FailureReason.STEP_TIMEOUT, 1)
@@ -296,7 +298,7 @@ def test_the_failure_shows_the_blamed_ranks_own_error(tmp_path: Path, do: str) -
     assert failure.last_log == "RuntimeError: expert weights: Input/output error"
 
 
-def test_an_own_error_with_the_text_of_a_lost_peer_is_reported(tmp_path: Path) -> None:
+def test_a_ranks_own_error_with_the_text_of_a_lost_peer_is_reported(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1, 1, 1), do={1: "nfs"}) as group:
         group.start()
         group.wait_ready()
@@ -323,7 +325,7 @@ def test_names_a_rank_that_stopped_reporting(tmp_path: Path) -> None:
 
 
 def engine_of(group: TinyGroup) -> int:
-    """Returns the process that the API server has for its engine, once there is one."""
+    """Waits for the process that the API server uses as its engine, and returns it."""
 
     def find() -> re.Match[str] | None:
         return re.search(r"engine (\d+) runs", group.pods[0].log.read_text())

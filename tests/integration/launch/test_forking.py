@@ -1,4 +1,4 @@
-"""A pod's first rank forks the others: they are the supervisor's children, and failures name who failed."""
+"""Tests that a pod's first rank forks the others, and that failures name the failed process."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.integration.launch.groups import TinyGroup, environ, tiny_group, wait
 
 LIMIT_S = 2.0
 GONE_S = 10.0
-"""On a busy machine; what is left for good is found as well."""
+"""On a busy machine. A process that stays for good is found, too."""
 
 
 def stat(pid: int) -> list[str]:
@@ -30,7 +30,7 @@ def test_forks_are_children_of_the_supervisor_in_sessions_of_their_own(tmp_path:
             _, parent, process_group, session = stat(pid)[:4]
             assert int(parent) == group.pods[0].process.pid
             assert int(process_group) == int(session) == pid
-        # Forked, not started: the variables of its exec are the first rank's.
+        # A forked process has the variables of the first rank's exec.
         assert f"{names.ENV_RANK}=0" in environ(children[1])
         assert len(group.marked()) == 1 + len(children)
         output = group.pods[0].log.read_text()
@@ -94,7 +94,7 @@ def test_supervisor_killed_during_forks_leaves_no_process(tmp_path: Path, delay_
     with tiny_group(tmp_path, (4,)) as group:
         group.start()
         wait_until(lambda: imports(group), 20, group.logs)
-        time.sleep(0.1 + delay_ms / 1000)  # the moment is what is tried, not what is waited for
+        time.sleep(0.1 + delay_ms / 1000)  # the test chooses a random moment, and waits for nothing
         group.pods[0].process.kill()
         group.pods[0].process.wait(LIMIT_S)
         wait_until(lambda: group.marked() == [], GONE_S, group.logs)

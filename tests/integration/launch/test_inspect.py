@@ -1,4 +1,4 @@
-"""`heteroinfer-worker inspect` as a pod runs it: output, exit code, termination message."""
+"""Tests `heteroinfer-worker inspect` as a pod runs it: output, exit code, termination message."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from tests.unit.contract.test_model_files import CONFIG, write_model
 
 NUM_LAYERS = 128
-"""More than the largest dense models have (126)."""
+"""More layers than the largest dense models have (126)."""
 MAX_MEMORY_BYTES = 2 << 30
 
 

@@ -1,4 +1,4 @@
-"""Groups of real supervisors start, refuse, time out and stop."""
+"""Tests groups of real supervisors that start, refuse pods, exceed their time limits, and stop."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ STOP_LIMIT_S = 5.0
 
 
 def stop(group: TinyGroup, *pods: int) -> float:
-    """Asks pods to stop; returns when."""
+    """Sends SIGTERM to pods, and returns the time."""
     for index in pods:
         group.pods[index].process.terminate()
     return time.monotonic()
@@ -63,7 +63,7 @@ def test_stopped_group_exits_with_0_and_leaves_nothing(tmp_path: Path, when: str
         elif when == "starting":
             wait_until(lambda: all(pod.is_alive() for pod in group.pods), 20, group.logs)
         else:
-            # Its interpreter has not come to our code yet, so SIGTERM itself ends it.
+            # Its interpreter has not reached our code yet, so SIGTERM itself ends it.
             wait_until(lambda: len(group.marked()) == 2, 20, group.logs)
         asked = stop(group, 0, 1)
         codes = group.wait_exits(asked + STOP_LIMIT_S)
@@ -109,10 +109,10 @@ def test_follower_with_another_plan_is_refused_by_all(tmp_path: Path) -> None:
     ("epoch", "group_uid", "difference"),
     [(1, "uid-1", "epoch must be 2 (got 1)"), (2, "uid-0", "group uid must be uid-1 (got uid-0)")],
 )
-def test_a_stray_pod_is_refused_and_the_group_keeps_running(
+def test_a_pod_of_another_epoch_or_group_is_refused_and_the_group_keeps_running(
     tmp_path: Path, epoch: int, group_uid: str, difference: str
 ) -> None:
-    with tiny_group(tmp_path, key=None) as group:  # with keys, only who has the epoch's gets an answer
+    with tiny_group(tmp_path, key=None) as group:  # with keys, only pods with the epoch's key get an answer
         group.start()
         group.wait_ready()
         beside = with_free_health_port(group.launches[1])
@@ -220,7 +220,8 @@ def test_worker_starts_in_less_than_300_ms_of_cpu_and_imports_no_torch() -> None
         "print(sorted({'torch', 'vllm', 'numpy', 'prometheus_client'} & loaded))"
     )
     took_s: list[float] = []
-    while len(took_s) < 20 and not (took_s and min(took_s) < 0.3):  # what runs beside it makes it longer
+    # other processes of this machine make it longer
+    while len(took_s) < 20 and not (took_s and min(took_s) < 0.3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=20
@@ -232,13 +233,13 @@ def test_worker_starts_in_less_than_300_ms_of_cpu_and_imports_no_torch() -> None
 
 
 def with_free_health_port(launch: PodLaunch) -> PodLaunch:
-    """Returns the launch with a health port of its own, so that a second pod can stand beside the first."""
+    """Returns the launch with another health port, so that a second pod can run beside the first."""
     own = dataclasses.replace(launch.address, health_port=free_port())
     hosts = tuple(own if i == launch.pod_index else host for i, host in enumerate(launch.addresses))
     return dataclasses.replace(launch, addresses=hosts)
 
 
-def test_sigterm_ends_a_worker_from_its_first_instant(tmp_path: Path) -> None:
+def test_sigterm_ends_a_worker_at_any_moment_of_its_start(tmp_path: Path) -> None:
     """PID 1 has no default action for SIGTERM.
 
     Without a handler, the signal is lost, and the pod waits for its whole grace period.
@@ -249,9 +250,9 @@ def test_sigterm_ends_a_worker_from_its_first_instant(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=20
     )
-    assert done.stdout == "set()\n", "what takes long is loaded after the handler is there"
+    assert done.stdout == "set()\n", "slow imports come after the signal handler is set"
     bit = 1 << (signal.SIGTERM - 1)
-    with tiny_group(tmp_path) as group:  # its follower waits for a leader that does not come
+    with tiny_group(tmp_path) as group:  # the follower waits for a leader that does not exist
         env = {
             **os.environ,
             **group.plan.to_env(),

@@ -1,4 +1,4 @@
-"""Supervisors on machines that are not as they should be: odd programs beside them, a full disk."""
+"""Tests supervisors on unusual machines: odd names of processes, a full disk, strangers, slow DNS."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from vllm_heteroinfer.launch.cli import MAX_OPEN_FILES
 from vllm_heteroinfer.rank import step_metrics
 
 NAME_OF_8_LETTERS = "процессы"
-"""16 bytes, of which the kernel keeps 15 (prctl(2), PR_SET_NAME): no UTF-8."""
+"""16 bytes, of which the kernel keeps 15 (prctl(2), PR_SET_NAME). The result is no valid UTF-8."""
 RENAMED = (
     "import ctypes, sys, time\nctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)\ntime.sleep(60)"
 )
@@ -33,7 +33,7 @@ RENAMED = (
 
 @contextmanager
 def renamed_process() -> Iterator[int]:
-    """Yields a process of such a name."""
+    """Yields a process with this name."""
     process = subprocess.Popen([sys.executable, "-c", RENAMED, NAME_OF_8_LETTERS])
     try:
         expected = NAME_OF_8_LETTERS.encode()[:15]
@@ -105,7 +105,7 @@ def test_a_full_log_disk_delays_no_rank(tmp_path: Path) -> None:
         pod = group.start_pod(0, stdout=full)
         os.close(full)
         wait_until(pod.is_ready, 60, group.logs)
-        # A pipe holds 64 KiB: more is written only while somebody reads it.
+        # A pipe holds 64 KiB. A process writes more only while another process reads.
         wait_until(lambda: max(map(written_bytes, group.marked())) > 10 << 20, 30, group.logs)
         pod.process.terminate()
         assert group.wait_exits(time.monotonic() + 10) == [0]
@@ -113,7 +113,7 @@ def test_a_full_log_disk_delays_no_rank(tmp_path: Path) -> None:
 
 def test_a_blocked_disk_does_not_delay_the_end(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
-        os.mkfifo(tmp_path / "0-0.termination")  # a writer waits for a reader, and none comes
+        os.mkfifo(tmp_path / "0-0.termination")  # a writer waits for a reader, and there is none
         group.start()
         group.wait_ready()
         os.kill(group.rank_pid(1), signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_strangers_that_use_all_file_descriptors_do_not_end_the_group(tmp_path: 
         with contextlib.ExitStack() as strangers:
             for _ in range(100):
                 for port in ports:
-                    with contextlib.suppress(OSError):  # nobody is free to take it
+                    with contextlib.suppress(OSError):  # no descriptor is free for it
                         strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.2))
             time.sleep(1)
             assert [pod.process.poll() for pod in group.pods] == [None, None], group.logs()
@@ -157,7 +157,7 @@ def test_idle_connections_take_no_threads_of_a_rank() -> None:
             assert answer.status == 200
         most = before + step_metrics.MAX_CONNECTIONS
         wait_until(lambda: threading.active_count() <= most, 4)
-        wait_until(lambda: threading.active_count() <= before, 15)  # idle ones are ended
+        wait_until(lambda: threading.active_count() <= before, 15)  # idle connections are ended
     assert failures == []
 
 
@@ -201,6 +201,6 @@ def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path: Path) -> None:
 
 
 def written_bytes(pid: int) -> int:
-    """Returns how much a process has written."""
+    """Returns the number of bytes that a process has written."""
     fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(fields["wchar"])

@@ -1,4 +1,4 @@
-"""Output passes through the supervisor: whole, prefixed, without holding it up or filling its memory."""
+"""Tests that the supervisor passes all output on, and that output neither delays nor fills it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def memory_bytes(pid: int) -> int:
-    """Returns the most memory a process has held, in bytes."""
+    """Returns the peak memory of a process, in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -23,7 +23,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def written_bytes(supervisor: int) -> int:
-    """Returns how much the one rank of a supervisor has written, in bytes."""
+    """Returns the bytes that the only rank of a supervisor has written."""
     (rank,) = child_pids(supervisor)
     fields = dict(line.split(": ") for line in Path(f"/proc/{rank}/io").read_text().splitlines())
     return int(fields["wchar"])
@@ -48,17 +48,17 @@ def test_a_stalled_reader_delays_the_rank_but_not_the_supervisor(tmp_path: Path)
         group.start_pod(0)
         stalled = group.start_pod(1, stdout=subprocess.PIPE)
         group.wait_ready()
-        # Four times the heart-beat deadline.
+        # Four times the deadline for heartbeats.
         end = time.monotonic() + 6.0
         wait_until(lambda: time.monotonic() > end or not group.pods[0].is_ready(), 10)
         assert [pod.is_ready() for pod in group.pods] == [True, True], group.pods[0].log.read_text()
         assert memory_bytes(stalled.process.pid) < 100 << 20
-        # The rank waits in the middle of its chat.
+        # The rank waits in the middle of its output.
         assert 100 * 60 < written_bytes(stalled.process.pid) < LINES * 60
         stalled.process.terminate()
         output, _ = stalled.process.communicate(timeout=20)
     numbers = [int(line.split()[3]) for line in output.splitlines() if line.startswith(b"[rank 1] line ")]
-    # Once it is read again the rank may write the rest before it is asked to end.
+    # When the output is read again, the rank writes the rest before the test ends it.
     assert len(numbers) > 100
     assert numbers == list(range(len(numbers)))
 

@@ -1,4 +1,4 @@
-"""A stranger on the network ends no group, stands in for no pod and learns nothing; a reset ends no epoch."""
+"""Tests that a stranger on the network cannot end a group, replace a pod or learn data of the group."""
 
 import asyncio
 import contextlib
@@ -24,16 +24,16 @@ from vllm_heteroinfer.pod.health_server import MAX_CONNECTIONS, REQUEST_TIMEOUT_
 
 IDLE = 300
 ON_THEIR_WAY = 32
-"""Connections that a turn of the loop takes in before the oldest are closed."""
+"""Connections that one turn of the loop accepts before it closes the oldest ones."""
 LONGER_THAN_A_HEARTBEAT_S = 2.0
 STRANGER = GroupKey.of_group(b"s" * 32, "uid-1")
 
 
-def answer_to(port: int, said: bytes, timeout_s: float = 10.0) -> bytes:
-    """Returns all that somebody gets who says this on a port, until it is closed."""
+def answer_to(port: int, sent: bytes, timeout_s: float = 10.0) -> bytes:
+    """Sends bytes to a port, and returns the whole answer until the connection is closed."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(sent)
         stranger.settimeout(timeout_s)
         with contextlib.suppress(ConnectionResetError):
             while chunk := stranger.recv(65536):
@@ -60,13 +60,11 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
         hello = Hello(group_uid="uid-1", epoch=launch.epoch, plan_hash=group.plan.hash, pod=1)
         plain = codec.to_json(Message(hello=hello)).encode() + b"\n"
         forged = codec.to_json(build_opening(STRANGER.of_epoch(launch.epoch), 1)).encode() + b"\n"
-        for said in (plain, forged, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n"):
-            assert answer_to(control, said) == b""
+        for sent in (plain, forged, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5000 + b"\n", b"\n"):
+            assert answer_to(control, sent) == b""
         recorded = b"".join(wire.sent)
         answer = json.loads(answer_to(control, recorded))
-        assert set(answer) == {"code", "nonce"}, (
-            "what was recorded opens no connection: only a fresh challenge"
-        )
+        assert set(answer) == {"code", "nonce"}, "a recorded hello gets a new challenge, and no connection"
         lives_on(group)
         assert "connected again" not in group.pods[0].log.read_text()
 
@@ -83,7 +81,7 @@ def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None
             ask_and_read_nothing(strangers, leader.address.health_port)
             most = max(most, len(list(files.iterdir())))
         assert most <= before + MAX_CONNECTIONS + ON_THEIR_WAY
-        # The last are taken in when the first have been answered.
+        # The last connections are accepted after the first ones have been answered.
         wait_until(lambda: len(list(files.iterdir())) <= before, 3 * REQUEST_TIMEOUT_S, group.logs)
         assert leader.is_alive()
 
@@ -97,7 +95,7 @@ async def test_many_simultaneous_clients_are_accepted_a_few_at_a_time() -> None:
     port = free_port()
     await health.start("127.0.0.1", port)
     with contextlib.ExitStack() as strangers:
-        for _ in range(IDLE):  # this process's own loop has no turn meanwhile
+        for _ in range(IDLE):  # the loop of this process does not run in the meantime
             strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.5))
         tasks = len(asyncio.all_tasks())
         most = 0
@@ -123,10 +121,10 @@ def test_open_ports_do_not_reveal_the_group(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
-        said = group.pods[0].get(names.PATH_GROUP)[1]
-        report = json.loads(said)
+        answer = group.pods[0].get(names.PATH_GROUP)[1]
+        report = json.loads(answer)
         assert (report["group_uid"], report["epoch"], report["plan_hash"]) == ("", 0, "")
-        assert group.plan.hash not in said
+        assert group.plan.hash not in answer
         assert len(report["ranks"]) == 2, "progress and step times are open, as the metrics are"
         whole = group.status()
         assert (whole.group_uid, whole.epoch, whole.plan_hash) == ("uid-1", 2, group.plan.hash)
@@ -142,7 +140,7 @@ def test_a_head_request_is_answered_without_a_body(tmp_path: Path) -> None:
         ]
     (head, body), (only_head, nothing) = (whole.split(b"\r\n\r\n", 1) for whole in wholes)
     assert (body, nothing) == (b"ready\n", b"")
-    assert only_head == head, "the head of what a GET would get"
+    assert only_head == head, "the same headers as for a GET"
 
 
 def test_a_group_without_a_key_shows_its_uid_to_everyone(tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
         started = time.monotonic()
         with wired(group) as wire:
             group.wait_ready()
-            assert time.monotonic() - started > 5, "no name was asked for"
+            assert time.monotonic() - started > 5, "no name was resolved"
             log = group.pods[1].log
             for again in (1, 2):
                 asked = log.read_text().count("asks for localhost")

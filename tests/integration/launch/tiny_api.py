@@ -1,13 +1,21 @@
-"""An API server as far as the supervisor knows one: /health answers 200; SIGTERM ends it with 0.
+"""Replaces the API server: /health answers 200, and SIGTERM ends the process with 0.
 
-TINY_API says what it does once TINY_TRIGGER exists: `silent` (answers nothing), `engine` (says that its
-engine answers nothing), `endless` (answers with a line of 100,000 bytes); else it serves on. From its start:
-`asks` (asks its engine, which answers, again and again), `parent` (has a process for an engine, and ends
-with it), `first` (listens once TINY_TRIGGER exists: until then its group generates its first tokens),
-`first_hangs` (nor does it, and its engine answers nothing).
+TINY_API chooses what the process does once TINY_TRIGGER exists:
 
-/slow answers a line every 0.1 s until TINY_TRIGGER exists, and is waited for when the supervisor
-says that the group drains; new requests are then refused.
+- `silent`: it answers no request.
+- `engine`: it reports that its engine does not answer.
+- `endless`: it answers with a line of 100,000 bytes.
+- no value: it continues to serve.
+
+Other values of TINY_API have an effect from the start:
+
+- `asks`: it sends requests to its engine, which answers.
+- `parent`: its engine is a child process, and the API server ends with it.
+- `first`: it listens once TINY_TRIGGER exists. Until then, its group generates its first tokens.
+- `first_hangs`: it never listens, and its engine does not answer.
+
+/slow sends a line every 0.1 s until TINY_TRIGGER exists. When the supervisor announces a drain, running
+requests continue, and new requests are refused.
 """
 
 import contextlib
@@ -27,7 +35,7 @@ from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.pod.channel import RankReporter
 
 running: set[int] = set()
-"""Threads that answer a slow request."""
+"""Threads that answer slow requests."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -44,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def answer_slowly(self) -> None:
+        """Sends lines until the trigger exists, or refuses the request during a drain."""
         if reporter.asked_to_drain():
             self.send_response(503)
             self.end_headers()
@@ -68,14 +77,14 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def drain() -> None:
-    """Tells the supervisor when it has asked to drain and no request runs."""
+    """Confirms the drain to the supervisor once the supervisor has announced it and no request runs."""
     while running or not reporter.asked_to_drain():
         time.sleep(0.05)
     reporter.report_drained()
 
 
 def ask() -> None:
-    """Asks an engine that answers until TINY_TRIGGER exists."""
+    """Sends requests to an engine that answers, until TINY_TRIGGER exists."""
     while not Path(os.environ["TINY_TRIGGER"]).exists():
         time.sleep(0.05)
     reporter.set_work("question 7 to the engine")
@@ -92,7 +101,7 @@ def ask_again_and_again() -> None:
 
 
 def be_parent() -> None:
-    """Ends as the engine, a child of this process, does."""
+    """Ends in the same way as the engine, a child of this process."""
     engine = subprocess.Popen(["sleep", "600"])
     print(f"engine {engine.pid} runs", flush=True)
     code = engine.wait()

@@ -1,18 +1,17 @@
-"""A rank as far as the supervisor knows one: it reports, computes, talks with its peers, and dies on cue.
+"""Replaces a rank: it reports to the supervisor, computes, talks with its peers, and dies on request.
 
-Peers are chained by TCP (rank r connects to rank r - 1), so that a death is felt by its
-neighbours as a real ConnectionResetError or EOF, as in a process group.
+The peers are chained by TCP (rank r connects to rank r - 1). So a neighbour notices a death by a real
+ConnectionResetError or EOF, as in a process group. Environment:
 
-Environment:
     TINY_PORTS: JSON list of a free port for each rank.
-    TINY_DO: JSON object from rank to what it does once ready: `idle` (default), `compute`,
-        `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await` (nor is it, for the
-        next rank), `engine` (nor is it, for the engine), `crawl` (reads until the trigger), `grandchild`,
-        `allocate`, `chat`. From the trigger on: `wait_on_cue` (for rank 1), `mute` (its interpreter does
-        nothing any more), `give_up` (accuses rank 1), `raise_late` (as rank 1 may then), `nfs` (raises as a
-        file system that is gone does).
-    TINY_IMPORT: what the first rank of a pod does before it forks: `exit3`, `hang`, or `refuse` the forks.
-    TINY_TRIGGER: path of a file; `raise`, `exit3`, `accuse`, `mute`, `give_up` and `nfs` act when it exists.
+    TINY_DO: JSON object from rank to its behaviour once it is ready:
+        `idle` (default), `compute`, `raise`, `exit3`, `accuse`, `hang`, `wait`, `late` (never ready), `await`
+        (waits for the next rank instead), `engine` (waits for the engine instead), `crawl` (reads until the
+        trigger), `grandchild`, `allocate`, `chat`. From the trigger on: `wait_on_cue` (for rank 1), `mute`
+        (its interpreter stops), `give_up` (accuses rank 1), `raise_late` (rank 1 raises after that), `nfs`
+        (raises like a lost file system).
+    TINY_IMPORT: behaviour of a pod's first rank before it forks: `exit3`, `hang`, or `refuse` (no forks).
+    TINY_TRIGGER: path of a file. `raise`, `exit3`, `accuse`, `mute`, `give_up` and `nfs` wait for this file.
 """
 
 import ctypes
@@ -35,6 +34,7 @@ from vllm_heteroinfer.pod.lost_peer import Lost
 
 
 def main() -> None:
+    """Runs the rank: it connects, loads, becomes ready unless `do` prevents this, and acts."""
     reporter = RankReporter.from_env(os.environ)
     rank = reporter.rank
     assert rank is not None
@@ -60,6 +60,7 @@ def main() -> None:
 
 
 def connect(rank: int, ports: list[int]) -> list[socket.socket]:
+    """Connects to the rank before, and accepts a connection of the rank after."""
     peers = []
     with socket.create_server(("127.0.0.1", ports[rank])) as server:
         if rank > 0:
@@ -82,7 +83,7 @@ def reach(port: int) -> socket.socket:
 
 
 def watch_peer(reporter: RankReporter, peer: socket.socket) -> None:
-    """Raises as torch.distributed's gloo does when its peer is gone."""
+    """Raises like gloo in torch.distributed when its peer has closed the connection."""
     peer.settimeout(None)
     try:
         ended = not peer.recv(1)
@@ -138,7 +139,7 @@ def raise_on_cue(reporter: RankReporter) -> None:
 
 
 def accuse_on_cue(reporter: RankReporter) -> None:
-    """Ends as ranks do whose settings differ: each names the same one."""
+    """Ends like ranks with different settings, which all accuse the same rank."""
     wait_for_trigger()
     message = "rank 1 has dtype float16, rank 0 has float32"
     reporter.send_failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=message, rank=1))
@@ -146,7 +147,7 @@ def accuse_on_cue(reporter: RankReporter) -> None:
 
 
 def give_up_on_cue(reporter: RankReporter) -> None:
-    """Says that rank 1 gave no answer, before rank 1 has said why."""
+    """Accuses rank 1 of no answer, before rank 1 has reported its own error."""
     wait_for_trigger()
     failure = Failure(reason=FailureReason.STEP_TIMEOUT, message="rank 1 gave no answer", rank=1)
     reporter.send_failure(failure)
@@ -171,7 +172,7 @@ def wait_on_cue(reporter: RankReporter) -> None:
 
 
 def fall_mute(reporter: RankReporter) -> None:
-    """Hangs in a call that holds the interpreter's lock: no thread of Python runs any more."""
+    """Hangs in a call that holds the interpreter's lock, so that no thread of Python runs any more."""
     wait_for_trigger()
     ctypes.PyDLL(None).sleep(600)
 
@@ -183,7 +184,7 @@ def exit_on_cue(reporter: RankReporter) -> None:
 
 
 def start_daemon(reporter: RankReporter) -> None:
-    # It leaves the process group on purpose, as daemons do.
+    # The process leaves the process group on purpose, like a daemon.
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 
@@ -225,7 +226,7 @@ def wait_for_trigger() -> None:
 
 
 def import_all(do: str) -> None:
-    """Does before the forks what an import may do."""
+    """Imports before the forks, and does what `do` requests: exits, hangs, or refuses the forks."""
     if do == "exit3":
         print("no module of that name", flush=True)
         os._exit(3)

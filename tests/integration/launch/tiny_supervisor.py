@@ -1,7 +1,7 @@
-"""A real supervisor whose ranks are small Python processes; run it with `python -m`.
+"""Runs a real supervisor with small Python processes as ranks. Run it with `python -m`.
 
-The first rank of a pod forks the others and the API server, as in the product; with TINY_NO_FORKS each
-process is started by itself, with TINY_NO_API there is no API server.
+The first rank of a pod forks the other ranks and the API server, as in the product. With TINY_NO_FORKS, each
+process is started separately. With TINY_NO_API, there is no API server.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A network between follower and leader that records what passes, and that can be cut."""
+"""Runs a network between follower and leader that records the data, and that can be cut."""
 
 import contextlib
 import dataclasses
@@ -11,10 +11,10 @@ from tests.integration.launch.groups import TinyGroup
 
 
 class Wire:
-    """A connection on its way: what passes is recorded, and it can be cut as a network does.
+    """A relayed connection: it records the data, and can be cut like a network.
 
     Attributes:
-        swallows: how many connections are accepted next of which nothing passes.
+        swallows: number of next connections that are accepted but not relayed.
         refuses: whether connections are reset immediately.
     """
 
@@ -32,6 +32,7 @@ class Wire:
         self._accepting.start()
 
     def _accept(self) -> None:
+        """Accepts connections, and swallows, refuses or relays each."""
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._server.accept()
@@ -66,8 +67,8 @@ class Wire:
                 end.shutdown(socket.SHUT_RDWR)
 
     def reset(self) -> None:
-        """Cuts the connection: both ends get a RST."""
-        cut, self._ends = self._ends, []  # or the threads that copy would say that it ended in order
+        """Cuts the connection. Both ends get a RST."""
+        cut, self._ends = self._ends, []  # or the copying threads would close the connection in order
         for end in cut:
             with contextlib.suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -75,7 +76,7 @@ class Wire:
                 end.close()
 
     def close(self) -> None:
-        """Ends the thread that accepts, and closes all that passed."""
+        """Ends the accepting thread, and closes all connections."""
         self._closed = True
         socket.create_connection(("127.0.0.1", self.port)).close()
         self._accepting.join(5)

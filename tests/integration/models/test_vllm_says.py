@@ -1,4 +1,4 @@
-"""What is recorded of vLLM and transformers is what they say now, in the worker's own environment."""
+"""Tests that our records of vLLM and transformers equal their present answers."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ from tests.shapes.comparison import recorded
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 SHAPES = ("gemma-3-27b-it", "DeepSeek-V2-Lite-Chat", "Nemotron-H-8B-Base-8K")
-"""Windows, latents, states."""
+"""Models with sliding windows, latents and states."""
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, timeout=900, capture_output=True, text=True, check=False)
 
 
-def test_weights_and_kv_caches_of_vllm_equal_the_record() -> None:
+def test_sizes_of_weights_and_kv_caches_in_vllm_equal_the_record() -> None:
     done = _run("tests.shapes.oracle", *SHAPES)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -43,12 +43,12 @@ def test_weights_and_kv_caches_of_vllm_equal_the_record() -> None:
     }
 
 
-def test_defaults_of_configs_equal_transformers() -> None:
+def test_recorded_defaults_of_configs_equal_those_of_transformers() -> None:
     done = _run("tests.shapes.defaults", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_architectures_equal_vllms_registry() -> None:
+def test_recorded_architectures_equal_vllms_registry() -> None:
     done = _run("tests.shapes.architectures", "--check")
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -56,15 +56,15 @@ def test_architectures_equal_vllms_registry() -> None:
 def test_methods_of_quantization_take_the_types_of_the_table() -> None:
     done = _run("tests.shapes.quantization")
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    output = json.loads(done.stdout.splitlines()[-1])
     known = set(ELEMENT_BYTES)
-    assert {method: known & set(dtypes) for method, dtypes in said["dtypes"].items()} == METHOD_DTYPES
-    assert set(said["deprecated"]) == DEPRECATED_METHODS
+    assert {method: known & set(dtypes) for method, dtypes in output["dtypes"].items()} == METHOD_DTYPES
+    assert set(output["deprecated"]) == DEPRECATED_METHODS
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    """What vLLM's own choosers say of kernels on CPUs."""
+    """Returns vLLM's present answers about kernels on CPUs."""
     done = _run("tests.shapes.kernels")
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -78,7 +78,7 @@ def test_kernels_for_experts_take_the_routing_methods_of_the_table(kernels: dict
         assert {routing.value for routing in ours} == known & set(methods), scheme
 
 
-def test_cpu_routers_support_every_method_only_with_our_patch(kernels: dict[str, Any]) -> None:
+def test_vllms_cpu_routers_support_every_method_only_with_our_patch(kernels: dict[str, Any]) -> None:
     of_vllm, patched = kernels["routers"]
     assert [kind for kind, each in of_vllm.items() if not each["computes"]] == ["sigmoid", "sigmoid biased"]
     assert not of_vllm["softmax biased"]["heeds"]
@@ -93,11 +93,11 @@ def test_activations_of_experts_match_the_table(kernels: dict[str, Any]) -> None
         assert CPU_EXPERTS[SchemeName(scheme)].activations == set(activations), scheme
 
 
-def test_kernels_for_experts_need_amx_as_the_table_states(kernels: dict[str, Any]) -> None:
+def test_exactly_the_formats_with_instructions_in_the_table_need_amx(kernels: dict[str, Any]) -> None:
     with_amx, without = kernels["experts"]
     assert set(with_amx.values()) == {True}
     needs = {SchemeName(scheme): not runs for scheme, runs in without.items()}
-    # Our kernels take FP8 in blocks on CPUs with AVX-512 (patches/cpu_experts.py).
+    # Our kernels compute FP8 in blocks on CPUs with AVX-512 (patches/cpu_experts.py).
     assert needs == {scheme: bool(CPU_EXPERTS[scheme].instructions) for scheme in needs}
     # What vLLM packs as int4 for its kernel.
     packed = {CPU_EXPERTS[scheme] for scheme in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)}
@@ -143,7 +143,7 @@ def test_latent_attention_needs_amx_and_has_the_type_of_the_table(kernels: dict[
 
 @pytest.fixture(scope="module")
 def said_of_classes() -> dict[str, Any]:
-    """What vLLM's classes say of themselves on CPUs."""
+    """Returns the present properties of vLLM's classes on CPUs."""
     done = _run("tests.shapes.classes")
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -151,14 +151,14 @@ def said_of_classes() -> dict[str, Any]:
 
 @pytest.fixture
 def classes(said_of_classes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What they say, by architecture."""
+    """Returns these properties by architecture."""
     return dict(said_of_classes["classes"])
 
 
 def test_models_with_bidirectional_image_attention_are_listed(said_of_classes: dict[str, Any]) -> None:
     types = said_of_classes["both_ways"]
     assert types == ["bagel", "gemma3", "molmo2", "moondream3", "paligemma"]
-    # An architecture for each, one with two names; and Gemma-4, whose config says it.
+    # The record has one architecture per class, and one class has two names. For Gemma-4, the config decides.
     named = {name.lower() for name in IMAGES_ATTEND_BOTH_WAYS}
     assert all(any(name.startswith(each) for name in named) for each in types)
     assert {name for name in named if not name.startswith(tuple(types))} == {
@@ -171,21 +171,21 @@ def test_models_with_bidirectional_image_attention_are_listed(said_of_classes: d
 def test_models_that_use_layers_of_other_stages_are_listed(
     classes: dict[str, dict[str, Any]],
 ) -> None:
-    broken = {name for name, said in classes.items() if said.get("pipeline") and said["all_layers"]}
+    broken = {name for name, output in classes.items() if output.get("pipeline") and output["all_layers"]}
     assert broken == BROKEN_PIPELINE
 
 
-def test_models_with_own_kv_blocks_are_vllm_classes(classes: dict[str, dict[str, Any]]) -> None:
+def test_listed_models_with_own_kv_blocks_are_classes_of_vllm(classes: dict[str, dict[str, Any]]) -> None:
     assert len(classes) > 200
     assert set(classes) >= OWN_CPU_BLOCKS
 
 
-def test_sizes_of_gemma_4_equal_the_sizes_of_its_class() -> None:
+def test_our_sizes_of_gemma_4_equal_the_sizes_of_vllms_class() -> None:
     done = _run("tests.shapes.gemma4")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {"shared", "dense", "experts"}
     for name, off in found.items():
         for what, part in off.items():
-            # Where keys are values too, vLLM keeps both projections, of which files have one.
+            # If keys are also values, vLLM has two projections, but the files have one.
             assert abs(part) < (1e-6 if what.startswith("KV") else 0.005), (name, what, part)

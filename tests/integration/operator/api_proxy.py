@@ -1,4 +1,4 @@
-"""A proxy in front of the API server that fails on demand."""
+"""Runs a proxy in front of the API server, which fails as a test requests."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "h
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Fault:
-    """How the proxy treats matching requests; the first matching fault applies.
+    """How the proxy treats matching requests. The first matching fault applies.
 
     Attributes:
         path: regular expression, searched in the path with its query; a watch contains `watch=true`.
@@ -143,6 +143,7 @@ class ApiProxy:
         return await self._forward(request, body)
 
     async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Forwards a request to the API server, and its answer to the client."""
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _HOP_BY_HOP}
         async with self._session.request(
             request.method,
@@ -164,6 +165,7 @@ class ApiProxy:
     async def _watch(
         self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse
     ) -> web.StreamResponse:
+        """Relays the parts of a watch until the watch ends, or until the test cuts it."""
         task = asyncio.current_task()
         assert task is not None
         self._watches[task] = request.path_qs

@@ -1,4 +1,4 @@
-"""A control plane with the installed CRD, a namespace for each test, and clients."""
+"""Provides a control plane with the installed CRD, a namespace for each test, and clients."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,14 +21,14 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def crd(control_plane: Cluster) -> str:
-    """Name of the installed CustomResourceDefinition."""
+    """Installs the CustomResourceDefinition, and returns its name."""
     apply_crds(control_plane, build_crd())
     return CrdName
 
 
 @pytest.fixture
 def namespace(control_plane: Cluster) -> Iterator[str]:
-    """A namespace for this test alone."""
+    """Creates a namespace for this test alone."""
     name = f"operator-{next(_NUMBERS)}"
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
@@ -38,7 +38,7 @@ def namespace(control_plane: Cluster) -> Iterator[str]:
 
 @pytest_asyncio.fixture
 async def server(control_plane: Cluster, crd: str) -> AsyncIterator[ApiServer]:
-    """The API server with all permissions, through the operator's own client."""
+    """Yields the API server with all permissions, through the operator's own client."""
     api_server = ApiServer(await load_configuration(str(control_plane.kubeconfig)))
     yield api_server
     await api_server.close()
@@ -72,6 +72,7 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
     releases: list[str] = []
 
     def install_chart(*values: str) -> Installation:
+        """Installs the chart with these values, and returns the installation."""
         release = f"rel{next(_NUMBERS)}"
         sets = ("replicas=0", "crds.install=false", *values)
         options = ["-f", str(LEAST_VALUES), *(option for value in sets for option in ("--set", value))]

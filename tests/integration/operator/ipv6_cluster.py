@@ -1,10 +1,10 @@
-"""A cluster without IPv4 around real processes; run in network and mount namespaces of its own.
+"""Runs a cluster without IPv4 around real processes, in its own network and mount namespaces.
 
 `python -m tests.integration.operator.ipv6_cluster MODEL SCRATCH` starts a control plane at an IPv6 address,
-installs the chart, and plays the kubelet: it starts what pods say - the operator, a fetch, the workers of a
-group - each in a network namespace that has no IPv4 address, not even on loopback. It asks the group through
-the clients' Service, from a namespace with kube-proxy's rules. It prints what it saw as JSON.
-See `test_ipv6_only.py`.
+installs the chart, and plays the kubelet: it starts the commands of pods (operator, fetch, workers of a
+group), each in a network namespace without any IPv4 address, not even on loopback. It sends requests to the
+group through the clients' Service, from a namespace with kube-proxy's rules. It prints what it saw as JSON,
+for `test_ipv6_only.py`.
 """
 
 import base64
@@ -50,7 +50,7 @@ def address(namespace: int) -> str:
 
 
 def get(host: str, port: int, path: str) -> str | None:
-    """Returns what a URL answers; None as long as it is not 200."""
+    """Returns the answer of a URL, or None if the status is not 200."""
     try:
         with DIRECT.open(f"http://[{host}]:{port}{path}", timeout=5) as answer:
             return str(answer.read().decode())
@@ -68,7 +68,7 @@ def wait(what: str, check: Callable[[], Any]) -> Any:
 
 
 class Kubelet:
-    """Starts what pods of the API server say as processes, and reports them."""
+    """Starts the commands of pods of the API server as processes, and reports the pods' status."""
 
     def __init__(self, cluster: Cluster, scratch: Path, inside: list[tuple[str, ...]]) -> None:
         self.cluster, self.scratch, self.inside = cluster, scratch, inside
@@ -200,7 +200,7 @@ def add_node(cluster: Cluster) -> None:
 
 
 def start_operator(kubelet: Kubelet) -> None:
-    """Installs the chart, and starts its pod, which finds the API server as every pod does."""
+    """Installs the chart, and starts its pod. The operator finds the API server as every pod does."""
     cluster = kubelet.cluster
     values = ("-f", str(REPOSITORY / "tests/cluster/values.yaml"))
     chart = str(REPOSITORY / "charts/heteroinfer")
@@ -240,7 +240,7 @@ def resource(hub: HubServer) -> str:
 
 
 def fetch_model(kubelet: Kubelet, hub: HubServer) -> dict[str, Any]:
-    """Runs the pod that downloads the model; returns the status in the middle of the download."""
+    """Runs the pod that downloads the model. Returns the resource's status in the middle of the download."""
     hub.pause_after_bytes = PAUSE_BYTES
     selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_FETCH}"
     (pod,) = wait("the fetch pod", lambda: kubelet.pods(NAMESPACE, selector))
@@ -262,7 +262,7 @@ def fetch_model(kubelet: Kubelet, hub: HubServer) -> dict[str, Any]:
 
 
 def serve(kubelet: Kubelet) -> list[Pod]:
-    """Runs the pods of the group until all are Ready; returns them."""
+    """Runs the pods of the group until all are Ready, and returns them."""
     selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
 
     def both() -> list[Pod]:
@@ -313,7 +313,7 @@ def start_proxy(kubelet: Kubelet) -> None:
 
 
 def ask(kubelet: Kubelet, url: str, prompt: list[int]) -> list[int] | None:
-    """Returns the tokens that a client gets at a URL; None without an answer."""
+    """Returns the tokens of a completion at a URL, or None without an answer."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -330,7 +330,7 @@ def ask(kubelet: Kubelet, url: str, prompt: list[int]) -> list[int] | None:
 
 
 def main(model: Path, scratch: Path) -> None:
-    """Runs everything, and prints what was seen."""
+    """Runs all parts, and prints what it saw."""
     run("ip", "link", "set", "lo", "up")
     run("sysctl", "-qw", "net.ipv6.conf.all.forwarding=1")
     (scratch / "hosts").touch()

@@ -46,4 +46,4 @@ async def becomes(server: ApiServer, namespace: str, status: str, condition: tup
         assert judge(resource) == status, resource
         return True
 
-    await until(f"{kind} {wanted} {reason}", holds, timeout_s=30, said=lambda: json.dumps(seen, indent=1))
+    await until(f"{kind} {wanted} {reason}", holds, timeout_s=30, details=lambda: json.dumps(seen, indent=1))

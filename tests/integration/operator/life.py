@@ -1,4 +1,4 @@
-"""The life of the resource `tiny` under the operator; the tests play the kubelet."""
+"""Brings the resource `tiny` through its life under the operator. The tests play the kubelet."""
 
 import json
 from collections import defaultdict
@@ -62,7 +62,10 @@ def pod_of(namespace: str, ordinal: int, index: int) -> str:
 
 
 async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
-    """Returns the names of the living worker pods of the nth epoch."""
+    """Returns the names of the living worker pods of the nth epoch.
+
+    Also records the epochs of all worker pods, for `nth_epoch`.
+    """
     found = [
         pod["metadata"]
         for pod in await stored(server, POD, namespace)
@@ -82,7 +85,7 @@ async def bind(server: ApiServer, namespace: str, pod: str, node: str) -> None:
 
 
 async def serve_epoch(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
-    """Runs the pods of an epoch, and returns their names once the resource is Ready."""
+    """Runs the pods of an epoch. Waits until the resource is Ready, and returns the pods' names."""
 
     async def both() -> list[str]:
         found = await workers(server, namespace, ordinal)
@@ -100,7 +103,7 @@ async def is_ready(server: ApiServer, namespace: str) -> bool:
 
 
 async def bring_up(server: ApiServer, namespace: str) -> list[str]:
-    """Creates a resource, and returns its pods once it serves."""
+    """Creates a resource, waits until it serves, and returns its pods."""
     await create_resource(server, namespace)
 
     async def inspect_pod() -> str:

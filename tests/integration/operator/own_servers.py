@@ -1,4 +1,4 @@
-"""Servers in a test that leave no connection to the end of the event loop, which would warn about it."""
+"""Runs servers in a test that close all connections before the end of the event loop, which would warn."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,16 @@ from aiohttp import web
 async def stream_server(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[asyncio.Server]:
-    """Serves each connection by `serve`, then closes it. The end of the context breaks off the others.
+    """Serves each connection by `serve`, and closes it. Aborts open connections at the end of the context.
 
     `asyncio.start_server` alone leaves connections open: the event loop cancels their tasks at its end, and
-    warns about each transport that nothing has closed.
+    warns about each open transport.
     """
     serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
     ended = False
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection, and removes it from the open ones."""
         task = asyncio.current_task()
         assert task is not None
         serving[task] = writer
@@ -47,7 +48,7 @@ async def stream_server(
 
 
 async def end_tls(runner: web.AppRunner) -> None:
-    """Ends a web server that uses TLS, and breaks off its connections.
+    """Ends a web server that uses TLS, and aborts its connections.
 
     `cleanup` alone closes a connection only after its client has confirmed the end of TLS, and the event loop
     does not wait for that.

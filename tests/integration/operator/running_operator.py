@@ -33,7 +33,7 @@ CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0
 
 SPEC: dict[str, Any] = {
-    # There are no nodes here: pods are created without free capacity.
+    # There are no nodes here, so the operator must create pods without free capacity.
     "scheduling": {"gang": "Never"},
     "model": {"uri": "pvc://models/tiny", "servedName": "tiny"},
     "engine": {"dtype": "float32", "maxModelLen": 512},
@@ -46,11 +46,11 @@ SPEC: dict[str, Any] = {
 
 
 async def until(
-    what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, said: Callable[[], str] = str
+    what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, details: Callable[[], str] = str
 ) -> Any:
-    """Waits until `check` returns a true value, and returns it; awaits a coroutine.
+    """Waits until `check` returns a true value, and returns it.
 
-    `said` is the text to show after the timeout.
+    If `check` returns a coroutine, it is awaited. The error has the text of `details`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -59,12 +59,12 @@ async def until(
             found = await found
         if found:
             return found
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{said()}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{details()}"
         await asyncio.sleep(0.05)
 
 
 async def create_resource(server: ApiServer, namespace: str, name: str = "tiny", **spec: Any) -> Owner:
-    """Stores a HeteroInference as an owner of children.
+    """Stores a HeteroInference, which owns the children of the tests.
 
     Args:
         server: API server that stores it.
@@ -168,7 +168,8 @@ class OperatorProcess:
         variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the code of a second working tree
+            # the code of this worktree, which may be a second one
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "KUBECONFIG": str(kubeconfig),
             "NO_PROXY": "*",
             "HETEROINFER_HTTP_PORT": "0",
@@ -183,12 +184,12 @@ class OperatorProcess:
             )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     async def http(self, path: str) -> tuple[int, str]:
-        """Returns status and text of a path of the HTTP port; status 0 without an answer."""
-        found = re.search(r"on port (\d+)", self.said)
+        """Returns status and text of a path of the HTTP port, and status 0 without an answer."""
+        found = re.search(r"on port (\d+)", self.output)
         if found is None:
             return 0, ""
         try:
@@ -202,10 +203,10 @@ class OperatorProcess:
 
     async def working(self) -> None:
         """Waits until the operator reconciles."""
-        await until("the operator works", self._works, timeout_s=60, said=lambda: self.said)
+        await until("the operator works", self._works, timeout_s=60, details=lambda: self.output)
 
     async def _works(self) -> bool:
-        assert self.process.poll() is None, self.said
+        assert self.process.poll() is None, self.output
         return await self.http("/readyz") == (200, "ok")
 
     async def metric(self, name: str) -> float:
@@ -239,7 +240,7 @@ class OperatorProcess:
 
 @contextlib.asynccontextmanager
 async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterator[OperatorProcess]:
-    """Runs an operator for the duration of the context, or until the test ends it."""
+    """Runs an operator until the context ends, or until the test ends it."""
     process = OperatorProcess(kubeconfig, log, **settings)
     try:
         yield process

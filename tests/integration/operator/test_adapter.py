@@ -1,4 +1,4 @@
-"""The port on a real API server: the effect of each action, and its refusals."""
+"""Tests the operator's port to the cluster on a real API server: effect and refusal of each action."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ async def test_a_pod_that_loses_its_label_during_a_leader_query_is_kept(
 
 
 async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> None:
-    """Pods of a deleted resource disappeared one by one, and each was read while another one existed."""
+    """Pods disappear one by one. Earlier, a missing pod was read again while another pod existed."""
     owner = await create_resource(server, namespace)
     pods = [f"tiny-0-1-{index}" for index in range(8)]
     ranks = [{"rank": rank, "role": "cpu", "pod": name} for rank, name in enumerate(pods)]
@@ -236,7 +236,7 @@ async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
         old = service(earlier, "tiny")
         old["metadata"]["finalizers"] = [
             "heteroinfer.dev/test"
-        ]  # the garbage collector must wait for the test
+        ]  # the garbage collector must not delete it before the test has read it
         await server.create(SERVICE.path(namespace), old)
         apply = ApplyObject(manifest=service(owner, "tiny"))
         (refusal,) = (await act(watched, owner, apply)).refusals

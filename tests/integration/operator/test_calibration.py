@@ -51,16 +51,16 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
             f"role {name}: {describe_cpu_defaults(AVX512_BF16)}" for name in ("back", "front")
         )
 
-        said = await keep_as_the_job_does(control_plane, installed, tmp_path)
-        assert f"calibration {MEASURED.hash} of " in said
-        assert "not measured: experts in MXFP4: RuntimeError: no" in said
-        assert f"stored in ConfigMap {release}/{config_map}: fast" in said
+        output = await keep_as_the_job_does(control_plane, installed, tmp_path)
+        assert f"calibration {MEASURED.hash} of " in output
+        assert "not measured: experts in MXFP4: RuntimeError: no" in output
+        assert f"stored in ConfigMap {release}/{config_map}: fast" in output
 
         async def predicted() -> dict[str, Any] | None:
             (plan,) = (await status_of(server, namespace))["plans"]
             return plan if MEASURED.hash in plan["calibration"] else None
 
-        after = await until("a prediction with the calibration", predicted, said=lambda: process.said)
+        after = await until("a prediction with the calibration", predicted, details=lambda: process.output)
         assert after["calibration"].count(MEASURED.hash) == 2
         assert after["hash"] == before["hash"]
         assert await workers(server, namespace, 1) == serving
@@ -71,18 +71,18 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
         slow = json.dumps({"nodeSelector": {"speed": "fast"}, "calibration": older})
         path = CONFIG_MAP.path(release, config_map)
         await server.merge(path, {"data": {"bad.json": "{", "older.json": slow}})
-        await until("log lines about both", lambda: names_both(process), said=lambda: process.said)
+        await until("log lines about both", lambda: names_both(process), details=lambda: process.output)
         assert (await status_of(server, namespace))["plans"] == [after]
 
         async def of_defaults() -> bool:
             return bool((await status_of(server, namespace))["plans"][0] == before)
 
         await server.merge(path, {"data": {"fast.json": None}})
-        await until("defaults for nodes of a removed kind", of_defaults, said=lambda: process.said)
+        await until("defaults for nodes of a removed kind", of_defaults, details=lambda: process.output)
         await keep_as_the_job_does(control_plane, installed, tmp_path)
-        await until("the prediction again", predicted, said=lambda: process.said)
+        await until("the prediction again", predicted, details=lambda: process.output)
         await server.merge(NODE.path(None, node), {"metadata": {"labels": {"speed": None}}})
-        await until("defaults for a node without a known kind", of_defaults, said=lambda: process.said)
+        await until("defaults for a node without a known kind", of_defaults, details=lambda: process.output)
         assert await workers(server, namespace, 1) == serving
         assert await process.stop() == 0
 
@@ -103,10 +103,10 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
 
 async def names_both(process: OperatorProcess) -> bool:
     """Checks whether the operator's log reports why it ignores two entries."""
-    said = process.said
+    output = process.output
     return (
-        "calibration bad.json: must contain nodeSelector" in said
-        and "calibration older.json: ignored, because HeteroInfer 0.0.9 measured these rates" in said
+        "calibration bad.json: must contain nodeSelector" in output
+        and "calibration older.json: ignored, because HeteroInfer 0.0.9 measured these rates" in output
     )
 
 

@@ -1,4 +1,4 @@
-"""Watch caches on a real API server that is cut off, restarted and restored: no ghosts, no gaps."""
+"""Tests watch caches on a real API server that is disconnected, restarted and restored."""
 
 import asyncio
 import contextlib
@@ -155,7 +155,7 @@ async def test_after_an_outage_with_410_the_list_replaces_the_cache(
         watched.cluster_state.resources.mark_outdated(owner.key)
         with pytest.raises(ApiError, match="no answer"):
             await watched.cluster.observe(owner.key)
-        # A new API server has no old events: continuing from the old version fails with 410 Gone.
+        # A new API server has no old events, so a watch from the old version fails with 410 Gone.
         await asyncio.to_thread(restart_api_server, own_plane)
         watched.touched.clear()
         wire.join()
@@ -211,7 +211,7 @@ async def test_a_restored_older_store_is_listed_again_immediately(tmp_path: Path
                 pods = watched.cluster_state.pods
                 await until("the pod is seen", lambda: pods(owner.key, owner.uid))
                 await asyncio.to_thread(restore_etcd, plane, tmp_path / "copy")
-                # 100 s of silence would also reveal it.
+                # Without the list, only 100 s of silence would reveal it.
                 await until("the pod is gone", lambda: not pods(owner.key, owner.uid), timeout_s=40)
                 await server.create(POD.path("default"), pod(owner, "after"))
                 await until("a new pod is seen", lambda: pods(owner.key, owner.uid), timeout_s=40)
@@ -258,11 +258,11 @@ async def test_nodes_count_other_pods_requests_and_only_readiness_changes_are_re
         (view,) = watched.cluster_state.nodes() or ()
         assert view.schedulable
         assert view.allocatable == {"cpu": 8, "memory": 32 * 2**30, "nvidia.com/gpu": 2, "pods": 110}
-        # Pods of other tests may run there too; they request nothing.
+        # Pods of other tests may run there too, but they request nothing.
         assert {**view.requested, "pods": 2} == {"cpu": 3, "memory": 8 * 2**30, "pods": 2}
         before = watched.node_changes
         status["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:00:00Z"
-        await patch_node(direct, status)  # a heartbeat: plans do not read it
+        await patch_node(direct, status)  # a heartbeat, which plans do not read
         status["conditions"][0] |= {"status": "False"}
         await patch_node(direct, status)
         await until("the node is not ready", lambda: not (watched.cluster_state.nodes() or ())[0].schedulable)

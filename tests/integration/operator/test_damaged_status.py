@@ -1,4 +1,4 @@
-"""Damaged statuses that the schema accepts, and forged pods, on a real API server."""
+"""Tests damaged statuses that the schema accepts, and forged pods, on a real API server."""
 
 import json
 from collections.abc import Callable
@@ -59,7 +59,10 @@ STOPS: Final[dict[str, _Damage]] = {
 
 
 async def damage(server: ApiServer, namespace: str, change: _Damage) -> None:
+    """Damages the stored status, while the operator may write it, too."""
+
     async def written() -> bool:
+        """Tries one write. Returns False after a conflict with another writer."""
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
         status = json.loads(json.dumps(resource["status"]))
         change(status)
@@ -93,12 +96,12 @@ async def test_a_damaged_status_ends_or_stops_no_group(
 
         async def mended() -> bool:
             groups = (await status_of(server, namespace)).get("groups") or [{}]
-            said = [entry["pod"] for entry in groups[0].get("members", ())]
-            return groups[0].get("epoch") == epoch and said == first
+            pods = [entry["pod"] for entry in groups[0].get("members", ())]
+            return groups[0].get("epoch") == epoch and pods == first
 
         for label, change in ENDS.items():
             await damage(server, namespace, change)
-            await until(f"the status without {label}", mended, said=lambda: process.said)
+            await until(f"the status without {label}", mended, details=lambda: process.output)
             assert await uids(server, namespace, 1) == before, label
             assert (await condition(server, namespace, "Available")) == ("True", "Serving"), label
         for change in STOPS.values():
@@ -108,7 +111,7 @@ async def test_a_damaged_status_ends_or_stops_no_group(
         async def is_down() -> bool:
             return (await condition(server, namespace, "Available"))[0] == "False"
 
-        await until("Available False", is_down, timeout_s=10, said=lambda: process.said)
+        await until("Available False", is_down, timeout_s=10, details=lambda: process.output)
         await serve_epoch(server, namespace, 2)
         group = (await status_of(server, namespace))["groups"][0]
         assert (group["epoch"], group["restarts"]) == (nth_epoch(namespace, 2), 2**53)
@@ -120,9 +123,9 @@ async def test_a_damaged_status_ends_or_stops_no_group(
             listed = await server.get(HETERO_INFERENCE.path(namespace))
             return not listed["items"]
 
-        await until("the end of the resource", is_gone, timeout_s=60, said=lambda: process.said)
-        assert "Traceback" not in process.said
-        assert "defect of the operator" not in process.said
+        await until("the end of the resource", is_gone, timeout_s=60, details=lambda: process.output)
+        assert "Traceback" not in process.output
+        assert "defect of the operator" not in process.output
 
 
 async def test_a_forged_pod_of_a_huge_epoch_has_no_effect(
@@ -141,9 +144,9 @@ async def test_a_forged_pod_of_a_huge_epoch_has_no_effect(
         async def is_gone() -> bool:
             return forged not in [each["metadata"]["name"] for each in await stored(server, POD, namespace)]
 
-        await until("the end of the forged pod", is_gone, timeout_s=20, said=lambda: process.said)
+        await until("the end of the forged pod", is_gone, timeout_s=20, details=lambda: process.output)
         assert await uids(server, namespace, 1) == before
         assert await is_ready(server, namespace)
         await end_rank(server, namespace, (await workers(server, namespace, 1))[1], index=1)
         await serve_epoch(server, namespace, 2)
-        assert "Traceback" not in process.said
+        assert "Traceback" not in process.output

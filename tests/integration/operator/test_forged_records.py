@@ -1,4 +1,4 @@
-"""An account with write access to ConfigMaps alone, against a running operator process."""
+"""Tests an attacker who can write ConfigMaps only, against a running operator."""
 
 import json
 from pathlib import Path
@@ -43,10 +43,10 @@ class Attacker:
     def may(self, verb: str, resource: str) -> bool:
         account = f"--as=system:serviceaccount:{self._namespace}:attacker"
         try:
-            said = self._cluster.kubectl("auth", "can-i", verb, resource, "-n", self._namespace, account)
+            output = self._cluster.kubectl("auth", "can-i", verb, resource, "-n", self._namespace, account)
         except ClusterError:
             return False
-        return said.strip() == "yes"
+        return output.strip() == "yes"
 
     async def replace(self, config_map: dict[str, Any]) -> None:
         """Replaces an immutable ConfigMap by a forged one that requests another image.
@@ -136,7 +136,7 @@ async def test_write_access_to_config_maps_does_not_control_the_next_pods(
         async def signed() -> bool:
             return "recordsSignedBy" in await status_of(server, namespace)
 
-        await until("the status relies on the codes", signed, said=lambda: process.said)
+        await until("the status relies on the codes", signed, details=lambda: process.output)
         await forge_while_the_spec_is_accepted(server, namespace, attacker, process)
         assert [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)] == pods
         await end_rank(server, namespace, pods[0], index=0)
@@ -150,23 +150,23 @@ async def test_write_access_to_config_maps_does_not_control_the_next_pods(
         async def waits() -> bool:
             return (await condition(server, namespace, "Available"))[0] == "False"
 
-        await until("the end of the epoch", waits, said=lambda: process.said)
+        await until("the end of the epoch", waits, details=lambda: process.output)
         assert EVIL not in await images(server, namespace)
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"engine": {"args": []}}})
         await serve_epoch(server, namespace, 3)
         assert EVIL not in await images(server, namespace)
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
 
 
 async def forge_while_the_spec_is_accepted(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The record belongs to the current revision, so the operator restores it."""
+    """Replaces the record while it belongs to the current revision. The operator must restore it."""
     record = await config_map(server, namespace, "revision")
     assert names.ANNOTATION_CODE in record["metadata"]["annotations"]
     await attacker.replace(record)
     await until(
-        "the record anew", lambda: is_written_anew(server, namespace, record), said=lambda: process.said
+        "a new record", lambda: is_written_anew(server, namespace, record), details=lambda: process.output
     )
     assert len(await events(server, namespace)) == 1
     assert (await condition(server, namespace, "Available"))[0] == "True"
@@ -175,13 +175,13 @@ async def forge_while_the_spec_is_accepted(
 async def forge_while_the_spec_is_refused(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The group would restart with the stored revision."""
+    """Replaces the stored record while the current spec is refused, so that a group would restart with it."""
     await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"engine": {"args": ["--nope"]}}})
 
     async def refused() -> bool:
         return (await condition(server, namespace, "Planned"))[0] == "False"
 
-    await until("the refusal", refused, said=lambda: process.said)
+    await until("the refusal", refused, details=lambda: process.output)
     for part in ("revision", "plan"):
         forged = await config_map(server, namespace, part)
         name = forged["metadata"]["name"]

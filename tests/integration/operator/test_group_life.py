@@ -1,4 +1,4 @@
-"""Rejected pods, lost nodes and grace periods on a real API server.
+"""Tests rejected pods, lost nodes and grace periods on a real API server.
 
 No kubelet runs here: the tests play it.
 """
@@ -34,7 +34,7 @@ from tests.integration.operator.running_operator import add_node, end_rank, oper
 
 @pytest.fixture
 async def far(server: ApiServer) -> AsyncIterator[str]:
-    """A second node, for the follower."""
+    """Adds a second node, for the follower."""
     await add_node(server, "far", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
     yield "far"
     await server.delete(NODE.path(None, "far"), {})
@@ -80,7 +80,7 @@ async def test_a_pod_rejected_by_its_node_is_replaced_without_the_others(
             now = (await pods(server, namespace)).get(follower)
             return now is not None and now["metadata"]["uid"] != before[follower]["metadata"]["uid"]
 
-        await until("another pod of its name", replaced, timeout_s=30, said=lambda: process.said)
+        await until("another pod of its name", replaced, timeout_s=30, details=lambda: process.output)
         now = await pods(server, namespace)
         assert now[leader]["metadata"]["uid"] == before[leader]["metadata"]["uid"]
         await serve_epoch(server, namespace, 2)
@@ -90,7 +90,7 @@ async def test_a_pod_rejected_by_its_node_is_replaced_without_the_others(
         assert any(e["reason"] == "PodReplaced" and "OutOfcpu" in e["note"] for e in events)
         started = {e["note"].partition(":")[0] for e in events if e["reason"] == "EpochStarted"}
         assert started == {f"group 0 epoch {nth_epoch(namespace, nth)}" for nth in (1, 2)}
-        assert "Traceback" not in process.said
+        assert "Traceback" not in process.output
 
 
 async def two_workers(server: ApiServer, namespace: str, epoch: int) -> list[str]:
@@ -120,7 +120,7 @@ async def test_a_pod_of_a_lost_node_is_force_deleted_and_the_group_restarts(
         async def is_gone() -> bool:
             return follower not in await pods(server, namespace)
 
-        await until("the pod of the lost node goes", is_gone, said=lambda: process.said)
+        await until("the pod of the lost node goes", is_gone, details=lambda: process.output)
         assert datetime.now(UTC) - lost_at > timedelta(seconds=2)
         assert await condition(server, namespace, "Ready") == ("False", "NodeLost")
         assert await are_deleting(server, namespace, leader)
@@ -130,9 +130,9 @@ async def test_a_pod_of_a_lost_node_is_force_deleted_and_the_group_restarts(
         group = (await status_of(server, namespace))["groups"][0]
         (failure,) = group["failures"]
         assert (failure["reason"], failure["counted"], group.get("restarts", 0)) == ("NodeLost", False, 0)
-        here = [line for line in process.said.splitlines() if f"namespaces/{namespace}/" in line]
+        here = [line for line in process.output.splitlines() if f"namespaces/{namespace}/" in line]
         assert not [line for line in here if " 403 " in line]
-        assert "Traceback" not in process.said
+        assert "Traceback" not in process.output
 
 
 async def test_pods_stopped_on_purpose_have_time_to_drain(
@@ -181,10 +181,10 @@ async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
             return follower not in await pods(server, namespace)
 
         # Kubernetes itself takes 40 s (pkg/controller/podgc, quarantineTime).
-        await until("the pod of the lost node goes", has_gone, timeout_s=25, said=lambda: process.said)
+        await until("the pod of the lost node goes", has_gone, timeout_s=25, details=lambda: process.output)
         assert leader in await pods(server, namespace), "its node is alive"
         await remove(server, namespace, leader)
-        assert "Traceback" not in process.said
+        assert "Traceback" not in process.output
 
 
 @pytest.mark.parametrize("value", [None, "somebody"])
@@ -229,13 +229,16 @@ async def test_reports_a_lost_label_until_it_is_restored(
         before = await pods(server, namespace)
 
         async def strike(pod: str, label: str, value: str | None, available: tuple[str, str]) -> None:
+            """Changes a label of a pod. The conditions must report this, and recover when it is restored."""
             path, made = POD.path(namespace, pod), before[pod]["metadata"]["labels"].get(label)
             await server.merge(path, {"metadata": {"labels": {label: value}}})
 
-            async def said() -> bool:
+            async def is_reported() -> bool:
                 return await condition(server, namespace, "Stalled") == ("True", "PodLabelLost")
 
-            await until(f"{label} of {pod} is missed", said, said=lambda: process.said)
+            await until(
+                f"the missing {label} of {pod} is reported", is_reported, details=lambda: process.output
+            )
             assert await condition(server, namespace, "Ready") == ("False", "PodLabelLost")
             assert await condition(server, namespace, "Available") == available
             await server.merge(path, {"metadata": {"labels": {label: made}}})

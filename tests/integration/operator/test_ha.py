@@ -1,4 +1,4 @@
-"""Several operators on one API server, and an API server that goes silent."""
+"""Tests several operators on one API server, and an API server that stops answering."""
 
 import signal
 import time
@@ -87,7 +87,7 @@ async def test_another_replica_takes_over(
             if end == "freeze":
                 one.process.send_signal(signal.SIGCONT)
                 assert await one.ended() == 1
-                assert "this process exits" in one.said
+                assert "this process exits" in one.output
                 assert await held_by(server, installed, "two")
             await create_resource(server, namespace)
 
@@ -141,9 +141,9 @@ async def test_a_leader_paused_during_a_reconcile_writes_nothing(
             before = len(proxy.requests)
             one.process.send_signal(signal.SIGCONT)
             assert await one.ended() == 1
-            assert writes(proxy.requests[before:]) == [], one.said
-            assert "this process exits" in one.said
-            assert "Traceback" not in one.said, one.said
+            assert writes(proxy.requests[before:]) == [], one.output
+            assert "this process exits" in one.output
+            assert "Traceback" not in one.output, one.output
             assert await held_by(server, installed, "two")
             (group,) = (await status_of(server, namespace))["groups"]
             assert (group["epoch"], group["phase"], len(group["failures"])) == (
@@ -201,7 +201,7 @@ async def test_a_silent_watch_is_detected(
         await process.working()
         await bring_up(server, namespace)
 
-        # All watches, including kopf's: new lists and resyncs find the missed changes.
+        # The silence covers all watches, including kopf's. New lists and resyncs find the missed changes.
         silent = proxy.inject("watch=true", hang=True)
         await until("silent watches", lambda: silent.hits)
         await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
@@ -214,15 +214,16 @@ async def test_a_silent_watch_is_detected(
         await until("the operator sees the change of the spec", suspended)
         assert await process.http("/healthz") == (200, "ok")
 
-        # Lists of pods too: reconciles continue with old data, which only the age of the copy reveals.
+        # Lists of pods are silent too. Reconciles continue with old data, and only its age shows that it is
+        # old.
         proxy.inject(r"/pods(\?|$)", hang=True)
 
         async def unhealthy() -> bool:
             status, text = await process.http("/healthz")
-            said = f"no data received about pods of {namespace}"
-            return status == 500 and text.startswith("no resync for ") and said in text
+            no_data = f"no data received about pods of {namespace}"
+            return status == 500 and text.startswith("no resync for ") and no_data in text
 
-        await until("liveness fails", unhealthy, timeout_s=30, said=lambda: process.said)
+        await until("liveness fails", unhealthy, timeout_s=30, details=lambda: process.output)
         last = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
         proxy.heal()
@@ -231,9 +232,9 @@ async def test_a_silent_watch_is_detected(
             newer = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
             return newer and await process.http("/healthz") == (200, "ok")
 
-        await until("liveness recovers", well, timeout_s=30, said=lambda: process.said)
+        await until("liveness recovers", well, timeout_s=30, details=lambda: process.output)
         assert process.process.poll() is None
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
         await delete(server, namespace)
 
 

@@ -1,4 +1,4 @@
-"""`heteroinfer version` and `heteroinfer check` on a real API server, with the chart as a release."""
+"""Tests `heteroinfer version` and `heteroinfer check` on a real API server, with the chart as a release."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,9 @@ async def test_version_compares_client_operator_and_crd(
     assert value["client"] == own_version()
     (found,) = (each for each in value["operators"] if each["namespace"] == release)
     assert (found["name"], found["version"], found["ready"]) == (f"{release}-heteroinfer", "0.2.0", 0)
-    assert value["crd"] == {"version": "unknown", "sameSchema": True}, "the tests apply it without the chart"
+    assert value["crd"] == {"version": "unknown", "sameSchema": True}, (
+        "the tests apply the CRD without the chart"
+    )
     control_plane.kubectl(
         "label", "deployment", "-n", release, f"{release}-heteroinfer", "--overwrite",
         "app.kubernetes.io/version=0.1.0",

@@ -1,4 +1,4 @@
-"""A cluster without IPv4: API server, operator, fetch, group and Service, with real processes."""
+"""Tests a cluster without IPv4: API server, operator, fetch, group and Service, with real processes."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from tests.integration.worker.conftest import make, refer
 
 pytestmark = pytest.mark.timeout(900)
 
-# The new root has a folder for the model and a /run of its own, with the state of the cluster: its processes
-# have ids of a namespace of their own, which ends with the test. Else it has what the machine has.
+# The new root has its own folder for the model, and its own /run for the state of the cluster. The cluster's
+# process ids belong to a namespace that ends with the test. Everything else is the machine's.
 ROOT = """
 set -eu
 root=$1; shift

@@ -1,4 +1,4 @@
-"""The kstatus of each state of a resource, on real objects of a real API server.
+"""Tests the kstatus of each state of a resource, on real objects of a real API server.
 
 Flux and other tools that wait for applied objects use kstatus; it reads observedGeneration and the conditions
 Stalled and Ready.
@@ -29,7 +29,7 @@ async def change(server: ApiServer, namespace: str, **spec: object) -> None:
 
 
 async def remove_pods(server: ApiServer, namespace: str, names: Collection[str] = ()) -> None:
-    """Removes pods in deletion, in place of the kubelets, until no pod of `names` exists."""
+    """Removes the pods that are in deletion, in place of the kubelets, until no pod of `names` exists."""
 
     async def end(name: str) -> None:
         try:
@@ -68,7 +68,10 @@ async def run_pods(server: ApiServer, namespace: str, node: str) -> list[str]:
 
 
 async def start(server: ApiServer, namespace: str, node: str) -> list[str]:
-    """Runs a stored resource from its model's inspection to Ready; it is in progress all the time."""
+    """Brings a stored resource from its model's inspection to Ready.
+
+    Its kstatus must be InProgress until then.
+    """
 
     async def inspect_pod() -> str:
         pods = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
@@ -143,7 +146,7 @@ async def test_kstatus_matches_each_phase_of_a_resource(
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), waits)
         assert await kstatus(server, namespace) == TERMINATING
         await see_the_end(server, namespace)
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
 
 
 async def test_an_older_observed_generation_is_in_progress(

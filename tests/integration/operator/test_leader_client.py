@@ -1,4 +1,4 @@
-"""Reports of leaders about their groups, over real HTTP on loopback."""
+"""Tests the client that queries leaders for reports about their groups, with real HTTP on loopback."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ SAID = GroupReport(group_uid="u/0", epoch=1, plan_hash="p", ready=True, message=
 
 @dataclass(slots=True)
 class Leader:
-    """A leader's health port."""
+    """Serves a leader's health port."""
 
     port: int = 0
     asked: int = 0
@@ -81,7 +81,7 @@ async def leader() -> AsyncIterator[Leader]:
 
 @contextlib.contextmanager
 def deaf(port: int) -> Iterator[int]:
-    """A port whose kernel drops connections after the first one in its queue."""
+    """Opens a port whose kernel drops connections after the first one in its queue."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
         port = server.getsockname()[1]
@@ -119,7 +119,7 @@ async def test_a_ready_leader_is_queried_rarely(leader: Leader) -> None:
 
 async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
     """Without the key, or with another key, the report contains no group, epoch or plan."""
-    operator_key, said = b"k" * 32, replace(SAID, group_uid="o/3")
+    operator_key, sent = b"k" * 32, replace(SAID, group_uid="o/3")
     owner = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="o")
     group = GroupRef(owner=owner, index=3)
     key = GroupKey.of_group(operator_key, group.uid)
@@ -129,10 +129,10 @@ async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
         challenge = guard.accepted_challenge(request.credentials, now())
         headers = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now())}"}
         if challenge is None:
-            body = replace(said, group_uid="", epoch=0, plan_hash="").to_json()
+            body = replace(sent, group_uid="", epoch=0, plan_hash="").to_json()
             return HealthAnswer(status=HTTPStatus.OK, body=body, headers=headers)
-        headers[CODE_HEADER] = guard.code_of_report(challenge, said.to_json() + "\n")
-        return HealthAnswer(status=HTTPStatus.OK, body=said.to_json(), headers=headers)
+        headers[CODE_HEADER] = guard.code_of_report(challenge, sent.to_json() + "\n")
+        return HealthAnswer(status=HTTPStatus.OK, body=sent.to_json(), headers=headers)
 
     server, port = HealthServer(answer), free_port()
     await server.start("127.0.0.1", port)
@@ -146,7 +146,7 @@ async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
             for _ in range(2):
                 unready = replace(leader, view=replace(leader.view, ready=False))
                 (report,) = (await client.observe([unready])).values()
-                assert (report == said, report.epoch) == (whole, 1 if whole else 0)
+                assert (report == sent, report.epoch) == (whole, 1 if whole else 0)
             await client.close()
     finally:
         server.close()
@@ -168,11 +168,11 @@ async def test_an_unreadable_answer_of_a_leader_is_ignored(leader: Leader) -> No
 async def test_an_answer_in_pieces_is_read_completely() -> None:
     """From 64 ranks on, the answer arrives in several pieces."""
     ranks = tuple(RankStatus(rank=rank, pod=rank) for rank in range(MAX_WORLD_SIZE))
-    said = replace(SAID, ranks=ranks)
+    sent = replace(SAID, ranks=ranks)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = said.to_json().encode()
+        body = sent.to_json().encode()
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
         for start in range(0, len(body), 8192):
             writer.write(body[start : start + 8192])
@@ -182,7 +182,7 @@ async def test_an_answer_in_pieces_is_read_completely() -> None:
     client = LeaderClient()
     async with stream_server(answer) as server:
         try:
-            assert await client.observe([pod(server.sockets[0].getsockname()[1])]) == {3: said}
+            assert await client.observe([pod(server.sockets[0].getsockname()[1])]) == {3: sent}
         finally:
             await client.close()
 
@@ -264,7 +264,10 @@ async def test_the_leader_of_a_failing_group_is_not_queried(leader: Leader) -> N
 
 
 async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], seconds: int) -> float | None:
-    """Queries the leader once a second for some seconds of the client's clock; returns its silence."""
+    """Queries the leader once a second for some seconds of the client's clock.
+
+    Returns the leader's silence.
+    """
     for _ in range(seconds):
         clock[0] += 1.0
         await client.observe([leader])
@@ -344,7 +347,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
                 assert time.monotonic() - before < 2.1
                 assert client.silences([known])[3, 1] >= MIN_SILENT_S
                 await asyncio.sleep(2 * TEST_EVERY_S)
-                assert changed.empty(), "it is reported once"
+                assert changed.empty(), "the change is reported once"
             await leader.start(port)
             assert await asyncio.wait_for(changed.get(), 5) == known.key
             assert client.silences([known]) == {}

@@ -1,4 +1,4 @@
-"""Limits on a real API server: a full status, a quota, and foreign objects with our labels."""
+"""Tests limits on a real API server: a full status, a quota, and foreign objects with our labels."""
 
 import json
 import time
@@ -48,7 +48,7 @@ MAX_GROWTH_BYTES = 45e6
 """Stored objects would take 90 MB; a page or event briefly exists as bytes, text and values."""
 
 
-# aiohttp warns that a body above 1 MiB is written immediately, which is intended here.
+# aiohttp warns about a body above 1 MiB that is written at once. The test writes such a body on purpose.
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
@@ -82,7 +82,7 @@ async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -
 async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    # For one of two workers, and for the inspect pod.
+    # A quota for one of two workers, and for the inspect pod.
     await allow(server, namespace, "one-pod", {f"limits.{each}": amount for each, amount in LIMITS.items()})
     await create_resource(server, namespace)
     kubeconfig = install().kubeconfig
@@ -95,11 +95,13 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
                 and "Set spec.model.resources, or podResources.inspect" in text
             )
 
-        await until("the message about the inspect pod's quota", told, 60, lambda: process.said)
+        await until("the message about the inspect pod's quota", told, 60, lambda: process.output)
         assert await process.stop() == 0
     limited = json.dumps({"inspect": {"limits": LIMITS}, "worker": {"limits": LIMITS}})
     async with operator(kubeconfig, tmp_path / "log", resync_seconds="1", pod_resources=limited) as process:
-        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        inspect = await until(
+            "the inspect pod", lambda: living(server, namespace), 60, lambda: process.output
+        )
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
 
         async def refused() -> bool:
@@ -107,22 +109,22 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
             advice = f"Raise the quota one-pod of namespace {namespace}, or lower resources of role"
             return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
-        await until("the refusal is reported, and no pod exists", refused, said=lambda: process.said)
+        await until("the refusal is reported, and no pod exists", refused, details=lambda: process.output)
         tried, since = await creates(process), time.monotonic()
 
         async def tried_twice() -> bool:
             return await creates(process) >= tried + 2
 
-        await until("two more attempts", tried_twice, timeout_s=60, said=lambda: process.said)
+        await until("two more attempts", tried_twice, timeout_s=60, details=lambda: process.output)
         assert time.monotonic() - since > 4, "it backs off: the first wait is 5 s"
-        await until("the pod is released again", refused, said=lambda: process.said)
+        await until("the pod is released again", refused, details=lambda: process.output)
         assert (await condition(server, namespace, "Failed"))[0] == "False"
         await server.delete(f"{QUOTAS.format(namespace)}/one-pod", {})
 
         async def both() -> bool:
             return len(await living(server, namespace)) == 2
 
-        await until("both pods", both, timeout_s=60, said=lambda: process.said)
+        await until("both pods", both, timeout_s=60, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -140,12 +142,17 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
         return any(words in each.get("message", "") for each in status.get("conditions", ()))
 
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
-        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        inspect = await until(
+            "the inspect pod", lambda: living(server, namespace), 60, lambda: process.output
+        )
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
         values = "requests cpu=500m, memory=512Mi and limits cpu=500m, memory=512Mi"
         words = f"role back: a LimitRange of the namespace gave its pods {values}"
         await until(
-            "the message about the resources", lambda: has(words), timeout_s=40, said=lambda: process.said
+            "the message about the resources",
+            lambda: has(words),
+            timeout_s=40,
+            details=lambda: process.output,
         )
         roles = [{**role, "resources": {"requests": {"memory": "8Gi"}}} for role in SPEC["roles"]]
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
@@ -153,7 +160,7 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
             "less than or equal to memory limit of 512Mi. Set resources of role front that the namespace's "
             "LimitRange allows"
         )
-        await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
+        await until("the refusal", lambda: has(words), timeout_s=40, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -218,7 +225,7 @@ async def living(server: ApiServer, namespace: str) -> list[str]:
 
 
 async def allow(server: ApiServer, namespace: str, name: str, hard: dict[str, str]) -> None:
-    """Creates a quota, and waits until its controller has counted and it applies."""
+    """Creates a quota, and waits until its controller has counted the pods and the quota applies."""
     quota = {"metadata": {"name": name}, "spec": {"hard": hard}}
     await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
 
@@ -242,7 +249,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
     owner = await create_resource(server, namespace)
 
     async def make(number: int) -> None:
-        # Go writes "<" as six bytes of JSON: the event of the first object has 5.4 MB.
+        # Go writes "<" as six bytes of JSON, so the event of the first object has 5.4 MB.
         text = ("x" if number else "<") * STRANGER_BYTES
         stranger = child(owner, "ConfigMap", f"stranger-{number:03d}", data={"text": text})
         del stranger["metadata"]["ownerReferences"]
@@ -253,12 +260,14 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
         before = max_resident_bytes(process.process.pid)
         for number in range(STRANGERS):
             await make(number)
-        # The watch has passed them and sees later changes.
+        # The watch has read these objects, and sees later changes.
         unneeded = child(owner, "ConfigMap", "tiny-plan-0", data={})
         unneeded["metadata"]["labels"][names.LABEL_MANAGED_BY] = names.MANAGER
         await server.create(CONFIG_MAP.path(namespace), unneeded)
         await until(
-            "a child after them is seen", lambda: taken_away(server, namespace), said=lambda: process.said
+            "a child after them is seen",
+            lambda: has_deleted_config_map(server, namespace),
+            details=lambda: process.output,
         )
         watched = max_resident_bytes(process.process.pid) - before
     async with operator(installed.kubeconfig, tmp_path / "second") as process:
@@ -268,8 +277,8 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
     assert max(watched, listed) < MAX_GROWTH_BYTES
 
 
-async def taken_away(server: ApiServer, namespace: str) -> bool:
-    """Checks whether the operator deleted an unneeded ConfigMap."""
+async def has_deleted_config_map(server: ApiServer, namespace: str) -> bool:
+    """Checks whether the operator has deleted an unneeded ConfigMap."""
     try:
         await server.get(CONFIG_MAP.path(namespace, "tiny-plan-0"))
     except ApiError as error:

@@ -1,4 +1,7 @@
-"""`scope: Namespaced` with more namespaces than a client has connections: each needs its own watches."""
+"""Tests `scope: Namespaced` with more namespaces than a client has connections.
+
+Each namespace needs its own watches.
+"""
 
 import json
 from pathlib import Path
@@ -12,11 +15,11 @@ from tests.integration.operator.life import Install, stored
 from tests.integration.operator.running_operator import create_resource, operator, until
 
 MAX_RSS_BYTES = 300e6
-"""The limit for a thousand resources in cluster scope."""
+"""The limit for a thousand resources with cluster scope."""
 
 
 def make_namespaces(cluster: Cluster, prefix: str, count: int) -> list[str]:
-    """Creates namespaces that stay, because a deletion costs the control plane more than this test."""
+    """Creates namespaces that stay, because a deletion costs the control plane more time than this test."""
     namespaces = [f"{prefix}-{number:03d}" for number in range(count)]
     manifests = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in namespaces]
     cluster.kubectl("create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)))
@@ -24,7 +27,7 @@ def make_namespaces(cluster: Cluster, prefix: str, count: int) -> list[str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the memory of a process."""
+    """Returns the resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
@@ -56,13 +59,18 @@ async def test_all_namespaces_are_served(
         # In the first namespace, and in the last one, which waited longest for a connection.
         for namespace in (namespaces[0], namespaces[-1]):
             await create_resource(server, namespace)
-        await until("a pod in each", lambda: both_have_pods(server, namespaces), said=lambda: process.said)
+        await until(
+            "a pod in each", lambda: both_have_pods(server, namespaces), details=lambda: process.output
+        )
         sockets, most_resident = connections(process.process.pid), resident_bytes(process.process.pid)
         print(f"{count} namespaces: {sockets} sockets, {most_resident / 1e6:.0f} MB")
         assert sockets > 6 * count, "one watch for each of six kinds"
         assert most_resident < MAX_RSS_BYTES
-        for namespace in (namespaces[0], namespaces[-1]):  # other tests' operators would serve them
+        # otherwise the operators of other tests would serve these resources
+        for namespace in (namespaces[0], namespaces[-1]):
             await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        await until("they are gone", lambda: both_are_gone(server, namespaces), said=lambda: process.said)
-        assert " 403 " not in process.said
+        await until(
+            "they are gone", lambda: both_are_gone(server, namespaces), details=lambda: process.output
+        )
+        assert " 403 " not in process.output
         assert await process.stop() == 0

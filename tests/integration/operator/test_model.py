@@ -1,4 +1,4 @@
-"""A model from a hub under the operator: claim, fetch pod, progress, errors and deletion."""
+"""Tests a model from a hub under the operator: claim, fetch pod, progress, errors and deletion."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ from tests.integration.operator.running_operator import (
 
 COMMIT = "c" * 40
 ADDRESS = "127.0.0.77"
-"""Loopback address for one pod, because all worker pods use the same ports."""
+"""Each pod has its own loopback address, because all worker pods use the same ports."""
 SECRET = "hub-token"
 
 
@@ -58,7 +58,7 @@ async def apply(server: ApiServer, namespace: str, spec: dict[str, Any], name: s
     await server.apply(HETERO_INFERENCE.path(namespace, name), body, manager="user")
 
 
-async def the_fetch(server: ApiServer, namespace: str, resource: str = "tiny") -> dict[str, Any]:
+async def wait_for_fetch_pod(server: ApiServer, namespace: str, resource: str = "tiny") -> dict[str, Any]:
     """Waits for the fetch pod of a resource."""
 
     async def found() -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ async def the_fetch(server: ApiServer, namespace: str, resource: str = "tiny") -
 
 
 def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
-    """Returns what a fetch pod may remove; None if it removes nothing."""
+    """Returns the commits that a fetch pod may remove, or None if it removes nothing."""
     (variables,) = (container["env"] for container in fetch["spec"]["containers"])
     found = [each["value"] for each in variables if each["name"] == names.ENV_CACHE_CLEANUP]
     return CacheCleanup.from_json(found[0]) if found else None
@@ -84,11 +84,11 @@ def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
 
 @dataclass
 class Asking:
-    """The answers of a fetch pod.
+    """Answers in place of a fetch pod, and records the operator's confirmations.
 
     Attributes:
-        question: number of its open question, or None.
-        confirmed: time of the first confirmation of each question, by the monotonic clock.
+        question: number of the open question, or None.
+        confirmed: for each question, the monotonic time of its first confirmation.
         hashes: hashes of the tokens in the pod's environment.
     """
 
@@ -109,7 +109,7 @@ class Asking:
 
 @contextlib.asynccontextmanager
 async def telling(asking: Asking) -> AsyncIterator[None]:
-    """Answers in place of the pod, which no kubelet runs here."""
+    """Answers the operator's queries in place of the pod, because no kubelet runs here."""
 
     async def fetch(request: web.Request) -> web.Response:
         return asking.answer(request)
@@ -145,7 +145,7 @@ async def test_the_inspect_pod_is_recognized_without_its_label(
             events = (await server.get(EVENT.path(namespace)))["items"]
             return any(event["reason"] == "PodLabelLost" and name in event["note"] for event in events)
 
-        await until("the event", reported, said=lambda: process.said)
+        await until("the event", reported, details=lambda: process.output)
         await end_pod(server, namespace, name, exit_code=0, message=json.dumps(PROFILE))
         await serve_epoch(server, namespace, 1)
         with pytest.raises(ApiError, match="not found"):
@@ -162,7 +162,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
         "provisioner": "blocks.example.test",
     }
     await server.create("/apis/storage.k8s.io/v1/storageclasses", storage_class)
-    said = "blocks.example.test only supports ReadWriteOnce"
+    message = "blocks.example.test only supports ReadWriteOnce"
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
         await process.working()
         cache = {"size": "1Gi", "storageClassName": storage_class["metadata"]["name"]}
@@ -171,7 +171,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
         async def claims() -> list[dict[str, Any]]:
             return await stored(server, CLAIM, namespace)
 
-        (claim,) = await until("the claim", claims, said=lambda: process.said)
+        (claim,) = await until("the claim", claims, details=lambda: process.output)
         # External provisioners record a Warning about the claim.
         about = {"kind": CLAIM.name, "namespace": namespace, "name": claim["metadata"]["name"]}
         event = {
@@ -181,7 +181,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             "involvedObject": {"apiVersion": "v1", "uid": claim["metadata"]["uid"], **about},
             "type": "Warning",
             "reason": "ProvisioningFailed",
-            "message": said,
+            "message": message,
             "source": {"component": "blocks.example.test_provisioner"},
         }
         await server.create(f"/api/v1/namespaces/{namespace}/events", event)
@@ -192,12 +192,12 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             settings = f"storage class {cache['storageClassName']}, ReadWriteMany, 1Gi"
             expected = (
                 f"claim {about['name']} ({settings}) is not bound",
-                f'blocks.example.test_provisioner reports ProvisioningFailed: "{said}"',
+                f'blocks.example.test_provisioner reports ProvisioningFailed: "{message}"',
                 "Set spec.model.cache.storageClassName and accessMode",
             )
             return all(each in words for each in expected)
 
-        await until("the provisioner's message", quoted, timeout_s=40, said=lambda: process.said)
+        await until("the provisioner's message", quoted, timeout_s=40, details=lambda: process.output)
         gone = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"made-{namespace}"}}
         volume = {
             "capacity": {"storage": "1Gi"},
@@ -212,7 +212,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             text = json.dumps((await status_of(server, namespace)).get("conditions", ()))
             return "is not bound" not in text
 
-        await until("the claim binds", bound, timeout_s=40, said=lambda: process.said)
+        await until("the claim binds", bound, timeout_s=40, details=lambda: process.output)
         assert await process.stop() == 0
 
 
@@ -222,7 +222,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
         await process.working()
         await apply(server, namespace, hub_spec(caBundle={"configMapKeyRef": {"name": "ours", "key": "ca"}}))
-        fetch = await the_fetch(server, namespace)
+        fetch = await wait_for_fetch_pod(server, namespace)
         name = fetch["metadata"]["name"]
         await bind(server, namespace, name, node)
         # Like a kubelet.
@@ -245,7 +245,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
             words = f"pod {name} cannot start: ConfigMap ours does not exist in namespace {namespace}"
             return found.get("reason") == "FailedMount" and words in found["message"]
 
-        await until("the name of the ConfigMap", named, timeout_s=10, said=lambda: process.said)
+        await until("the name of the ConfigMap", named, timeout_s=10, details=lambda: process.output)
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
 
@@ -257,7 +257,7 @@ async def test_a_model_of_a_hub_becomes_ready(
     async with operator(installed.kubeconfig, tmp_path / "log", **installed.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec())
-        fetch = await the_fetch(server, namespace)
+        fetch = await wait_for_fetch_pod(server, namespace)
         (claim,) = await stored(server, CLAIM, namespace)
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
         mounted = {"claimName": claim["metadata"]["name"]}
@@ -281,12 +281,12 @@ async def test_a_model_of_a_hub_becomes_ready(
 
         await until("the event", reported)
 
-        # With a token, another pod tries immediately; the claim stays unchanged.
+        # With a token, the operator creates another pod immediately, and leaves the claim unchanged.
         token = {"tokenSecretRef": {"name": SECRET}}
         await apply(server, namespace, hub_spec(**token))
 
         async def another() -> str:
-            pod = await the_fetch(server, namespace)
+            pod = await wait_for_fetch_pod(server, namespace)
             return str(pod["metadata"]["name"]) if pod["metadata"]["name"] != name else ""
 
         name = await until("a fetch with the token", another)
@@ -320,12 +320,12 @@ async def test_a_model_of_a_hub_becomes_ready(
             return not await stored(server, CLAIM, namespace) and not await stored(server, POD, namespace)
 
         await until("the end of pods and claim", gone, timeout_s=60)
-    said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log
 
 
 async def create_claim(server: ApiServer, namespace: str, name: str) -> None:
-    """Creates a claim of the user."""
+    """Creates a claim that belongs to the user."""
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -344,12 +344,12 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
     async with operator(release.kubeconfig, tmp_path / "log", **release.key) as process:
         await process.working()
         await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
-        fetch = await the_fetch(server, namespace, "other")
-        assert cleanup_of(fetch) is None, "the claim is the user's, who set no `keep`"
+        fetch = await wait_for_fetch_pod(server, namespace, "other")
+        assert cleanup_of(fetch) is None, "the claim belongs to the user, who set no `keep`"
 
         spec = hub_spec(cache={"claimName": "shared", "keep": 1})
         await apply(server, namespace, spec, "early")
-        early = await the_fetch(server, namespace, "early")
+        early = await wait_for_fetch_pod(server, namespace, "early")
         assert cleanup_of(early) is None, "the commit of `other` is not known yet"
         await server.delete(HETERO_INFERENCE.path(namespace, "early"), {})
 
@@ -361,15 +361,15 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
             model = (await server.get(HETERO_INFERENCE.path(namespace, "other"))).get("status", {})
             return bool(model.get("model", {}).get("commit") == COMMIT)
 
-        await until("the commit of `other` in its status", recorded, said=lambda: process.said)
+        await until("the commit of `other` in its status", recorded, details=lambda: process.output)
 
         async def early_is_gone() -> bool:
             found = await stored(server, POD, namespace)
             return not [pod for pod in found if pod["metadata"]["labels"][names.LABEL_RESOURCE] == "early"]
 
-        await until("the end of `early`", early_is_gone, timeout_s=60, said=lambda: process.said)
+        await until("the end of `early`", early_is_gone, timeout_s=60, details=lambda: process.output)
         await apply(server, namespace, spec)
-        cleanup = cleanup_of(await the_fetch(server, namespace))
+        cleanup = cleanup_of(await wait_for_fetch_pod(server, namespace))
         assert cleanup is not None
         assert (cleanup.keep, COMMIT in cleanup.in_use) == (1, True)
 
@@ -377,7 +377,7 @@ async def test_a_fetch_may_not_remove_commits_of_other_resources(
 async def run_fetch(server: ApiServer, namespace: str, asking: Asking) -> None:
     """Creates a resource that may remove commits from claim `shared`, and runs its fetch pod."""
     await apply(server, namespace, hub_spec(cache={"claimName": "shared", "keep": 1}))
-    fetch = await the_fetch(server, namespace)
+    fetch = await wait_for_fetch_pod(server, namespace)
     cleanup = cleanup_of(fetch)
     assert cleanup is not None
     assert COMMIT not in cleanup.in_use
@@ -402,7 +402,7 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
         async def is_confirmed() -> bool:
             return 0 in asking.confirmed
 
-        await until("the confirmation", is_confirmed, timeout_s=30, said=lambda: process.said)
+        await until("the confirmation", is_confirmed, timeout_s=30, details=lambda: process.output)
         asking.question = 1
         model = {"uri": f"pvc://shared/acme--tiny/{COMMIT}"}
         await apply(server, namespace, {**SPEC, "model": model}, "late")
@@ -412,13 +412,13 @@ async def test_a_fetch_removes_no_commit_that_a_new_resource_begins_to_use(
             conditions = late.get("status", {}).get("conditions", ())
             return any(found["reason"] == "CacheCleaning" for found in conditions)
 
-        await until("the wait of `late`", waits, timeout_s=30, said=lambda: process.said)
+        await until("the wait of `late`", waits, timeout_s=30, details=lambda: process.output)
 
         async def inspected() -> bool:
             pods = await stored(server, POD, namespace)
             return any(pod["metadata"]["labels"][names.LABEL_RESOURCE] == "late" for pod in pods)
 
-        await until("the inspect pod of `late`", inspected, timeout_s=90, said=lambda: process.said)
+        await until("the inspect pod of `late`", inspected, timeout_s=90, details=lambda: process.output)
         waited_s = time.monotonic() - asking.confirmed[0]
         assert waited_s > CONFIRMED_S - 1, "the fetch may remove the commit until then"
         assert 1 not in asking.confirmed
@@ -447,13 +447,15 @@ async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
         async def has_listed() -> bool:
             return proxy.count(rf"namespaces/{namespace}/{names.PLURAL}\?limit", "GET") > lists
 
-        await until("a list for the question", has_listed, timeout_s=30, said=lambda: process.said)
+        await until("a list for the question", has_listed, timeout_s=30, details=lambda: process.output)
         late = HETERO_INFERENCE.path(namespace, "late")
 
         async def waits() -> bool:
             return bool((await server.get(late)).get("status"))
 
-        await until("the list brings `late` to the operator", waits, timeout_s=30, said=lambda: process.said)
+        await until(
+            "the operator sees `late` in the list", waits, timeout_s=30, details=lambda: process.output
+        )
         assert asking.confirmed == {}
         await server.delete(late, {})
         proxy.heal()
@@ -461,4 +463,4 @@ async def test_a_silent_watch_confirms_no_removal_of_a_commit_in_use(
         async def is_confirmed() -> bool:
             return 0 in asking.confirmed
 
-        await until("the confirmation", is_confirmed, timeout_s=60, said=lambda: process.said)
+        await until("the confirmation", is_confirmed, timeout_s=60, details=lambda: process.output)

@@ -1,4 +1,4 @@
-"""Objects for restricted networks, on a real API server with both address families."""
+"""Tests the objects for restricted networks on a real API server with both address families."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def default_deny(namespace: str) -> dict[str, Any]:
 
 
 async def egress(server: ApiServer, namespace: str) -> list[dict[str, Any]]:
-    """Returns our egress policies."""
+    """Returns the egress policies that the operator created."""
     found = await stored(server, NETWORK_POLICY, namespace)
     return [policy for policy in found if policy["spec"]["policyTypes"] == ["Egress"]]
 
@@ -39,8 +39,10 @@ async def untouched_pods(server: ApiServer, namespace: str) -> list[dict[str, An
     ]
 
 
-async def outlive(server: ApiServer, namespace: str, pod: str, container: str) -> None:
-    """Marks a worker as ended while another container of its pod runs, in place of the kubelet."""
+async def end_worker_before_another_container(
+    server: ApiServer, namespace: str, pod: str, container: str
+) -> None:
+    """Marks a worker as ended while another container of its pod still runs, in place of the kubelet."""
     base = {"image": "none", "imageID": "", "restartCount": 0, "ready": False}
     ended = {**base, "name": names.CONTAINER_WORKER, "state": {"terminated": {"exitCode": 0}}}
     running = {**base, "name": container, "state": {"running": {}}}
@@ -66,7 +68,7 @@ async def test_groups_run_with_policies_families_and_sidecars(
         await server.create(NETWORK_POLICY.path(namespace), default_deny(namespace))
         [policy] = await until("the egress policy", lambda: egress(server, namespace))
         assert policy["spec"]["podSelector"]["matchLabels"][names.LABEL_GROUP] == "0"
-        # An administrator's choice stays, although other fields are repaired.
+        # The operator keeps an administrator's choice while it repairs other fields.
         single = {"spec": {"ipFamilyPolicy": "SingleStack"}}
         await server.merge(SERVICE.path(namespace, "tiny"), single)
         assert await process.stop() == 0
@@ -85,16 +87,17 @@ async def test_groups_run_with_policies_families_and_sidecars(
         assert await untouched_pods(server, namespace) == before
 
         for pod in pods:
-            await bind(server, namespace, pod, node)  # from now on its deletion waits for a kubelet
+            # from now on, the deletion of the pod waits for a kubelet
+            await bind(server, namespace, pod, node)
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"suspend": True}})
-        await outlive(server, namespace, pods[1], "istio-proxy")
+        await end_worker_before_another_container(server, namespace, pods[1], "istio-proxy")
 
         async def named() -> bool:
             words = f"pod {pods[1]}: its worker has ended, but container istio-proxy"
             [group] = (await status_of(server, namespace))["groups"]
             return words in str(group.get("message"))
 
-        await until("the message about the container", named, said=lambda: process.said)
+        await until("the message about the container", named, details=lambda: process.output)
         for pod in pods:
             await server.delete(POD.path(namespace, pod), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0

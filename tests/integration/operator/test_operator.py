@@ -1,6 +1,6 @@
-"""`heteroinfer operator` as a process with the chart's permissions, from apply to delete.
+"""Tests `heteroinfer operator` as a process with the chart's permissions, from apply to delete.
 
-There is no node, so the tests play the kubelet; everything else is real.
+There is no node, so the tests play the kubelet. All other parts are real.
 """
 
 import contextlib
@@ -89,12 +89,12 @@ async def test_a_resource_becomes_ready_recovers_from_a_failure_and_is_deleted(
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0
-        assert " 403 " not in process.said
-        assert "Traceback" not in process.said, process.said
+        assert " 403 " not in process.output
+        assert "Traceback" not in process.output, process.output
 
 
 async def idle_writes_nothing(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
-    """Asserts that after the start six reconciles in a row write nothing."""
+    """Checks that after the start, six reconciles in a row write nothing."""
 
     async def quiet() -> bool:
         before, written = await versions(server, namespace), await process.writes()
@@ -124,7 +124,7 @@ async def test_a_restarted_operator_writes_nothing_to_a_settled_resource(
     async with operator(installed.kubeconfig, tmp_path / "second", resync_seconds="1") as second:
         await second.working()
         await until("reconciles", lambda: passed(second, 5))
-        assert await second.metric(metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.said
+        assert await second.metric(metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL) == 0, second.output
         assert await second.writes() == {}
         assert await versions(server, namespace) == before
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
@@ -140,7 +140,7 @@ async def test_waits_for_the_api_server_and_reports_it(control_plane: Cluster, t
     async with operator(nowhere, tmp_path / "log") as process:
         await until(
             "it reports that it waits for the API server",
-            lambda: "no answer from the API server" in process.said,
+            lambda: "no answer from the API server" in process.output,
         )
         assert await process.http("/healthz") == (200, "ok")
         status, text = await process.http("/readyz")

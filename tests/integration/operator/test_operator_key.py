@@ -1,4 +1,4 @@
-"""The operator's key: created once, even by concurrent operators, and never changed."""
+"""Tests that the operator's key is created once, even by concurrent operators, and never changes."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Partial outages of the API server: the operator keeps all other facts true."""
+"""Tests partial outages of the API server: the operator continues with all other kinds and namespaces."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ from tests.integration.operator.running_operator import (
 from tests.integration.operator.test_refused_children import CRDS, POD_GROUPS, has_volcano
 
 TRUE_S = 5.0
-"""Seconds from a rank's death until Available is false; less than 2 without other load."""
+"""Seconds from a rank's death until Available is false. Without other load, this takes less than 2 s."""
 
 
 @pytest_asyncio.fixture
@@ -47,7 +47,7 @@ async def proxy(control_plane: Cluster, crd: str, tmp_path: Path) -> AsyncIterat
 
 @pytest_asyncio.fixture
 async def volcano(server: ApiServer) -> AsyncIterator[None]:
-    """A cluster that serves Volcano's PodGroups."""
+    """Runs a cluster that serves Volcano's PodGroups."""
     await server.create(CRDS, POD_GROUPS)
     await until("PodGroups", lambda: has_volcano(server), timeout_s=30)
     yield
@@ -70,7 +70,10 @@ async def is_unavailable(server: ApiServer, namespace: str) -> bool:
 
 async def becomes_unavailable(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
     await until(
-        "Available is False", lambda: is_unavailable(server, namespace), TRUE_S, said=lambda: process.said
+        "Available is False",
+        lambda: is_unavailable(server, namespace),
+        TRUE_S,
+        details=lambda: process.output,
     )
 
 
@@ -96,14 +99,14 @@ async def test_a_failed_list_of_budgets_does_not_delay_a_start(
         async def says_so() -> bool:
             return await process.http("/readyz") == (200, f"ok, but the operator has not listed {label} yet")
 
-        await until("it works without that list", says_so, timeout_s=60, said=lambda: process.said)
+        await until("it works without that list", says_so, timeout_s=60, details=lambda: process.output)
         assert await process.metric(f'{metric_names.OPERATOR_CACHES}{{state="unlisted"}}') == 1
         await end_rank(server, namespace, pods[1], index=1)
         await becomes_unavailable(server, namespace, process)
         await serve_epoch(server, namespace, 2)
         proxy.heal(fault)
         await process.working()
-        assert "defect" not in process.said
+        assert "defect" not in process.output
 
 
 async def test_readyz_and_a_metric_show_a_failed_watch_of_pods(
@@ -122,14 +125,14 @@ async def test_readyz_and_a_metric_show_a_failed_watch_of_pods(
         async def shows(count: int) -> bool:
             return await process.metric(failing) == count
 
-        await until("it is shown", lambda: shows(1), said=lambda: process.said)
+        await until("the failed watch is shown", lambda: shows(1), details=lambda: process.output)
 
         async def looks_again() -> bool:
             return await process.metric(looks) > before
 
         await until("the resource is reconciled with the leader's report", looks_again)
         proxy.heal(fault)
-        await until("it is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
+        await until("the outage is over", lambda: shows(0), timeout_s=40, details=lambda: process.output)
 
 
 async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
@@ -149,24 +152,26 @@ async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
         await process.working()
         pods = await bring_up(server, namespace)
         control_plane.kubectl("delete", "namespace", other)
-        await until("the namespace is skipped", lambda: leaves_out(process), 60, said=lambda: process.said)
+        await until(
+            "the namespace is skipped", lambda: leaves_out(process), 60, details=lambda: process.output
+        )
         before = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
         async def resynced() -> bool:
             now = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
             return now > before
 
-        await until("a resync of the other namespace", resynced, said=lambda: process.said)
+        await until("a resync of the other namespace", resynced, details=lambda: process.output)
         words = f"namespace {other} is not served"
-        await until("a line of log", lambda: words in process.said)
+        await until("the log line about the namespace", lambda: words in process.output)
         assert await process.stop() == 0
-        assert process.said.count(words) == 1
+        assert process.output.count(words) == 1
     async with operator(installed.kubeconfig, tmp_path / "two", **settings) as process:
         await until(
             "the operator works without the namespace",
             lambda: leaves_out(process),
             60,
-            said=lambda: process.said,
+            details=lambda: process.output,
         )
         await end_rank(server, namespace, pods[1], index=1)
         await becomes_unavailable(server, namespace, process)
@@ -208,16 +213,16 @@ async def test_a_group_survives_the_removal_of_its_gang_scheduler(
             found = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
             return [name for name in found if name.startswith("tiny-1-")]
 
-        await until("pods of the second group", second_group, said=lambda: process.said)
+        await until("pods of the second group", second_group, details=lambda: process.output)
         assert await workers(server, namespace, 1) == pods
         await end_rank(server, namespace, pods[1], index=1)
         await becomes_unavailable_of_group(server, namespace, process)
-        assert "defect" not in process.said
+        assert "defect" not in process.output
 
 
 async def becomes_unavailable_of_group(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
     await until(
-        "the next epoch", lambda: workers(server, namespace, 2), timeout_s=30, said=lambda: process.said
+        "the next epoch", lambda: workers(server, namespace, 2), timeout_s=30, details=lambda: process.output
     )
 
 
@@ -250,7 +255,7 @@ async def test_an_error_for_one_gang_scheduler_does_not_hide_others(
             found = await workers(server, namespace, 1)
             return found if len(found) == 2 else []
 
-        pods = await until("two pods", both, timeout_s=30, said=lambda: process.said)
+        pods = await until("two pods", both, timeout_s=30, details=lambda: process.output)
         for name in pods:
             stored_pod = await server.get(POD.path(namespace, name))
             assert stored_pod["metadata"]["labels"][names.LABEL_GANG] == Gang.VOLCANO.value
@@ -269,14 +274,16 @@ async def test_resources_are_reconciled_when_a_gang_scheduler_appears_late(
         async def stalled() -> bool:
             return await condition(server, namespace, "Stalled") == ("True", "NoGangScheduler")
 
-        await until("the operator finds no gang scheduler", stalled, timeout_s=30, said=lambda: process.said)
+        await until(
+            "the operator finds no gang scheduler", stalled, timeout_s=30, details=lambda: process.output
+        )
         proxy.heal(fault)
 
         async def two_pods() -> bool:
             return len(await workers(server, namespace, 1)) == 2
 
         await until(
-            "pods, once the gang scheduler is found", two_pods, timeout_s=40, said=lambda: process.said
+            "pods, once the gang scheduler is found", two_pods, timeout_s=40, details=lambda: process.output
         )
 
 

@@ -1,4 +1,4 @@
-"""Children that other writers refuse, take or change: the operator reports it and retries rarely."""
+"""Tests objects that others refuse, own or change: the operator reports this, and retries rarely."""
 
 import asyncio
 import base64
@@ -65,7 +65,7 @@ POD_GROUPS: dict[str, Any] = {
 
 
 async def writes(process: OperatorProcess, kind: str, verb: str) -> float:
-    """Returns the number of accepted writes of a kind; a status write updates its resource."""
+    """Returns the number of accepted writes of a kind. A write of a status counts for its resource."""
     name = f'{metric_names.OPERATOR_WRITES_TOTAL}{{kind="{kind}",verb="{verb}"}}'
     return (await process.writes()).get(name, 0)
 
@@ -84,20 +84,21 @@ async def test_a_refused_gang_object_is_one_refusal(
         await create_resource(server, namespace, scheduling={"gang": "Always"})
         async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="5") as process:
             inspect = await until(
-                "the inspect pod", lambda: living(server, namespace), 60, lambda: process.said
+                "the inspect pod", lambda: living(server, namespace), 60, lambda: process.output
             )
             await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
 
             async def refused() -> bool:
                 return await condition(server, namespace, "Ready") == ("False", "ObjectRefused")
 
-            await until("the refusal is reported", refused, timeout_s=30, said=lambda: process.said)
+            await until("the refusal is reported", refused, timeout_s=30, details=lambda: process.output)
             (group,) = (await status_of(server, namespace))["groups"]
             statuses = await writes(process, names.PLURAL, "update")
             await asyncio.sleep(5)
             (after,) = (await status_of(server, namespace))["groups"]
             assert after["epoch"] == group["epoch"]
-            # One is usual; messages about nodes may also change. The defect caused five a second.
+            # One write is usual, and messages about nodes may also change. The defect caused five writes a
+            # second.
             assert await writes(process, names.PLURAL, "update") - statuses <= 10
             assert (await reasons(server, namespace)).count("ObjectRefused") == 1
             await server.delete(f"{QUOTAS.format(namespace)}/none", {})
@@ -113,7 +114,7 @@ async def has_volcano(server: ApiServer) -> bool:
 
 @asynccontextmanager
 async def policies_with_a_rule_more(server: ApiServer, folder: Path) -> AsyncIterator[None]:
-    """A webhook that adds a rule for monitoring to every NetworkPolicy on each write."""
+    """Runs a webhook that adds a rule for monitoring to every NetworkPolicy on each write."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     new = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
     subject = ["-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -189,7 +190,7 @@ async def test_reports_a_foreign_service_and_policies_changed_by_a_webhook(
                 found = await workers(server, namespace, 1)
                 return found if len(found) == 2 else []
 
-            for pod in await until("its pods", both, timeout_s=30, said=lambda: process.said):
+            for pod in await until("its pods", both, timeout_s=30, details=lambda: process.output):
                 await run_pod(server, namespace, pod)
 
             async def serves_nobody() -> bool:
@@ -197,11 +198,13 @@ async def test_reports_a_foreign_service_and_policies_changed_by_a_webhook(
                 status = await status_of(server, namespace)
                 return status.get("readyReplicas") == 1 and found == [("False", "NameTaken")] * 2
 
-            await until("an unreachable group", serves_nobody, 60, lambda: process.said)
+            await until("an unreachable group", serves_nobody, 60, lambda: process.output)
             assert "endpoint" not in await status_of(server, namespace)
             await server.delete(SERVICE.path(namespace, "tiny"), {})
-            await until("Ready", lambda: is_ready(server, namespace), 40, lambda: process.said)
-            await until("the changed fields are reported", changed, timeout_s=30, said=lambda: process.said)
+            await until("Ready", lambda: is_ready(server, namespace), 40, lambda: process.output)
+            await until(
+                "the changed fields are reported", changed, timeout_s=30, details=lambda: process.output
+            )
             assert await condition(server, namespace, "Progressing") == ("False", "ChangedByOthers")
             before = await writes(process, "networkpolicies", "patch")
             await asyncio.sleep(5)
@@ -212,7 +215,7 @@ async def test_reports_a_foreign_service_and_policies_changed_by_a_webhook(
             policy = await server.get(NETWORK_POLICY.path(namespace, "tiny-0-ranks"))
             return "monitoring" not in json.dumps(policy["spec"]) and await is_ready(server, namespace)
 
-        await until("the policy is ours again", mended, timeout_s=60, said=lambda: process.said)
+        await until("the policy is ours again", mended, timeout_s=60, details=lambda: process.output)
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
         assert resource["status"]["endpoint"]
         assert await process.stop() == 0
@@ -222,7 +225,7 @@ RULE: dict[str, Any] = {"from": [{"namespaceSelector": {"matchLabels": {"name": 
 
 
 async def meddle(server: ApiServer, namespace: str, *, delete: bool) -> None:
-    """Changes or deletes the policy of a group, as another controller would, until cancelled."""
+    """Changes or deletes the policy of a group again and again, like another controller, until cancelled."""
     path = NETWORK_POLICY.path(namespace, "tiny-0-ranks")
     only = {"fieldSelector": "metadata.name=tiny-0-ranks"}
     async for event in server.watch(NETWORK_POLICY.path(namespace), only):
@@ -250,10 +253,12 @@ async def test_reports_a_policy_that_another_controller_keeps_changing(
         controller = asyncio.ensure_future(meddle(server, namespace, delete=reason == "DeletedByOthers"))
         try:
 
-            async def said() -> bool:
+            async def is_reported() -> bool:
                 return await condition(server, namespace, "Progressing") == ("False", reason)
 
-            await until("the other controller is reported", said, timeout_s=30, said=lambda: process.said)
+            await until(
+                "the other controller is reported", is_reported, timeout_s=30, details=lambda: process.output
+            )
             before = await writes(process, "networkpolicies", "patch")
             await asyncio.sleep(5)
             assert await writes(process, "networkpolicies", "patch") - before <= 6
@@ -265,7 +270,7 @@ async def test_reports_a_policy_that_another_controller_keeps_changing(
 
         async def ours() -> bool:
             found = (await server.get(NETWORK_POLICY.path(namespace)))["items"]
-            return len(found) == 1 and RULE not in found[0]["spec"]["ingress"] and not await said()
+            return len(found) == 1 and RULE not in found[0]["spec"]["ingress"] and not await is_reported()
 
-        await until("the policy is ours again", ours, timeout_s=90, said=lambda: process.said)
+        await until("the policy is ours again", ours, timeout_s=90, details=lambda: process.output)
         assert await process.stop() == 0

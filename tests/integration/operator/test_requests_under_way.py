@@ -1,4 +1,4 @@
-"""No reconcile waits for a slow request; the next reconcile knows its result."""
+"""Tests that no reconcile waits for a slow request, and that the next reconcile knows its result."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,13 @@ from tests.integration.operator.running_operator import DEADLINE_S, child, creat
 from tests.integration.operator.running_operator import pod as bare_pod
 
 SOON_S = 1.5
-"""A reconcile waits twice for a quarter of a second; the machine may be loaded."""
+"""A reconcile waits twice for a quarter of a second. The machine may be loaded."""
 GROUP = frozenset({"group/0"})
 
 
 @dataclass(slots=True)
 class Behind:
-    """The port behind a proxy.
+    """The operator's port behind a proxy, with its caches and records.
 
     Attributes:
         proxy: proxy in front of the API server.
@@ -74,7 +74,7 @@ class Behind:
         return observation
 
     async def run(self, *actions: Action) -> float | None:
-        """Runs actions on the current observation; asserts that this takes only a moment."""
+        """Runs actions on the current observation. Fails if this takes longer than PROMPT_S."""
         observation = await self.observe()
         started = time.monotonic()
         again_s = await self.cluster.run(observation, actions)
@@ -100,6 +100,7 @@ class Behind:
 async def behind(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Behind]:
+    """Yields the operator's port behind a proxy, without reconciles of its own."""
     async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
         through = ApiServer(await load_configuration(str(proxy.kubeconfig)))
         owner = await create_resource(server, namespace)
@@ -119,7 +120,7 @@ async def behind(
                 await state.wait_synced()
             yield Behind(proxy, through, server, owner, state, recorder, cluster, woken, written, dropped)
         finally:
-            # Pending requests continue beside reconciles; they end with this test.
+            # Pending requests continue beside reconciles, and end with this test.
             under_way = {task for task in asyncio.all_tasks() if " of " in task.get_name()}
             for task in under_way:
                 task.cancel()
@@ -146,7 +147,7 @@ async def test_pods_are_created_in_parallel_and_each_once(behind: Behind) -> Non
     creates = [pod(behind.owner, index) for index in range(20)]
     await behind.direct.merge(
         HETERO_INFERENCE.path(behind.owner.key.namespace, "tiny"),
-        {"spec": {"replicas": 10}},  # two pods each: the budget of new pods allows 20
+        {"spec": {"replicas": 10}},  # The groups have two pods each. The budget of new pods allows 20.
     )
 
     async def wants_20_pods() -> bool:
@@ -191,11 +192,11 @@ async def test_an_unanswered_create_that_failed_is_repeated_later(behind: Behind
     assert observation.never_created == {f"tiny-0-7-{index}" for index in range(3)}
     assert observation.never_requested == {"tiny-0-7-1", "tiny-0-7-2"}
 
-    async def made() -> bool:
+    async def all_created() -> bool:
         await behind.run(*creates)
         return await behind.pods() == [f"tiny-0-7-{index}" for index in range(3)]
 
-    await until("all three pods are created", made)
+    await until("all three pods are created", all_created)
     assert not (await behind.observe()).never_created
 
 
@@ -360,7 +361,7 @@ async def test_a_pod_that_loses_its_owner_is_recognized_by_its_uid(behind: Behin
     (found,) = (await behind.observe()).pods
     assert replace(found, lost_owner=False) == before
     assert found.lost_owner
-    # Without owner and label, only its uid identifies it.
+    # Without owner and label, only the pod's uid identifies it.
     await behind.direct.merge(path, {"metadata": {"labels": {names.LABEL_RESOURCE: None}}})
     (found,) = (await behind.observe()).pods
     assert found.uid == before.uid

@@ -1,4 +1,4 @@
-"""A reconcile decides on a cached copy of its resource, and never on old data for long."""
+"""Tests that a reconcile decides on a cached copy of its resource, and never on old data for long."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from tests.integration.operator.running_operator import (
 async def counting(
     control_plane: Cluster, answered: Callable[[], Awaitable[None]] | None = None
 ) -> AsyncIterator[tuple[ApiServer, list[str]]]:
-    """Counts the requests sent to the API server from here; awaits `answered` after each."""
+    """Counts the requests to the API server from now on. Awaits `answered` after each request."""
     sent: list[str] = []
 
     async def note(_session: object, _context: object, started: aiohttp.TraceRequestStartParams) -> None:
@@ -53,7 +53,7 @@ async def counting(
 
 @contextlib.asynccontextmanager
 async def frozen(server: ApiServer, namespace: str) -> AsyncIterator[Watched]:
-    """Caches that were synced and then see no changes: the slowest possible watch."""
+    """Returns caches that were synced and then see no changes, like the slowest possible watch."""
     watched = Watched(server, [namespace])
     running = asyncio.ensure_future(watched.cluster_state.run())
     try:
@@ -73,7 +73,7 @@ async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
 
 
 async def scale(server: ApiServer, owner: Owner, replicas: int) -> int:
-    """Changes the spec as another user; returns the resourceVersion."""
+    """Changes the number of replicas as another user, and returns the resourceVersion."""
     path = HETERO_INFERENCE.path(owner.key.namespace, owner.key.name)
     stored = await server.merge(path, {"spec": {"replicas": replicas}})
     return int(stored["metadata"]["resourceVersion"])
@@ -121,7 +121,7 @@ async def test_a_conflicting_object_is_read_before_the_next_decision(
         now = await observe(watched, owner)
         assert (now.resource.spec["replicas"], now.resource.status.get("replicas", 0)) == (2, 0)
 
-        # Own writes are visible without a watch: the second write depends on the first.
+        # The operator's own writes are visible without a watch. The second write depends on the first.
         async def written(replicas: int) -> bool:
             """Repeats the write until the budget of two status writes a second allows it."""
             seen = await observe(watched, owner)

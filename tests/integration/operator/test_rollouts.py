@@ -1,7 +1,7 @@
-"""Rollouts, scaling and refusals by the operator as a process, on a real API server.
+"""Tests rollouts, scaling and refusals by the operator as a process, on a real API server.
 
-A task plays the kubelets: it answers inspect pods, and makes each worker pod ready, or ends pods with the
-image BROKEN.
+A task plays the kubelets: it answers inspect pods, makes each worker pod ready, and ends pods with the image
+BROKEN.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ GOOD, BETTER, BROKEN = "worker:1", "worker:2", "worker:broken"
 
 
 class Fleet:
-    """A resource of several groups in its own namespace.
+    """A resource with several groups in its own namespace.
 
     Attributes:
         two_epochs: groups that had pods of two epochs at the same time.
-        fewest: lowest number of serving groups since it was last set.
+        fewest: smallest number of serving groups since the test last set it.
     """
 
     def __init__(self, server: ApiServer, namespace: str) -> None:
@@ -76,7 +76,7 @@ class Fleet:
         wanted = {str(group) for group in groups}
         return {uid for uid, pod in (await self.pods()).items() if _label(pod, names.LABEL_GROUP) in wanted}
 
-    async def act(self) -> None:
+    async def play_kubelets(self) -> None:
         """Plays the kubelets until it is cancelled."""
         while True:
             with contextlib.suppress(ApiError):  # a pod was deleted in the meantime
@@ -84,6 +84,7 @@ class Fleet:
             await asyncio.sleep(0.05)
 
     async def _act_once(self) -> None:
+        """Updates the status of all pods once, and records groups with two epochs and serving groups."""
         listed = await self._server.get(POD.path(self.namespace))
         epochs: dict[str, set[str]] = {}
         serving: dict[str, bool] = {}
@@ -117,20 +118,20 @@ def _is_ready(pod: dict[str, Any]) -> bool:
 
 @pytest_asyncio.fixture
 async def fleet(server: ApiServer, namespace: str, install: Install, tmp_path: Path) -> AsyncIterator[Fleet]:
-    """A fleet without its resource, with kubelets and an operator for its namespace."""
+    """Yields a fleet without its resource, with kubelets and an operator for its namespace."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {"watch_namespaces": namespace, "resync_seconds": "5"}
     made = Fleet(server, namespace)
     async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
         await process.working()
-        acting = asyncio.ensure_future(made.act())
+        acting = asyncio.ensure_future(made.play_kubelets())
         try:
             yield made
         finally:
             acting.cancel()
             await asyncio.wait({acting})
         assert not acting.done() or acting.cancelled(), acting.exception()
-        assert "Traceback" not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
 
 
 async def test_a_stuck_rollout_can_be_rolled_back_and_scaled(fleet: Fleet, control_plane: Cluster) -> None:
@@ -193,7 +194,7 @@ async def is_stuck(fleet: Fleet) -> bool:
 
 async def test_reports_the_api_servers_message_for_a_refused_object(fleet: Fleet, server: ApiServer) -> None:
     first, second = SPEC["roles"]
-    # A rule that no schema contains: huge pages need a limit.
+    # No schema contains this rule: huge pages need a limit.
     wrong = {**second, "resources": {"requests": {"hugepages-2Mi": "0", "cpu": "1"}}}
     await fleet.create(roles=[first, wrong])
 
@@ -235,7 +236,7 @@ async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: Api
     await until("another revision is everywhere", lambda: is_whole_without(fleet, before), 90)
     tried = await dry_runs(server)
     await asyncio.sleep(12)
-    assert await dry_runs(server) == tried, "none at rest"
+    assert await dry_runs(server) == tried, "an idle operator sends no dry runs"
 
 
 async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""kopf announces changes that decisions read, but not the operator's own writes."""
+"""Tests that kopf reports the changes that decisions read, but not the operator's own writes."""
 
 import asyncio
 

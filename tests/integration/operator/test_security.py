@@ -1,4 +1,4 @@
-"""Permissions of the operator and its pods on a real API server; secrets stay secret."""
+"""Tests the permissions of the operator and its pods on a real API server, and that secrets stay secret."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0
-        assert " 403 " not in process.said
+        assert " 403 " not in process.output
     for verb, resource in (
         ("list", "pods"),
         ("create", "pods"),
@@ -54,6 +54,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
 
 
 def may(cluster: Cluster, installed: Installation, verb: str, resource: str, namespace: str) -> bool:
+    """Returns whether the operator's account may use a verb on a resource."""
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",
@@ -90,13 +91,14 @@ async def served(server: ApiServer) -> dict[tuple[str, str], bool]:
 
 
 async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Right]:
-    """Returns the permissions of a service account in a namespace, and resources without any."""
+    """Returns a service account's permissions in a namespace, and the resources without any permission."""
     resources = await served(server)
     # Some are not served here: those of missing schedulers, and the permission for finalizers.
     resources = {(rule.group, rule.resource): True for rule in rights.SERVED} | resources
     slots = asyncio.Semaphore(16)
 
     async def allowed(group: str, name: str, verb: str, *, namespaced: bool) -> bool:
+        """Returns whether the account may use a verb on a resource of the API server."""
         resource, _, subresource = name.partition("/")
         attributes = {
             "group": group,
@@ -246,11 +248,11 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         await bring_up(server, namespace)
         await create_named(server, namespace, "hub", HUB)
         await until(
-            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), said=lambda: process.said
+            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), details=lambda: process.output
         )
-        assert "violates PodSecurity" not in process.said
+        assert "violates PodSecurity" not in process.output
 
-        # The refusal is reported to the user: a restricted namespace allows no host path volume.
+        # The refusal is reported to the user, because a restricted namespace allows no host path volume.
         await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
 
         async def refused() -> bool:
@@ -260,9 +262,9 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
             ]
             return any("restricted volume types" in note for note in reported)
 
-        await until("the refusal as an event", refused, said=lambda: process.said)
+        await until("the refusal as an event", refused, details=lambda: process.output)
         token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]
-        assert token not in process.said, "it logs at the most detailed level"
+        assert token not in process.output, "it logs at the most detailed level"
         for name in ("tiny", "hub", "path"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
@@ -299,9 +301,10 @@ NO_FIXED_IDS = """
 
 
 def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
-    """Refuses pods that set a user or group; returns a check whether the policy already applies.
+    """Makes a policy that refuses pods with a fixed user or group.
 
-    OpenShift refuses ids outside the namespace's range, and fills in missing ids.
+    Returns a check whether it applies already. OpenShift refuses ids outside the namespace's range, and fills
+    in missing ids.
     """
     name = f"no-fixed-ids-{namespace}"
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
@@ -330,14 +333,14 @@ def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
         "spec": {"securityContext": context, "containers": [container]},
     }
 
-    def holds() -> bool:
+    def applies() -> bool:
         try:
             cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(fixed))
         except ClusterError as error:
             return "user ids are given by the namespace" in str(error)
         return False
 
-    return holds
+    return applies
 
 
 async def test_the_chart_can_leave_the_user_of_pods_unset(
@@ -353,10 +356,10 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
 
         async def refused() -> bool:
             found = await server.get(HETERO_INFERENCE.path(namespace, "hub"))
-            said = [each["message"] for each in found.get("status", {}).get("conditions", ())]
-            return any("user ids are given by the namespace" in words for words in said)
+            messages = [each["message"] for each in found.get("status", {}).get("conditions", ())]
+            return any("user ids are given by the namespace" in words for words in messages)
 
-        await until("the policy's message", refused, timeout_s=30, said=lambda: process.said)
+        await until("the policy's message", refused, timeout_s=30, details=lambda: process.output)
         assert await process.stop() == 0
 
     values = ("assignedUserIds=true", "allowHostPaths=true")
@@ -371,7 +374,7 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
         await process.working()
         await until(
             "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), timeout_s=30,
-            said=lambda: process.said,
+            details=lambda: process.output,
         )  # fmt: skip
         await bring_up(server, namespace)
         pods = await stored(server, POD, namespace)

@@ -1,8 +1,8 @@
-"""The status is true within two seconds, even if a kind, request, event or webhook fails.
+"""Tests that the status is true within two seconds, even if a kind, request, event or webhook fails.
 
 Each case has a resource in its own namespace. One kind of request about that namespace fails, hangs, or takes
-ten seconds, and a rank of the serving group is killed. Other resources without faults, whose specs change
-too, show the time that this machine needs, and that resources do not wait for each other.
+ten seconds, and a rank of the serving group is killed. Other resources have no fault, but their specs change,
+too. They show the usual time on this machine, and that resources do not wait for each other.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.integration.operator.running_operator import OperatorProcess, end_ran
 WITHIN_S = 2.0
 SLOW_S = 10.0
 WITHOUT_A_FAULT = 3
-"""Sites without a fault: their turn among all sites differs."""
+"""Number of sites without a fault. Their position among all sites differs."""
 MODES: dict[str, dict[str, Any]] = {
     "503": {"status": 503},
     "hangs": {"hang": True},
@@ -43,10 +43,11 @@ class Case:
     Attributes:
         method: HTTP method of the request.
         path: regular expression of its path after the namespace.
-        spec: change of the resource that causes it; None if the death of the rank causes it.
-        loses: whether the revision's record is deleted first, so that the operator creates it again.
+        spec: change of the resource that causes the request, or None if the death of the rank causes it.
+        loses: whether the test deletes the revision's record first, so that the operator creates it
+            again.
         hides: whether the rank's pod loses its label first, so that no watch shows its end.
-        tells: how it fails in the short run.
+        tells: how the request fails in the short run.
         heals: whether the status can be written only after the fault is removed.
     """
 
@@ -87,7 +88,7 @@ CASES = (
 
 @dataclass(slots=True, kw_only=True)
 class Site:
-    """A serving resource."""
+    """A serving resource in its own namespace."""
 
     namespace: str
     case: Case | None = None
@@ -95,7 +96,7 @@ class Site:
     pods: list[str] = field(default_factory=list)
     fault: Fault | None = None
     since_s: float = 0.0
-    """When its rank was killed, or when the API server answered again."""
+    """Monotonic time at which the rank was killed, or at which the API server answered again."""
 
     def __str__(self) -> str:
         return f"{self.case} {self.mode}" if self.case is not None else "without a fault"
@@ -110,7 +111,7 @@ class Watcher:
         self._version = ""
 
     async def begin(self) -> None:
-        """Waits until the watch misses no further change."""
+        """Reads the version from which `run` watches, so that it misses no later change."""
         listed = await self._server.get(HETERO_INFERENCE.path())
         self._version = listed["metadata"]["resourceVersion"]
 
@@ -179,9 +180,9 @@ async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
 
 
 def has_reported(proxy: ApiProxy, sites: Sequence[Site]) -> bool:
-    """Reports whether the operator has written no status for so long that its next write waits for none.
+    """Returns whether the operator has written no status for so long that its next write need not wait.
 
-    Where the write of the status is the fault, it is tried again and again.
+    If the fault is the write of the status, the operator repeats this write.
     """
     since_s = time.monotonic() - STATUS_WRITES_WITHIN.total_seconds()
     paths = {
@@ -223,15 +224,15 @@ async def serving(
                 await gather_few([lambda site=site: bring_up(server, site) for site in sites])  # type: ignore[misc]
                 yield proxy, process
             proxy.heal()
-    finally:  # the pods that are left would count as waiting for a node in later tests
+    finally:  # in later tests, the remaining pods would count as waiting for a node
         for site in sites:
             control_plane.kubectl("delete", "namespace", site.namespace, "--wait=false", "--ignore-not-found")
 
 
 async def latencies(found: Watcher, sites: Sequence[Site]) -> dict[str, float]:
-    """Measures by site the seconds until its resource was not Available; waits a limited time.
+    """Returns for each site the seconds until its resource was not Available. Waits a limited time.
 
-    Of the sites without a fault, it returns the slowest.
+    Of the sites without a fault, only the slowest is returned.
     """
     namespaces = {site.namespace for site in sites}
     with contextlib.suppress(AssertionError):
@@ -244,7 +245,7 @@ async def latencies(found: Watcher, sites: Sequence[Site]) -> dict[str, float]:
 
 
 def too_late(took: dict[str, float]) -> dict[str, float]:
-    """Returns the sites that were later than the limit and the sites without a fault."""
+    """Returns the sites that were later than the limit, and later than the sites without a fault."""
     bound = WITHIN_S + max(took["without a fault"], 0.0)
     return {name: round(seconds, 2) for name, seconds in took.items() if seconds > bound}
 
@@ -252,6 +253,7 @@ def too_late(took: dict[str, float]) -> dict[str, float]:
 async def check(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, cases: Sequence[tuple[Case, str]]
 ) -> None:
+    """Kills a rank in every site while its case's requests fail, and checks the times of the statuses."""
     prefix = f"first-{time.monotonic_ns() % 10**8}"
     sites = [Site(namespace=f"{prefix}-{i}", case=case, mode=mode) for i, (case, mode) in enumerate(cases)]
     without = [Site(namespace=f"{prefix}-other-{i}") for i in range(WITHOUT_A_FAULT)]
@@ -271,18 +273,18 @@ async def check(
                     await heal_later(proxy, process, site)
             took = await latencies(found, [*sites, *without])
         unmet = [str(site) for site in sites if site.fault is None or not site.fault.hits]
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
         assert took["without a fault"] < SLOW_S, "these sites wait for the others"
         assert too_late(took) == {}, took
         assert unmet == [], "no such request was sent: the case proves nothing"
-        assert "defect of the operator" not in process.said
+        assert "defect of the operator" not in process.output
 
 
 async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> None:
-    """Heals the API server once the operator's metrics show that it cannot write a status."""
+    """Heals the API server after the operator's metrics show that it cannot write a status."""
     fault = site.fault
     assert fault is not None
-    await until(f"{site}: a status is to be written", lambda: fault.hits)
+    await until(f"{site}: a status write is due", lambda: fault.hits)
 
     async def shown() -> bool:
         return await process.metric(metric_names.OPERATOR_UNWRITTEN_STATUSES) > 0
@@ -324,7 +326,7 @@ async def test_available_matches_the_pods_while_no_other_kind_is_watched(
             await kill(server, sites[0])
             (took,) = (await latencies(found, sites)).values()
         assert took < WITHIN_S + 1
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
 
 
 async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
@@ -356,4 +358,4 @@ async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
             await kill(server, sites[1])
             await until("the status", lambda: sites[1].namespace in found.down)
             assert found.down[sites[1].namespace] - sites[1].since_s < WITHIN_S + 1
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output

@@ -1,4 +1,4 @@
-"""Other writers undo the operator's writes: it writes rarely, and a condition reports why."""
+"""Tests writers that undo each other's writes: the operator writes rarely, and a condition reports why."""
 
 import asyncio
 import functools
@@ -73,8 +73,8 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
             await until("pods of both", lambda: all(created.values()))
             end = time.monotonic() + 60
             for name in created:
-                why = functools.partial(says_why, server, namespace, name)
-                await until(f"the condition of {name}", why, said=lambda: operator.said)
+                why = functools.partial(condition_reports_changed_pods, server, namespace, name)
+                await until(f"the condition of {name}", why, details=lambda: operator.output)
             await until("a minute", lambda: time.monotonic() >= end, timeout_s=70)
         finally:
             operator.kill()
@@ -83,8 +83,8 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
     assert len(writes) < 60, "two resources"
 
 
-async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
-    """Checks whether a condition reports changed or unseen pods."""
+async def condition_reports_changed_pods(server: ApiServer, namespace: str, name: str) -> bool:
+    """Returns whether a condition reports changed or unseen pods."""
     found = await condition(server, namespace, name, "Ready")
     return found["reason"] in {"ChangedByOthers", "PodsNeverSeen"}
 
@@ -118,7 +118,9 @@ async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report
                 seen.add(f"{found['reason']} {planned['reason']}")
                 return found["reason"] == "StatusWrittenByOthers" and "another operator" in found["message"]
 
-            await until("the condition", names_the_other, said=lambda: f"{seen}, {a.count('status', 'PUT')}")
+            await until(
+                "the condition", names_the_other, details=lambda: f"{seen}, {a.count('status', 'PUT')}"
+            )
             end = time.monotonic() + 10
             await until("ten seconds", lambda: time.monotonic() >= end, timeout_s=20)
         finally:
@@ -128,4 +130,4 @@ async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report
         moments = [each.at for each in proxy.requests if each.method == "PUT" and "/status" in each.path]
         assert len(moments) >= 5
         most = max(sum(first <= each < first + 1 for each in moments) for first in moments)
-        assert most <= 2 + 1, "two a second, and requests that the path to the proxy bunches"
+        assert most <= 2 + 1, "two writes a second, and some that the proxy delays"

@@ -1,4 +1,4 @@
-"""Foreign pods as odd as the API server accepts: the operator survives, and its status stays true."""
+"""Tests odd foreign pods that the API server accepts: the operator survives, and its status stays true."""
 
 import json
 import time
@@ -55,7 +55,7 @@ TRUE_WITHIN_S = 2.0
 
 @pytest.fixture
 def strangers(control_plane: Cluster, namespace: str) -> Iterator[str]:
-    """A namespace without any HeteroInference."""
+    """Creates a namespace without any HeteroInference."""
     name = f"{namespace}-strangers"
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
@@ -81,13 +81,14 @@ FIELD_MANAGER = {
 
 
 async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace: str, node: str) -> None:
+    """Creates foreign pods with extreme quantities, labels, owners and times."""
     for index, quantity in enumerate(QUANTITIES):
         resources = {"resources": {"requests": {"cpu": quantity, "example.com/x": "1e60"}}}
         resources["resources"]["limits"] = {"example.com/x": "1e60"}
         await server.create(
             POD.path(namespace), stranger(f"quantity-{index}", namespace, node, container=resources)
         )
-    # A pod with our label and an owner that never existed, in deletion for ten thousand years.
+    # This pod has our label, an owner that never existed, and a deletion time ten thousand years ahead.
     metadata = {
         "labels": {names.LABEL_RESOURCE: "x"},
         "ownerReferences": [
@@ -130,7 +131,7 @@ def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None
 def worst_pods(
     control_plane: Cluster, server: ApiServer, strangers: str, node: str
 ) -> Callable[[], Awaitable[None]]:
-    """Creates the odd foreign pods when it is called."""
+    """Returns a function that creates the odd foreign pods."""
     return lambda: create_worst_pods(control_plane, server, strangers, node)
 
 
@@ -146,21 +147,23 @@ async def test_foreign_pods_do_not_crash_the_operator(
         await process.working()
         await bring_up(server, namespace)
         await worst_pods()
-        await shows_death(server, namespace, process, epoch=1)
+        await check_death_is_shown(server, namespace, process, epoch=1)
         await serve_epoch(server, namespace, 2)
         # New lists contain the same objects.
-        assert process.process.poll() is None, process.said
+        assert process.process.poll() is None, process.output
         assert await process.stop() == 0
     async with operator(kubeconfig, tmp_path / "second") as process:
         await process.working()
-        await shows_death(server, namespace, process, epoch=2)
+        await check_death_is_shown(server, namespace, process, epoch=2)
         assert process.process.poll() is None
-        assert "Traceback" not in process.said
-        assert "cannot read" not in process.said, "all objects can be read"
+        assert "Traceback" not in process.output
+        assert "cannot read" not in process.output, "all objects can be read"
 
 
-async def shows_death(server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int) -> None:
-    """Asserts that the status shows a rank's death within two seconds."""
+async def check_death_is_shown(
+    server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int
+) -> None:
+    """Checks that the status shows a rank's death within two seconds."""
     assert await condition(server, namespace, "Available") == ("True", "Serving")
     _, follower = await workers(server, namespace, epoch)
     await end_rank(server, namespace, follower, index=1)
@@ -169,8 +172,8 @@ async def shows_death(server: ApiServer, namespace: str, process: OperatorProces
     async def is_unavailable() -> bool:
         return (await condition(server, namespace, "Available"))[0] == "False"
 
-    await until("Available=False", is_unavailable, said=lambda: process.said)
-    assert time.monotonic() - died < TRUE_WITHIN_S, process.said
+    await until("Available=False", is_unavailable, details=lambda: process.output)
+    assert time.monotonic() - died < TRUE_WITHIN_S, process.output
 
 
 async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_hidden(
@@ -198,13 +201,14 @@ async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_h
             await ask_for_group(server, namespace, cpus=4)
             await end_inspection(server, namespace)
 
-            async def reserved() -> bool:  # until the inspection's own pod has ended, it is named, too
+            # until the inspection's own pod has ended, the status names it, too
+            async def reserved() -> bool:
                 words = await shortage(server, namespace)
                 return words.endswith(
                     "reserved for pods that are not scheduled yet: 2 pods of other namespaces"
                 )
 
-            await until("capacity reserved for two pods", reserved, said=lambda: process.said)
+            await until("capacity reserved for two pods", reserved, details=lambda: process.output)
             assert strangers not in await shortage(server, namespace)
             await server.merge(HETERO_INFERENCE.path(strangers, "tiny"), {"spec": {"suspend": True}})
             await until("the second group", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)
@@ -255,7 +259,7 @@ async def test_changes_that_block_clients_of_the_service_are_undone(
                 now = await server.get(SERVICE.path(namespace, "tiny"))
                 return bool(now["spec"] == before["spec"]) and labels_of(now) == labels_of(before)
 
-            await until(f"{change} is repaired", is_mended, said=lambda: process.said)
+            await until(f"{change} is repaired", is_mended, details=lambda: process.output)
         assert await condition(server, namespace, "Available") == ("True", "Serving")
 
 

@@ -1,7 +1,7 @@
-"""`heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
+"""Tests `heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
 
-Pods have no logs and leaders are unreachable here; the test checks the reports about it. The e2e tests cover
-the rest.
+Pods have no logs and leaders are unreachable here, so the tests check how the commands report this. The e2e
+tests cover the rest.
 """
 
 import json
@@ -35,7 +35,7 @@ VIEWER = "viewer"
 
 @pytest.fixture
 def viewer(control_plane: Cluster, namespace: str, tmp_path: Path) -> Path:
-    """Kubeconfig of a user who may read resources and pods of the context's namespace."""
+    """Creates a user who may read resources and pods of the context's namespace. Returns the kubeconfig."""
     rule = f"--resource=pods,{names.PLURAL}.{names.API_GROUP}"
     control_plane.kubectl("create", "-n", namespace, "serviceaccount", VIEWER)
     control_plane.kubectl("create", "-n", namespace, "role", VIEWER, "--verb=get,list", rule)
@@ -73,7 +73,7 @@ def status_of_a_serving_group(viewer: Path) -> None:
 
 
 def bundle_of(config: Path, namespace: str, file: Path) -> tuple[dict[str, str], str]:
-    """Returns the files of a support bundle below its folder, and what the command printed on stderr."""
+    """Returns the files of a support bundle below its folder, and the command's output on stderr."""
     code, out, errors = heteroinfer(config, "report", "tiny", "-n", namespace, "-f", str(file))
     assert code == 0, errors
     assert out.startswith(f"wrote {file}. ")
@@ -164,7 +164,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
-        # A user with access to the proxy sees that the pod does not answer: there is no kubelet.
+        # A user with access to the proxy sees that the pod does not answer, because there is no kubelet.
         assert (
             pod_of(namespace, 1, 0)
             in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
@@ -189,18 +189,18 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message=failure.to_json())
         await serve_epoch(server, namespace, 2)
 
-        said = reported(viewer, "logs", "tiny").splitlines()
-        assert said[0] == f"==> group 0 epoch {nth_epoch(namespace, 2)}: Ready"
-        assert said[1].startswith(f"last failure: epoch {nth_epoch(namespace, 1)} ended at ")
-        assert "RankExited, rank 1, exit code -9" in said[1]
-        pods = [line for line in said if line.startswith("--> ")]
+        output = reported(viewer, "logs", "tiny").splitlines()
+        assert output[0] == f"==> group 0 epoch {nth_epoch(namespace, 2)}: Ready"
+        assert output[1].startswith(f"last failure: epoch {nth_epoch(namespace, 1)} ended at ")
+        assert "RankExited, rank 1, exit code -9" in output[1]
+        pods = [line for line in output if line.startswith("--> ")]
         assert [line.split(":")[0] for line in pods] == [
             f"--> {pod_of(namespace, 2, index)}" for index in (1, 0)
         ]
-        assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
-        said = reported(viewer, "logs", "tiny", "--previous").splitlines()
-        assert "the last line" in said[1]
-        assert "the pods and logs of these epochs no longer exist" in said[2]
+        assert [line for line in output if line.startswith("no log: ")], "the user lacks pods/log"
+        output = reported(viewer, "logs", "tiny", "--previous").splitlines()
+        assert "the last line" in output[1]
+        assert "the pods and logs of these epochs no longer exist" in output[2]
         assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
         assert "RankExited, rank 1, exit code -9" in reported(viewer, "status", "tiny", "-v")
 
@@ -222,11 +222,11 @@ async def test_logs_report_why_a_pod_has_ended(
         reason=FailureReason.RANK_RAISED, message="no memory", pod=1, rank=1, exit_code=1, last_log="end"
     )
     await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message=failure.to_json())
-    said = reported(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
-    first = said.index(next(line for line in said if line.startswith("--> ")))
-    assert said[first].startswith(f"--> {pod_of(namespace, 1, 1)}: rank 1, role back")
-    assert said[first].endswith("(ended the epoch)")
-    assert said[first + 1] == (
+    output = reported(control_plane.kubeconfig, "logs", "tiny", "-n", namespace).splitlines()
+    first = output.index(next(line for line in output if line.startswith("--> ")))
+    assert output[first].startswith(f"--> {pod_of(namespace, 1, 1)}: rank 1, role back")
+    assert output[first].endswith("(ended the epoch)")
+    assert output[first + 1] == (
         "ended with exit code 70 (Error): RankRaised: rank 1: no memory (exit code 1); its last log line: end"
     )
     async with operator(installed.kubeconfig, tmp_path / "log2", **settings) as process:

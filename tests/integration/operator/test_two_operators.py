@@ -1,4 +1,4 @@
-"""Two operators in one cluster: each resource belongs only to the operator of its class."""
+"""Tests two operators in one cluster: each handles only the resources of its class."""
 
 import functools
 from pathlib import Path
@@ -51,10 +51,10 @@ async def test_each_operator_handles_only_its_class(
             pods = {pod["metadata"]["name"].split("-")[0] for pod in await stored(server, POD, namespace)}
             assert pods == {"plain", "classed"}
             for process, others in ((default, "classed"), (beta, "plain")):
-                assert f"{namespace}/{others}" not in process.said
-                assert "Traceback" not in process.said
+                assert f"{namespace}/{others}" not in process.output
+                assert "Traceback" not in process.output
             assert await default.stop() == 0
-        # The default operator has ended: without it, its resource is still deleted.
+        # The default operator has ended. Its resource is still deleted without it.
         before = (await resource(server, namespace, "plain"))["metadata"]["resourceVersion"]
         await scale(server, namespace, "classed", 0)
         await until("beta keeps working", lambda: generation_seen(server, namespace, "classed"))

@@ -1,4 +1,4 @@
-"""User commands on a real API server, with resources that no operator has handled."""
+"""Tests user commands on a real API server, with resources that no operator has handled."""
 
 import asyncio
 import socket

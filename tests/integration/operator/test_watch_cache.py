@@ -1,4 +1,4 @@
-"""A cache on an API server with malformed lists, events and objects: each causes a new list."""
+"""Tests a cache on an API server with malformed lists, events and objects. Each causes a new list."""
 
 import asyncio
 import json
@@ -41,6 +41,7 @@ class ScriptedServer:
     port: int = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answers a list with the scripted items, and a watch with the next scripted events."""
         if "watch" not in request.query:
             self.lists += 1
             body = {

@@ -1,4 +1,4 @@
-"""Control planes of these tests' own, with the real kube-scheduler, and nodes without kubelets."""
+"""Provides control planes with the real kube-scheduler, and nodes without kubelets."""
 
 import itertools
 import json
@@ -24,12 +24,13 @@ FOREIGN_CRDS = {
     "kueue": ("kueue", "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml"),
     "coscheduling": ("scheduler-plugins", "config/crd/bases/scheduling.x-k8s.io_podgroups.yaml"),
 }
-"""Where each project's own CRD is: module of sigs.k8s.io, also its folder in tests/cluster/modules; path."""
+"""For each project, the place of its CRD: a module of sigs.k8s.io, which is also a folder of
+tests/cluster/modules, and the path in it."""
 
 
 @pytest.fixture(scope="module")
 def plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """With kube-scheduler's own gang scheduling where the module asks."""
+    """Runs a control plane. Its kube-scheduler has gang scheduling if the test module requests it."""
     gangs = bool(request.module.GANG_SCHEDULING)
     with start_control_plane_only(gang_scheduling=gangs) as cluster:
         apply_crds(cluster, build_crd())
@@ -54,7 +55,7 @@ def namespace(plane: Cluster) -> Iterator[str]:
 
 
 def install_crd(plane: Cluster, project: str) -> str:
-    """Applies another project's CRD from its Go module; returns its name."""
+    """Applies another project's CRD from its Go module, and returns its name."""
     module, path = FOREIGN_CRDS[project]
     definition = yaml.safe_load((source_folder(module, f"sigs.k8s.io/{module}") / path).read_text())
     apply_crds(plane, definition)
@@ -62,7 +63,7 @@ def install_crd(plane: Cluster, project: str) -> str:
 
 
 async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any) -> None:
-    """Makes a node that is Ready, and that no kubelet runs pods on."""
+    """Adds a ready node whose pods no kubelet runs."""
     taints = fields.pop("taints", [])
     labels = {**IMAGE_PLATFORM, "kubernetes.io/hostname": name, **fields.pop("labels", {})}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
@@ -71,7 +72,7 @@ async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any
 
 
 async def set_gpus(server: ApiServer, name: str, gpus: int) -> None:
-    """Says for the kubelet what a node has."""
+    """Sets the number of a node's GPUs, in place of the kubelet."""
     amounts = {"cpu": "16", "memory": "64Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
     ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
     status = {"capacity": amounts, "allocatable": amounts, "conditions": [ready]}
@@ -85,7 +86,7 @@ async def apply(server: ApiServer, namespace: str, name: str, **spec: Any) -> No
 
 
 async def create(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
-    """Creates a HeteroInference of one CPU and one GPU pod, with some fields of its spec changed."""
+    """Creates a HeteroInference of one CPU and one GPU pod. The given fields replace fields of its spec."""
     roles = [
         {"name": "cpu", "device": "CPU", "resources": {"requests": {"cpu": "2", "memory": "8Gi"}}},
         {"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"},
@@ -100,7 +101,7 @@ async def create(server: ApiServer, namespace: str, name: str, **spec: Any) -> N
 
 
 async def inspected(server: ApiServer, namespace: str, name: str) -> bool:
-    """Answers for the kubelet as soon as the model is to be looked at."""
+    """Ends the inspect pod as soon as it exists, in place of the kubelet."""
     for pod in await pods_of(server, namespace, name, names.COMPONENT_INSPECT):
         await end_pod(server, namespace, pod["metadata"]["name"], exit_code=0, message=json.dumps(PROFILE))
         return True
@@ -117,8 +118,9 @@ async def pods_of(
 
 
 async def delete(server: ApiServer, namespace: str, name: str) -> None:
-    """Deletes a resource, and ends its pods for the kubelet, which is not here."""
-    # So that the operator ends the pods: the garbage collector needs a while to learn of a new kind.
+    """Deletes a resource, and removes its pods in place of the kubelet."""
+    # Foreground deletion makes the operator delete the pods. The garbage collector would need time to learn
+    # of a new kind.
     await server.delete(HETERO_INFERENCE.path(namespace, name), {"propagationPolicy": "Foreground"})
 
     async def ended() -> bool:
@@ -132,7 +134,7 @@ async def delete(server: ApiServer, namespace: str, name: str) -> None:
 
 
 async def capacity(server: ApiServer, namespace: str, name: str) -> tuple[str, str, str]:
-    """Returns status, reason and message of CapacityAvailable; empty while there is none."""
+    """Returns status, reason and message of CapacityAvailable, or nothing without this condition."""
     stored = await server.get(HETERO_INFERENCE.path(namespace, name))
     for condition in stored.get("status", {}).get("conditions", ()):
         if condition["type"] == "CapacityAvailable":

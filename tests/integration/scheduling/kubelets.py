@@ -1,4 +1,4 @@
-"""Kubelets of nodes that are not there: pods run, end and go, and a lost node says nothing any more."""
+"""Plays the kubelets of nodes: pods run, end and are removed, and a lost node reports nothing any more."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ LOOK_S = 0.05
 
 
 class Kubelets:
-    """Say how the worker pods of a namespace fare, each by itself.
+    """Sets the status of a namespace's worker pods, each pod by itself.
 
     Attributes:
-        lost: nodes that say nothing.
-        held: whether new pods stay as they are, not Ready.
-        running: pods that run, by name: their stored state when they were last seen.
+        lost: nodes that report nothing.
+        held: whether new pods stay not Ready.
+        running: running pods by name, with their last stored state.
     """
 
     def __init__(self, server: ApiServer, namespace: str) -> None:
@@ -31,13 +31,13 @@ class Kubelets:
         self._addresses = 0
 
     async def lose(self, name: str) -> None:
-        """Has a node fall silent, and says so as the node controller does."""
+        """Makes a node silent, and marks it as the node controller does."""
         self.lost.add(name)
         self.running = {pod: seen for pod, seen in self.running.items() if seen["spec"]["nodeName"] != name}
         await self._set_ready(name, "Unknown")
 
     async def find(self, name: str) -> None:
-        """Has a lost node come back."""
+        """Makes a lost node report again."""
         self.lost.discard(name)
         await self._set_ready(name, "True")
 
@@ -57,13 +57,15 @@ class Kubelets:
         while True:
             listed = await self._server.get(POD.path(self._namespace))
             for pod in listed["items"]:
-                with contextlib.suppress(ApiError):  # it changed, or went: the next look sees it
+                # the pod has changed or gone, and the next turn sees this
+                with contextlib.suppress(ApiError):
                     await self._treat(pod)
             present = {pod["metadata"]["name"] for pod in listed["items"]}
             self.running = {name: seen for name, seen in self.running.items() if name in present}
             await asyncio.sleep(LOOK_S)
 
     async def _treat(self, pod: dict[str, Any]) -> None:
+        """Removes a pod in deletion, or makes a new worker pod run. Pods on lost nodes stay unchanged."""
         name, node = pod["metadata"]["name"], pod["spec"].get("nodeName", "")
         if not node or node in self.lost:
             return
@@ -82,6 +84,7 @@ class Kubelets:
 
 
 def _running(address: str) -> dict[str, Any]:
+    """Returns the status of a running and ready worker pod with this address."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     state = {
         "name": names.CONTAINER_WORKER,
@@ -106,7 +109,7 @@ def _running(address: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def kubelets(server: ApiServer, namespace: str) -> AsyncIterator[Kubelets]:
-    """Runs kubelets for the pods of a namespace for as long as the context lasts."""
+    """Plays the kubelets for the pods of a namespace until the context ends."""
     found = Kubelets(server, namespace)
     problems: list[BaseException] = []
     task = start_task(found.run(), name="kubelets", failed=problems.append)

@@ -1,4 +1,4 @@
-"""Groups onto nodes by the real kube-scheduler: all of a group or nothing, and who is in the way."""
+"""Tests how the real kube-scheduler places groups on nodes: all pods of a group, or none."""
 
 import asyncio
 import re
@@ -32,12 +32,12 @@ ZONE = "topology.kubernetes.io/zone"
 
 
 async def nodes_of(server: ApiServer, namespace: str, name: str) -> set[str]:
-    """Returns where the pods of a group are, once all of them are somewhere."""
+    """Returns the nodes of a group's pods if every pod has a node, or nothing."""
     placed = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, name)]
     return set(placed) if len(placed) == 2 and all(placed) else set()
 
 
-async def test_groups_wait_for_capacity_share_it_and_release_it(
+async def test_groups_wait_for_capacity_and_release_it_for_others(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     await add_node(server, "a", gpus=0)
@@ -50,7 +50,7 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
             status, reason, message = await capacity(server, namespace, "one")
             return message if (status, reason) == ("False", "InsufficientGPU") else ""
 
-        words = await until("the blocker in the condition", refused, timeout_s=30)
+        words = await until("the condition names the blocking pods", refused, timeout_s=30)
         blocker = (
             "needs 1 pod (role gpu) with 1 nvidia.com/gpu; "
             "node a has no nvidia.com/gpu, node b is tainted team=x:NoSchedule"
@@ -65,8 +65,8 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
             "all pods placed",
             lambda: nodes_of(server, namespace, "one"),
             timeout_s=30,
-            said=lambda: (
-                plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.said
+            details=lambda: (
+                plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.output
             ),
         )
         by_role = {
@@ -75,7 +75,7 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
         }
         assert by_role["gpu"]["spec"]["nodeName"] == "a"
 
-        # The last GPU is taken; two others want it when it comes free, and only one can have it.
+        # The last GPU is in use. Two other groups wait for it, and only one of them can get it.
         await apply(server, namespace, "two")
         await apply(server, namespace, "three")
         await until("both wait", lambda: all_wait(server, namespace, "two", "three"), timeout_s=30)
@@ -84,7 +84,7 @@ async def test_groups_wait_for_capacity_share_it_and_release_it(
             "one of them has all its pods",
             lambda: one_is_placed(server, namespace),
             timeout_s=60,
-            said=lambda: plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said,
+            details=lambda: plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.output,
         )
         placed = [name for name in ("two", "three") if await nodes_of(server, namespace, name)]
         (other,) = {"two", "three"} - {*placed}
@@ -113,19 +113,23 @@ async def test_nodes_of_other_systems_and_architectures_are_neither_counted_nor_
             _, reason, message = await capacity(server, namespace, "mixed")
             return message if reason == "InsufficientCapacity" else ""
 
-        def said() -> str:
-            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.said
+        def details() -> str:
+            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.output
 
-        words = await until("the refusal", refused, timeout_s=30, said=said)
+        words = await until("the refusal", refused, timeout_s=30, details=details)
         assert "node arm is of architecture arm64, and the pod needs amd64" in words
         assert "node win is of system windows, and the pod needs linux" in words
         assert await pods_of(server, namespace, "mixed") == []
 
         await apply(server, namespace, "ours", roles=[{**each, "template": own} for each in roles])
-        placed = await until("placed", lambda: nodes_of(server, namespace, "ours"), timeout_s=30, said=said)
+        placed = await until(
+            "placed", lambda: nodes_of(server, namespace, "ours"), timeout_s=30, details=details
+        )
         assert placed == {"arm"}, "the user has images for it"
         await add_node(server, "amd", labels={"pool": "mixed"})
-        placed = await until("placed", lambda: nodes_of(server, namespace, "mixed"), timeout_s=30, said=said)
+        placed = await until(
+            "placed", lambda: nodes_of(server, namespace, "mixed"), timeout_s=30, details=details
+        )
         assert placed == {"amd"}
         wanted = {"pool": "mixed", "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
         pods = await pods_of(server, namespace, "mixed")
@@ -145,8 +149,10 @@ async def test_a_group_never_waits_for_the_capacity_of_its_own_pods(
         for number in range(6):
             name = f"own-{number}"
 
-            def said() -> str:
-                return plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.said
+            def details() -> str:
+                return (
+                    plane.kubectl("get", "hinf,pods,events", "-n", namespace, "-o", "yaml") + process.output
+                )
 
             await create(server, namespace, name, roles=roles)
             inspecting = partial(pods_of, server, namespace, name, names.COMPONENT_INSPECT)
@@ -156,7 +162,7 @@ async def test_a_group_never_waits_for_the_capacity_of_its_own_pods(
                 await server.merge(HETERO_INFERENCE.path(namespace, name), change)
                 await asyncio.sleep(0.05)
             assert await inspected(server, namespace, name)
-            await until("placed", partial(nodes_of, server, namespace, name), timeout_s=30, said=said)
+            await until("placed", partial(nodes_of, server, namespace, name), timeout_s=30, details=details)
             assert await events(server, namespace, "InsufficientCapacity") == []
             await delete(server, namespace, name)
 
@@ -218,7 +224,7 @@ async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
         "nodeSelector": {"pool": "near"},
         "affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}},
     }
-    # Twelve of a node's sixteen CPUs: one pod a node.
+    # Twelve of a node's sixteen CPUs, so a node has space for one pod.
     roles = [{"name": "r", "device": "CPU", "pods": 4, "resources": {"requests": {"cpu": "12"}}}]
     await add_nodes("a", 1, 2, 3)
     await add_nodes("b", 1, 2, 3)
@@ -230,21 +236,21 @@ async def test_pods_that_must_be_near_each_other_are_all_placed_or_not_created(
             _, reason, message = await capacity(server, namespace, "near")
             return message if reason == "InsufficientCapacity" else ""
 
-        def said() -> str:
-            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.said
+        def details() -> str:
+            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.output
 
-        words = await until("the refusal", refused, timeout_s=30, said=said)
+        words = await until("the refusal", refused, timeout_s=30, details=details)
         assert words.startswith(
             f"no single value of {key} has enough free capacity: a: needs 4 pods (role r)"
         )
-        assert await pods_of(server, namespace, "near") == [], "nothing of it holds a node"
+        assert await pods_of(server, namespace, "near") == [], "none of its pods has a node"
         await add_nodes("b", 4)
 
         async def placed() -> set[str]:
             found = [pod["spec"].get("nodeName", "") for pod in await pods_of(server, namespace, "near")]
             return set(found) if len(found) == 4 and all(found) else set()
 
-        assert await until("all pods placed", placed, timeout_s=60, said=said) == {
+        assert await until("all pods placed", placed, timeout_s=60, details=details) == {
             f"near-b{number}" for number in range(1, 5)
         }
 
@@ -256,18 +262,18 @@ async def test_pods_without_a_gang_quote_the_scheduler_once(
     roles = [{"name": name, "device": "CPU", **selector} for name in ("first", "second")]
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
-        # The model is looked at by a pod like those of the first role.
+        # The inspect pod has the resources of a pod of the first role.
         await apply(server, namespace, "picky", roles=roles, scheduling={"gang": "Never"})
 
         async def words() -> str:
             _, reason, message = await capacity(server, namespace, "picky")
             return message if "node affinity/selector" in message and reason == "Unschedulable" else ""
 
-        def said() -> str:
+        def details() -> str:
             kinds = "hinf,pods,nodes,events.events.k8s.io"
-            return plane.kubectl("get", kinds, "-n", namespace, "-o", "yaml") + process.said
+            return plane.kubectl("get", kinds, "-n", namespace, "-o", "yaml") + process.output
 
-        message = await until("the scheduler's words", words, timeout_s=30, said=said)
+        message = await until("the scheduler's words", words, timeout_s=30, details=details)
         assert re.match(r"pod picky-0-[0-9]+-", message), message
         assert len(await pods_of(server, namespace, "picky")) == 2
         await add_node(server, "more", gpus=0)
@@ -275,12 +281,14 @@ async def test_pods_without_a_gang_quote_the_scheduler_once(
         async def other_words() -> bool:
             return (await words()) not in ("", message)
 
-        await until("other words, of one node more", other_words, timeout_s=30, said=said)
-        # Before the scheduler says anything the operator may have said what it counts itself.
+        await until(
+            "another message, because there is one more node", other_words, timeout_s=30, details=details
+        )
+        # Before the scheduler's first message, the condition may have the operator's own count.
         notes = await events(server, namespace, "Unschedulable")
         of_scheduler = sum("is not placed" in note for note in notes)
-        assert of_scheduler <= 1, said()
-        assert 1 <= len(notes) <= of_scheduler + 1, said()
+        assert of_scheduler <= 1, details()
+        assert 1 <= len(notes) <= of_scheduler + 1, details()
 
 
 async def test_a_drain_evicts_one_rank_and_the_budget_blocks_the_others(
@@ -322,7 +330,8 @@ async def test_a_drain_evicts_stuck_pods_but_not_pods_of_a_serving_group(
         groups = await until("placed", placed, timeout_s=30)
         for name in groups["0"]:
             await run_pod(server, namespace, name)
-        await run_pod(server, namespace, groups["1"][0], ready=False)  # the other one's image never comes
+        # the image of the other pod never arrives
+        await run_pod(server, namespace, groups["1"][0], ready=False)
 
         async def counted() -> bool:
             (budget,) = (await server.get(DISRUPTION_BUDGET.path(namespace)))["items"]
@@ -347,7 +356,7 @@ async def evict_now(server: ApiServer, namespace: str, name: str) -> None:
 
 
 async def evict(server: ApiServer, namespace: str, name: str) -> bool:
-    """Evicts as soon as the disruption controller has counted the pods."""
+    """Evicts a pod as soon as the disruption controller has counted the pods."""
     try:
         await evict_now(server, namespace, name)
     except ApiError as error:
@@ -357,7 +366,7 @@ async def evict(server: ApiServer, namespace: str, name: str) -> bool:
     return True
 
 
-async def test_a_pod_that_no_scheduler_looks_at_is_not_placed(
+async def test_a_pod_whose_scheduler_does_not_run_is_reported(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """Also after a restart of the operator. The healthy scheduler's pods are never reported."""
@@ -373,18 +382,20 @@ async def test_a_pod_that_no_scheduler_looks_at_is_not_placed(
             seen[name].append((status, reason))
         return message or "none" if (status, reason) == wanted else ""
 
-    def said() -> str:
-        return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+    def details() -> str:
+        return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.output
 
     placed, unschedulable = ("True", "Placed"), ("False", "Unschedulable")
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
         await apply(server, namespace, "healthy", roles=roles)
-        await until("placed", lambda: reported("healthy", placed), timeout_s=60, said=said)
+        await until("placed", lambda: reported("healthy", placed), timeout_s=60, details=details)
         assert unschedulable not in seen["healthy"]
         scheduling = {"gang": "Never", "schedulerName": "nope"}
         await apply(server, namespace, "absent", roles=roles, scheduling=scheduling)
-        words = await until("the cause", lambda: reported("absent", unschedulable), timeout_s=60, said=said)
+        words = await until(
+            "the cause", lambda: reported("absent", unschedulable), timeout_s=60, details=details
+        )
         assert "no scheduler has looked at the pod (schedulerName nope). Start that scheduler" in words
         assert await process.stop() == 0
     seen["absent"] = []
@@ -394,7 +405,7 @@ async def test_a_pod_that_no_scheduler_looks_at_is_not_placed(
         while time.monotonic() - since < NOT_LOOKED_S + 3:
             assert await reported("absent", unschedulable) == words
             await asyncio.sleep(0.1)
-        assert seen["absent"] == [unschedulable], "the answer of the operator before stays"
+        assert seen["absent"] == [unschedulable], "the earlier operator's condition stays"
 
 
 async def test_a_missing_resource_claim_is_a_possible_cause(
@@ -418,8 +429,8 @@ async def test_a_missing_resource_claim_is_a_possible_cause(
             words = f"A possible cause is that resource claim nope does not exist in namespace {namespace}"
             return (status, reason) == ("False", "Unschedulable") and words in message
 
-        def said() -> str:
-            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+        def details() -> str:
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.output
 
-        await until("the resource claim in the condition", named, timeout_s=60, said=said)
+        await until("the resource claim in the condition", named, timeout_s=60, details=details)
         assert await process.stop() == 0

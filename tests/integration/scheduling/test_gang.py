@@ -1,4 +1,7 @@
-"""Gangs: half of one is never placed by kube-scheduler's own; other projects' objects against their CRDs."""
+"""Tests gangs of kube-scheduler: half a gang is never placed.
+
+Checks other projects' objects with their CRDs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +53,8 @@ async def test_half_a_gang_is_never_placed(
                 and any(pod["metadata"]["name"] in message for pod in pods)
             )
 
-        # One of the two found a node and waits for the other, which did not: the scheduler said so.
+        # One pod has found a node, and waits for the other. The scheduler has reported that the other found
+        # none.
         await until("the scheduler has tried both", blocked, timeout_s=60)
         (workload,) = (await server.get(WORKLOAD.path(namespace)))["items"]
         pods = await pods_of(server, namespace, "whole")
@@ -82,7 +86,7 @@ async def test_pods_get_the_objects_and_labels_of_their_gang_scheduler(
         return await served_gangs(server) == {Gang.NATIVE, Gang.COSCHEDULING, Gang.KUEUE}
 
     try:
-        await until("discovery of all of them", are_found, timeout_s=30)
+        await until("the API server serves all of them", are_found, timeout_s=30)
         async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
             await process.working()
             roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
@@ -162,7 +166,7 @@ async def test_an_unknown_api_version_is_reported_and_not_used(
             pods = await until("its pods", lambda: pods_of(server, namespace, "native"), timeout_s=30)
             used = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in pods}
             assert used < {Gang.NATIVE.value, Gang.COSCHEDULING.value}, (
-                "the CRD of a test before may be there"
+                "an earlier test may have installed the CRD"
             )
     finally:
         plane.kubectl("delete", "crd", f"{plural}.{group}", "--wait=false")

@@ -61,21 +61,21 @@ GANG_OBJECTS = {
     Gang.NATIVE_BETA: "podgroups.scheduling.k8s.io",
 }
 KUBERNETES = {Gang.NATIVE: "", Gang.NATIVE_ALPHA2: "1.36", Gang.NATIVE_BETA: "1.37"}
-"""Versions whose own scheduler knows gangs; the others have the one that all tests have."""
+"""Kubernetes versions whose own scheduler supports gangs. Other cases use the version of all tests."""
 NEXT = {Gang.NATIVE: Gang.NATIVE_ALPHA2, Gang.NATIVE_ALPHA2: Gang.NATIVE_BETA}
-"""What Kubernetes of the next minor version has instead."""
+"""API version of gangs in the Kubernetes of the next minor version."""
 OTHER_NODE = "kwok-0001"
 GUIDE = Path(__file__).parents[3] / "docs/user/operate/capacity.md"
 PLACED_S = 90.0
-"""A scheduler tries again what did not fit; kube-scheduler and its like do so after up to a minute."""
+"""Time after which a scheduler tries again. kube-scheduler and similar schedulers wait up to a minute."""
 GONE_S = 60.0
 
 _EPOCHS: dict[str, set[int]] = defaultdict(set)
-"""By resource: the epochs of which `pods` has seen pods."""
+"""By resource, the epochs of which `pods` has seen pods."""
 
 
 class Site:
-    """A control plane with one gang scheduler, two nodes and an operator; each node holds one pod."""
+    """A control plane with one gang scheduler, two nodes and an operator. Each node holds one pod."""
 
     def __init__(self, plane: Cluster, gang: Gang) -> None:
         self.plane, self.gang = plane, gang
@@ -90,7 +90,10 @@ class Site:
                 start_kueue(self.plane, QUOTA_OF_ONE)
 
     def open_quota(self, *, both: bool) -> None:
-        """Lets pods onto the second node, or no longer; to Kueue, which knows no nodes, by its quota."""
+        """Opens or closes the second node for pods.
+
+        For Kueue, which does not know nodes, this changes the quota.
+        """
         if self.gang is Gang.KUEUE:
             set_kueue_quota(self.plane, QUOTA_OF_TWO if both else QUOTA_OF_ONE)
         else:
@@ -111,7 +114,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def plane(site: Site) -> Cluster:
-    """Instead of the one of conftest.py, which has no gang scheduler of another project."""
+    """Replaces the fixture of conftest.py, which has no gang scheduler of another project."""
     return site.plane
 
 
@@ -131,7 +134,7 @@ async def running(plane: Cluster, tmp_path: Path) -> AsyncIterator[OperatorProce
 
 
 class Resource:
-    """A resource of one group of two pods, each of which takes more than half a node by default."""
+    """A resource with one group of two pods. By default, each pod needs more than half a node."""
 
     def __init__(
         self,
@@ -147,6 +150,7 @@ class Resource:
         self.name, self.cpu = name, cpu
 
     async def create(self) -> None:
+        """Creates the resource, with the gang scheduler of the site."""
         assert await served_gangs(self.server) == {self.site.gang}
         queue = {"queueName": KUEUE_QUEUE} if self.site.gang is Gang.KUEUE else {}
         resources = {"requests": {"cpu": self.cpu, "memory": "8Gi"}}
@@ -167,36 +171,40 @@ class Resource:
         await self.server.create(HETERO_INFERENCE.path(self.namespace), body)
 
     async def status(self) -> dict[str, Any]:
-        """Returns what its status says now; nothing at the begin."""
+        """Returns the resource's status, which is empty at first."""
         stored = await self.server.get(HETERO_INFERENCE.path(self.namespace, self.name))
         return dict(stored.get("status", {}))
 
     async def group(self) -> dict[str, Any]:
-        """Returns what its status says of its only group."""
+        """Returns the status of the only group."""
         (group,) = (await self.status())["groups"]
         return dict(group)
 
     async def pods(self) -> list[dict[str, Any]]:
-        """Returns its stored pods, of every epoch."""
+        """Returns the stored pods of all epochs."""
         found = await pods_of(self.server, self.namespace, self.name)
         epochs = [int(pod["metadata"]["labels"][names.LABEL_EPOCH]) for pod in found]
         _EPOCHS[f"{self.namespace}/{self.name}"].update(epochs)
         return found
 
     async def uids(self) -> set[str]:
-        """Returns the UIDs of its stored pods."""
+        """Returns the UIDs of the stored pods."""
         return {pod["metadata"]["uid"] for pod in await self.pods()}
 
     def nth_epoch(self, ordinal: int) -> int:
-        """Returns the number of an epoch, counted from 1; 0 before `pods` has seen a pod of it."""
+        """Returns the number of the nth epoch, counted from 1; 0 before `pods` has seen a pod of it."""
         seen = sorted(_EPOCHS[f"{self.namespace}/{self.name}"])
         return seen[ordinal - 1] if len(seen) >= ordinal else 0
 
     async def waiting(self, epoch: int = 1) -> list[str]:
-        """Returns the pods of an epoch once both are there and the status says why they have no node."""
+        """Waits until both pods of the epoch exist and the status reports why they have no node.
+
+        Returns the pods.
+        """
         kueue = self.site.gang is Gang.KUEUE
 
         async def reported() -> list[str]:
+            """Returns the epoch's pods if both exist and the condition shows why none is placed."""
             every = await self.pods()
             number = self.nth_epoch(epoch)
             pods = [pod for pod in every if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(number)]
@@ -204,20 +212,20 @@ class Resource:
             placed = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
             assert not placed, f"half a gang was placed: {placed}"
             status, reason, message = await capacity(self.server, self.namespace, self.name)
-            # The operator's own look at the nodes speaks first, then the pods say who holds them back.
+            # The condition has the operator's own count first, and then the messages about the pods.
             if len(pods) < 2 or (status, reason) != ("False", "Unschedulable") or words not in message:
                 return []
             return [pod["metadata"]["name"] for pod in pods]
 
         found: list[str] = await until(
-            "pods without a node, and why", reported, timeout_s=PLACED_S, said=self.everything
+            "pods without a node, and why", reported, timeout_s=PLACED_S, details=self.everything
         )
         if kueue:
             assert f"workload.kueue.x-k8s.io/{self.name}-0-{self.nth_epoch(epoch)}" in self._gang_objects()
         return found
 
     async def ready(self, epoch: int) -> None:
-        """Returns once the group of that epoch is Ready, on two nodes, with no pod of another epoch."""
+        """Waits until the group of this epoch is Ready on two nodes, without a pod of another epoch."""
 
         async def is_ready() -> bool:
             status = await self.status()
@@ -230,16 +238,18 @@ class Resource:
             assert len({pod["spec"]["nodeName"] for pod in pods}) == len(pods) == 2
             return True
 
-        await until(f"epoch {epoch}, Ready", is_ready, timeout_s=PLACED_S, said=self.everything)
+        await until(f"epoch {epoch}, Ready", is_ready, timeout_s=PLACED_S, details=self.everything)
 
     async def delete(self) -> None:
         path = HETERO_INFERENCE.path(self.namespace, self.name)
         await self.server.delete(path, {"propagationPolicy": "Foreground"})
 
     async def remove(self) -> None:
-        """Deletes it; returns once its namespace has no resource, no pod and no object of a gang."""
+        """Deletes the resource. Waits until the namespace has no resource, pod or object of a gang."""
         await self.delete()
-        await until("the end of it all", self._gone, timeout_s=GONE_S, said=self.everything)
+        await until(
+            "the end of the resource and its objects", self._gone, timeout_s=GONE_S, details=self.everything
+        )
 
     async def _gone(self) -> bool:
         listed = await self.server.get(HETERO_INFERENCE.path(self.namespace))
@@ -251,13 +261,13 @@ class Resource:
         return self.site.plane.kubectl("get", kind, "-n", self.namespace, "-o", "name").split()
 
     def everything(self) -> str:
-        """Returns the state of it in words, for a test that failed."""
+        """Returns the resource's state as text, for a failed test."""
         here = ("-n", self.namespace)
-        said = self.site.plane.kubectl(
+        output = self.site.plane.kubectl(
             "get", f"pods,events,{GANG_OBJECTS[self.site.gang]}", *here, "-o", "wide"
         )
         stored = self.site.plane.kubectl("get", "hinf", *here, "-o", "jsonpath={.items[*].status.conditions}")
-        return f"{said}\n{stored}\n{self.process.said}"
+        return f"{output}\n{stored}\n{self.process.output}"
 
 
 async def test_an_incomplete_gang_waits_and_a_complete_gang_serves(site: Site, resource: Resource) -> None:
@@ -281,9 +291,9 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
     async def replaced() -> bool:
         return uid not in await resource.uids()
 
-    await until("the end of the deleted pod", replaced, timeout_s=GONE_S, said=resource.everything)
+    await until("the end of the deleted pod", replaced, timeout_s=GONE_S, details=resource.everything)
     site.open_quota(both=True)
-    await resource.ready(epoch=2 if site.gang is Gang.KUEUE else 1)  # with Kueue all of the group went
+    await resource.ready(epoch=2 if site.gang is Gang.KUEUE else 1)  # Kueue evicts the whole group
     await resource.remove()
 
 
@@ -317,8 +327,8 @@ async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resourc
     site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
-    # kwok no longer plays a node without its label. The control plane of tests takes an hour to see that a
-    # node is silent, so the test says so as the node controller does, which then marks the node's pods.
+    # kwok stops to play a node without its label. The control plane of the tests takes an hour to detect a
+    # silent node. So the test marks the node as the node controller does, which then marks the node's pods.
     site.plane.kubectl("label", "node", OTHER_NODE, f"{kwok.LABEL}-")
     silent = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "no heartbeat"}
     silent["lastTransitionTime"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -328,8 +338,9 @@ async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resourc
     async def ended_epoch() -> bool:
         return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
-    await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, said=resource.everything)
-    site.open_quota(both=False)  # Kueue knows no nodes, and would admit the next epoch by its quota of two
+    await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, details=resource.everything)
+    # Kueue does not know nodes, and would admit the next epoch because its quota is two
+    site.open_quota(both=False)
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
 
@@ -337,12 +348,12 @@ async def test_pods_on_a_lost_node_are_deleted_with_the_node(site: Site, resourc
         epochs = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in await resource.pods()}
         return epochs == {str(resource.nth_epoch(2))}
 
-    await until("the end of the lost pods", first_is_gone, timeout_s=GONE_S, said=resource.everything)
+    await until("the end of the lost pods", first_is_gone, timeout_s=GONE_S, details=resource.everything)
     await resource.remove()
 
 
 def delete_gang_objects(plane: Cluster, kind: str) -> None:
-    """Runs the commands of the guide that delete the objects of gangs before an upgrade of Kubernetes."""
+    """Runs the documented commands that delete the objects of gangs before an upgrade of Kubernetes."""
     (commands,) = re.findall(r"```\n( +for KIND in .*?)```", GUIDE.read_text(), re.DOTALL)
     path = f"{tools.program(tools.KUBERNETES, 'kubectl').parent}:{os.environ['PATH']}"
     run(["bash", "-euo", "pipefail", "-c", commands], environment={**plane.environment(), "PATH": path})
@@ -353,7 +364,7 @@ async def finds_gangs(process: OperatorProcess, gang: Gang) -> None:
     """Waits until an operator works and has found the API of a gang scheduler."""
     await process.working()
     found = f"gang scheduler {gang.value}: the cluster serves its API"
-    await until("discovery", lambda: found in process.said, PLACED_S)
+    await until("discovery", lambda: found in process.output, PLACED_S)
 
 
 @pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)

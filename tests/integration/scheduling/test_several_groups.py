@@ -1,6 +1,6 @@
-"""Several groups on several nodes: drains and lost nodes never leave clients without a group; priority.
+"""Tests several groups on several nodes: drains, lost nodes and priority never leave clients without a group.
 
-API server, scheduler, disruption and endpoint controllers are the real ones; `Kubelets` say how pods fare.
+API server, scheduler, disruption controller and endpoint controller are real. `Kubelets` play the kubelets.
 """
 
 import asyncio
@@ -38,11 +38,13 @@ STEP_S = 60.0
 
 
 class Clients:
-    """Clients of a resource's Service: each asks a ready endpoint, and another one if that has just gone.
+    """Clients of a resource's Service.
+
+    Each asks a ready endpoint, and then another one if the first has gone.
 
     Attributes:
-        asked: requests so far.
-        failed: moments at which no endpoint answered twice in a row, with what was there.
+        asked: number of requests so far.
+        failed: for each request that no endpoint could answer: the endpoints and the running pods.
     """
 
     def __init__(self, server: ApiServer, namespace: str, nodes: Kubelets) -> None:
@@ -52,7 +54,7 @@ class Clients:
         self._server, self._path, self._nodes = server, ENDPOINT_SLICES.format(namespace), nodes
 
     async def watch(self, service: str) -> None:
-        """Follows the Service's endpoints, as kube-proxy does."""
+        """Watches the Service's endpoints, as kube-proxy does."""
         query = {"labelSelector": f"kubernetes.io/service-name={service}"}
         async for event in self._server.watch(self._path, query):
             found = event["object"]
@@ -64,22 +66,22 @@ class Clients:
             self.slices[found["metadata"]["name"]] = [] if event["type"] == "DELETED" else ready
 
     async def ask(self) -> None:
-        """Asks again and again."""
-        misses, at = 0, 0
+        """Sends requests until cancelled."""
+        number = 0
         while True:
             ready = [name for names_ in self.slices.values() for name in names_]
-            at += 1
-            answered = bool(ready) and ready[at % len(ready)] in self._nodes.running
+            number += 1  # requests alternate between the endpoints
+            answered = bool(ready) and ready[number % len(ready)] in self._nodes.running
             self.asked += 1
-            misses = 0 if answered else misses + 1
-            if misses and not set(ready) & self._nodes.running.keys():
+            others_run = set(ready) & self._nodes.running.keys()
+            if not answered and not others_run:
                 self.failed.append(f"endpoints {ready}, running {sorted(self._nodes.running)}")
             await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
 async def clients(server: ApiServer, namespace: str, nodes: Kubelets) -> AsyncIterator[Clients]:
-    """Runs clients once a group serves, for as long as the context lasts."""
+    """Runs clients after a group serves, until the context ends."""
     found, problems = Clients(server, namespace, nodes), list[BaseException]()
     watch = start_task(found.watch("pair"), name="endpoints", failed=problems.append)
     tasks = {watch}
@@ -96,13 +98,13 @@ async def clients(server: ApiServer, namespace: str, nodes: Kubelets) -> AsyncIt
 
 
 class Pair:
-    """Resource `pair`: two groups of two pods."""
+    """The resource `pair`: two groups of two pods."""
 
     def __init__(self, plane: Cluster, server: ApiServer, namespace: str, nodes: Kubelets) -> None:
         self.plane, self.server, self.namespace, self.nodes = plane, server, namespace, nodes
 
     async def places(self) -> dict[str, set[str]]:
-        """Returns the nodes of each group, once both serve and neither shares a node; else nothing."""
+        """Returns the nodes of each group if both serve and share no node, or nothing."""
         found: dict[str, set[str]] = defaultdict(set)
         pods = await pods_of(self.server, self.namespace, "pair")
         for pod in pods:
@@ -115,12 +117,12 @@ class Pair:
         return dict(found) if whole and await self.budget() == (3, 1) else {}
 
     async def apart(self) -> dict[str, set[str]]:
-        found: dict[str, set[str]] = await until("both groups", self.places, STEP_S, self.said)
+        found: dict[str, set[str]] = await until("both groups", self.places, STEP_S, self.details)
         assert not set.intersection(*found.values()), f"two groups on one node: {found}"
         return found
 
     async def budget(self) -> tuple[int, int]:
-        """Returns what the only budget asks for, and how many evictions it allows now."""
+        """Returns the requirement of the only budget, and the evictions that it allows now."""
         listed = await self.server.get(DISRUPTION_BUDGET.path(self.namespace))
         (budget,) = listed["items"]
         return budget["spec"]["minAvailable"], budget.get("status", {}).get("disruptionsAllowed", 0)
@@ -129,12 +131,12 @@ class Pair:
         command = ("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
         await asyncio.to_thread(self.plane.kubectl, *command, timeout_s=70)
 
-    def said(self) -> str:
+    def details(self) -> str:
         return self.plane.kubectl("get", "hinf,pods,pdb,nodes", "-n", self.namespace, "-o", "wide")
 
 
 @pytest.mark.timeout(240)
-async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
+async def test_drains_and_lost_nodes_leave_at_least_one_serving_group(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     for node in NODES:
@@ -152,20 +154,21 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
 
             await _scale_down_while_group_0_starts(pair, load)
 
-            # Two concurrent drains, of the nodes of both groups: the second waits for the first one's group.
+            # Two concurrent drains, of the nodes of both groups. The second drain waits until the first
+            # drain's group serves again.
             first, second = [place.pop() for place in (await pair.apart()).values()]
             await asyncio.gather(pair.drain(first), pair.drain(second))
             assert not load.failed, "two drains at the same time"
             for node in (first, second):
                 plane.kubectl("uncordon", node)
-            await until("both groups", pair.places, STEP_S, pair.said)
+            await until("both groups", pair.places, STEP_S, pair.details)
 
-            # A rollout has taken one group: the other one is not evicted before that serves again.
+            # A rollout has replaced one group. The other group is not evicted before that group serves again.
             nodes.held = True
             change = {"spec": {"engine": {"maxModelLen": 256}}}
             await server.merge(HETERO_INFERENCE.path(namespace, "pair"), change)
-            serving = await until("one group is replaced", lambda: _lone_group(nodes), STEP_S, pair.said)
-            await until("the budget keeps the other", lambda: _is_kept(pair), STEP_S, pair.said)
+            serving = await until("one group is replaced", lambda: _lone_group(nodes), STEP_S, pair.details)
+            await until("the budget keeps the other", lambda: _is_kept(pair), STEP_S, pair.details)
             with pytest.raises(ClusterError, match="disruption budget"):
                 plane.kubectl(
                     "drain", serving, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=1s"
@@ -173,7 +176,7 @@ async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
             nodes.held = False
             plane.kubectl("uncordon", serving)
             await pair.apart()
-            await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.said)
+            await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.details)
 
             await _lose_each(pair, load, NODES)
             assert load.asked > 500
@@ -198,7 +201,7 @@ def _gpu_node(gpus: int, memory_mib: int) -> dict[str, Any]:
     ],
 )
 @pytest.mark.timeout(180)
-async def test_groups_are_apart_on_unequal_nodes(
+async def test_groups_share_no_node_on_unequal_nodes(
     gpu_role: dict[str, Any],
     unequal: tuple[dict[str, Any], ...],
     plane: Cluster,
@@ -226,7 +229,7 @@ async def test_groups_are_apart_on_unequal_nodes(
 
 
 async def _drain_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> None:
-    """Drains one node after the other; both groups serve again, apart, before the next drain."""
+    """Drains one node after another. Both groups must serve again on separate nodes before the next drain."""
     for node in node_names:
         await pair.drain(node)
         assert not load.failed, node
@@ -235,16 +238,16 @@ async def _drain_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> N
 
 
 async def _scale_down_while_group_0_starts(pair: Pair, load: Clients) -> None:
-    """Group 1 is no longer wanted, but serves until group 0 serves."""
+    """Scales down to one group. Group 1 must serve until group 0 serves."""
     path = HETERO_INFERENCE.path(pair.namespace, "pair")
     node = next(iter((await pair.apart())["0"]))
     pair.nodes.held = True
     await pair.drain(node)
     pair.plane.kubectl("uncordon", node)
     await pair.server.merge(path, {"spec": {"replicas": 1}})
-    await until("group 1 is kept", lambda: _has_kept_group(pair), STEP_S, pair.said)
+    await until("group 1 still serves", lambda: _has_kept_group(pair), STEP_S, pair.details)
     pair.nodes.held = False
-    await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.said)
+    await until("group 1 is gone", lambda: _has_one_group(pair), STEP_S, pair.details)
     assert not load.failed, load.failed[0]
     await pair.server.merge(path, {"spec": {"replicas": 2}})
     await pair.apart()
@@ -266,19 +269,24 @@ async def _has_one_group(pair: Pair) -> bool:
 
 
 async def _lose_each(pair: Pair, load: Clients, node_names: Sequence[str]) -> None:
-    """Loses one node after the other; both groups serve again, apart, before the next loss."""
+    """Loses one node after another. Both groups must serve again on separate nodes before the next loss."""
     for node in node_names:
         await pair.apart()
         lost = [name for name, pod in pair.nodes.running.items() if pod["spec"]["nodeName"] == node]
         await pair.nodes.lose(node)
-        await until("its pods are given up", functools.partial(_are_gone, pair, lost), STEP_S, pair.said)
+        await until(
+            "the operator has deleted its pods by force",
+            functools.partial(_are_gone, pair, lost),
+            STEP_S,
+            pair.details,
+        )
         await pair.apart()
         await pair.nodes.find(node)
     assert not load.failed, "lost nodes"
 
 
 async def _lone_group(nodes: Kubelets) -> str:
-    """Returns the node of the only group that runs, or ""."""
+    """Returns the node of the only running group, or ""."""
     groups = {pod["metadata"]["labels"][names.LABEL_GROUP] for pod in nodes.running.values()}
     places = {str(pod["spec"]["nodeName"]) for pod in nodes.running.values()}
     return places.pop() if len(groups) == 1 and len(nodes.running) == 2 and len(places) == 1 else ""
@@ -310,7 +318,7 @@ async def test_the_loss_of_one_of_two_nodes_ends_two_of_four_groups(
     roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
 
     async def running(replicas: int) -> dict[str, dict[str, str]]:
-        """Returns the node of each pod, by group and uid, once all pods of all groups run."""
+        """Returns the node of each pod, by group and uid, if all pods run, or nothing."""
         found: dict[str, dict[str, str]] = defaultdict(dict)
         pods = await pods_of(server, namespace, "four")
         for pod in pods:
@@ -344,7 +352,7 @@ async def test_the_loss_of_one_of_two_nodes_ends_two_of_four_groups(
                 not {pod["metadata"]["name"] for pod in await pods_of(server, namespace, "four")} & lost_pods
             )
 
-        await until("its pods are given up", gone, STEP_S, show)
+        await until("the operator has deleted its pods by force", gone, STEP_S, show)
         after = await until("4 groups", functools.partial(running, 4), STEP_S, show)
         assert {node for pods in after.values() for node in pods.values()} == {f"{namespace}-1"}
         kept = [group for group in before if before[group] == after[group]]
@@ -362,7 +370,7 @@ async def test_each_group_has_its_own_zone(
     roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
 
     async def places() -> dict[str, set[str]]:
-        """Returns the zones of each group, once all pods are placed."""
+        """Returns the zones of each group if all four pods are placed, or nothing."""
         found: dict[str, set[str]] = defaultdict(set)
         pods = await pods_of(server, namespace, "zoned")
         for pod in pods:
@@ -373,14 +381,15 @@ async def test_each_group_has_its_own_zone(
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
         await apply(server, namespace, "zoned", roles=roles, replicas=2)
-        found = await until("both groups are placed", places, STEP_S, lambda: process.said)
+        found = await until("both groups are placed", places, STEP_S, lambda: process.details)
     assert sorted(map(sorted, found.values())) == [["a"], ["b"]]
 
 
 async def test_placeholder_pods_of_lower_priority_make_room(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    # A node for each pod. If two pods preempt others on one node, kube-scheduler 1.35 can forget one of them.
+    # Each pod has its own node. If two pods preempt others on one node, kube-scheduler 1.35 can forget one of
+    # the two.
     for number in range(2):
         await add_node(server, f"placed-{number}", labels={"pool": "placed"})
     low = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "placeholder"}}
@@ -415,9 +424,9 @@ async def test_placeholder_pods_of_lower_priority_make_room(
         await process.working()
         await apply(server, namespace, "urgent", roles=roles)
 
-        def said() -> str:
-            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+        def details() -> str:
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.details
 
-        await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, said=said)
+        await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, details=details)
     listed = await server.get(POD.path(namespace))
     assert not [pod for pod in listed["items"] if pod["metadata"]["name"].startswith("placeholder")]

@@ -1,6 +1,7 @@
-"""What is served, or refused: two models of each attention kind, and one of each format. Data; stdlib only.
+"""Defines the cases of served and refused models: two models of each attention kind, and one of each format.
 
-Sizes are tiny, but where a kernel of CPUs is written for one size only: then it is that of published models.
+Data; stdlib only. Sizes are tiny, except where a CPU kernel supports only one size, which is then that of
+published models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,13 @@ from heteroinfer_contract.model import AttentionKind, SchemeName
 from tests.integration.feed_forward.tiny_models import SPREAD
 
 LAYERS: Final = 4
-"""Two for each of two stages."""
+"""Layers: two for each of two stages."""
 LONGEST: Final = 256
 """Tokens of the longest sequence."""
 WINDOW: Final = 16
-"""Tokens of a window: less than a prompt, and than a KV block."""
+"""Tokens of a window: less than a prompt, and less than a KV block."""
 CHUNK: Final = 32
-"""Tokens of a chunk: less than a prompt. vLLM takes whole KV blocks alone."""
+"""Tokens of a chunk: less than a prompt. vLLM requires whole KV blocks."""
 PROMPTS: Final = ((3, 17, 42, 5, 99, 7), tuple(range(10, 130, 3)))
 ANSWER_TOKENS: Final = 12
 AMX: Final = "AMX"
@@ -26,24 +27,24 @@ AMX: Final = "AMX"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tiny model, and what becomes of it on two CPU pods.
+    """A tiny model, and how two CPU pods must serve or refuse it.
 
     Attributes:
         name: of the case.
         architecture: transformers' model type.
-        kinds: attention kinds that it is here for; its profile must say them.
-        settings: of its configuration, besides the common ones.
+        kinds: attention kinds that this model tests. Its profile must have them.
+        settings: fields of its configuration besides the common ones.
         scheme: format of its weights.
-        drawn: another format of that scheme; quantized.py has it.
-        dtype: of the checkpoint, and so of the engine unless the planner takes another one.
-        needs: what CPUs must have for it, or "".
-        refused: words of the refusal where they have it not; without `needs`, on all CPUs.
-        afterwards: what is written into config.json once the model is made.
-        always: whether `make test` serves it too.
-        rotary_by_torch: whether stock vLLM must turn positions by torch in 16 bits, too: its own operation
-            is wrong for this model, or ends the process.
+        drawn: another format of that scheme, from quantized.py.
+        dtype: dtype of the checkpoint, and of the engine unless the planner chooses another one.
+        needs: instruction set that a CPU needs for it, or "".
+        refused: words of the refusal on CPUs without `needs`. Without `needs`, all CPUs refuse it.
+        afterwards: fields that are written into config.json after the model is made.
+        always: whether `make test` also serves it.
+        rotary_by_torch: whether stock vLLM must rotate positions with torch in 16 bits, too: its own
+            operation is wrong for this model, or ends the process.
         widened: whether our kernels serve its linear layers, and stock vLLM serves the same weights in
-            float32: vLLM's own kernels round inputs to 8 bits, or need AMX.
+            float32. vLLM's own kernels round inputs to 8 bits, or need AMX.
         spread: standard deviation of the model's weights, except drawn ones.
         prompts: token ids that stock vLLM and the group answer.
     """
@@ -65,13 +66,13 @@ class Case:
     prompts: Sequence[Sequence[int]] = PROMPTS
 
     def is_served(self, cpu: frozenset[str]) -> bool:
-        """Returns whether two pods serve it on CPUs that have these of `needs`."""
+        """Returns whether two pods serve it on a CPU with these instruction sets."""
         return not self.refused or (bool(self.needs) and self.needs in cpu)
 
 
 _WIDE: Final = {"intermediate_size": 256}
 _HEADS: Final = {"head_dim": 64, **_WIDE}
-"""Heads so wide that q, k and v are whole blocks of 128 each."""
+"""Heads so wide that q, k and v each have whole blocks of 128."""
 _EXPERTS: Final = 8
 _MIXTURE: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _LATENTS: Final = {
@@ -87,7 +88,7 @@ _LATENTS: Final = {
     "first_k_dense_replace": 1,
     **_WIDE,
 }
-"""Latents of 512 + 64 elements: AMX's kernels know no others."""
+"""Latents of 512 + 64 elements, because AMX's kernels support no others."""
 _MAMBA2: Final = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -136,7 +137,7 @@ ATTENTION: Final = (
     Case(
         name="stablelm",
         architecture="stablelm",
-        # 10 pairs of each head's 80 elements are turned.
+        # 10 pairs of each head's 80 elements are rotated.
         settings={**_WIDE, "hidden_size": 320, "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
         dtype="bfloat16",
         rotary_by_torch=True,
@@ -203,7 +204,7 @@ ATTENTION: Final = (
             "chunk_size": 64,
             "layers_block_type": ["linear_attention", "full_attention"] * (LAYERS // 2),
         },
-        # As published files say it.
+        # As in published files.
         afterwards={"num_hidden_layers": LAYERS, "hybrid_override_pattern": "M*" * (LAYERS // 2)},
         always=True,
     ),
@@ -269,16 +270,16 @@ ATTENTION: Final = (
         afterwards={"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **_INDEXER},
     ),
 )
-"""Two of each kind."""
+"""Two models of each attention kind."""
 
 
 def _prompts(short: int, long: int) -> Sequence[Sequence[int]]:
-    """Returns a prompt of 6 and one of 40 tokens that begin with these tokens."""
+    """Returns a prompt of 6 tokens and one of 40 tokens, which begin with these tokens."""
     return tuple(range(short, short + 30, 5)), tuple(range(long, long + 120, 3))
 
 
 def _format(name: str, scheme: SchemeName, dtype: str = "float32", **fields: Any) -> Case:
-    """Returns a dense model."""
+    """Builds the case of a dense model."""
     settings = {**_HEADS, **fields.pop("settings", {})}
     return Case(
         name=name,
@@ -300,7 +301,7 @@ FORMATS: Final = (
     _format("mxfp4-layers", SchemeName.MXFP4, drawn="MXFP4"),
     _format("mxfp8", SchemeName.MXFP8, drawn="MXFP8"),
     _format("nvfp4", SchemeName.NVFP4, drawn="NVFP4"),
-    # vLLM takes these methods in 16 bits alone. With these prompts, rounding changes no token.
+    # vLLM supports these methods only in 16 bits. With these prompts, rounding changes no token.
     _format("fp8-per-tensor", SchemeName.FP8_TENSOR, "float16", always=True, prompts=_prompts(23, 37)),
     _format(
         "fp8-modelopt", SchemeName.FP8_TENSOR, "float16", drawn="FP8 of ModelOpt", prompts=_prompts(25, 7)
@@ -324,7 +325,7 @@ FORMATS: Final = (
         settings={
             **_HEADS,
             "num_local_experts": 8,
-            # All: rounding to bf16 would exchange two experts whose scores are close.
+            # A token uses all experts, because rounding to bf16 would exchange two experts with close scores.
             "num_experts_per_tok": 8,
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
@@ -332,18 +333,18 @@ FORMATS: Final = (
         scheme=SchemeName.MXFP4,
         dtype="bfloat16",
         widened=True,
-        # vLLM takes this method in bf16 alone, and rounding changes fewer tokens with narrow weights.
+        # vLLM supports this method only in bf16, and rounding changes fewer tokens with narrow weights.
         spread=0.05,
         prompts=((57, 369, 95, 389, 286, 281), tuple(range(17, 457, 11))),
     ),
 )
-"""Plain weights are the cases above."""
+"""The cases above have unquantized weights."""
 
 
 def _mixture(name: str, scheme: SchemeName, drawn: str = "", dtype: str = "float32", **fields: Any) -> Case:
-    """Returns a mixture.
+    """Builds the case of a mixture.
 
-    In 16 bits, a token uses all experts, because rounding would exchange two experts whose scores are close.
+    In 16 bits, a token uses all experts, because rounding would exchange two experts with close scores.
     """
     return Case(
         name=f"mixture-{name}",
@@ -364,7 +365,7 @@ def _mixture(name: str, scheme: SchemeName, drawn: str = "", dtype: str = "float
 
 
 MIXTURES: Final = (
-    # vLLM takes the methods with float16 in 16 bits alone. With these prompts, rounding changes no token.
+    # vLLM supports the methods with float16 only in 16 bits. With these prompts, rounding changes no token.
     _mixture("awq", SchemeName.AWQ, dtype="float16", prompts=_prompts(13, 7)),
     _mixture("gptq", SchemeName.GPTQ, dtype="float16", prompts=_prompts(5, 13)),
     _mixture("int4", SchemeName.INT4),
@@ -382,7 +383,7 @@ MIXTURES: Final = (
 FEED_FORWARD: Final = (
     _mixture("fp8-in-float16", SchemeName.FP8_BLOCK, dtype="float16", prompts=_prompts(31, 21)),
 )
-"""Experts of a feed-forward rank; feed_forward/test_experts.py has all formats."""
+"""Experts of a feed-forward rank. feed_forward/test_experts.py has all formats."""
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {case.name: case for case in (*ATTENTION, *FORMATS, *MIXTURES, *FEED_FORWARD)}

@@ -1,4 +1,4 @@
-"""Plans of two CPU pods on nodes like this machine: what `heteroinfer plan` makes of a model's files."""
+"""Makes plans of two CPU pods on nodes like this machine, as `heteroinfer plan` does from a model's files."""
 
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build
 from tests.integration.served_models.cases import AMX, LONGEST
 
 _CPUID: Final = {"SSE42": "sse4_2", "AVX512F": "avx512f", "AMXTILE": "amx_tile", "AMXBF16": "amx_bf16"}
-"""As labels of node-feature-discovery name it -> as /proc/cpuinfo does."""
+"""Flags in /proc/cpuinfo by the labels of node-feature-discovery."""
 _FLAGS: Final = {AMX: {"amx_tile", "amx_bf16"}}
 _ROLE: Final = {
     "name": "cpu",
@@ -27,12 +27,12 @@ def _flags() -> frozenset[str]:
 
 
 def this_cpu() -> frozenset[str]:
-    """Returns whether this machine has AMX, in the words of a case."""
+    """Returns this machine's instruction sets, in the words of a case's `needs`."""
     return frozenset(name for name, needed in _FLAGS.items() if needed <= _flags())
 
 
 def this_node() -> NodeView:
-    """Returns a node with this machine's CPU, labelled as node-feature-discovery does, and ample memory."""
+    """Returns a node with this machine's CPU, the labels of node-feature-discovery, and enough memory."""
     labels = {name: "true" for name, flag in _CPUID.items() if flag in _flags()}
     return NodeView(
         name="this-machine",
@@ -45,7 +45,7 @@ def this_node() -> NodeView:
 
 
 def plan(model: Path, dtype: str = "auto") -> Planned:
-    """Returns the plan of a folder's model for two pods of one CPU rank; raises PlanError."""
+    """Plans a folder's model for two pods of one CPU rank. Raises PlanError."""
     spec = parse_spec(
         {
             "model": {"uri": f"file://{model}"},

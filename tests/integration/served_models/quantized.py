@@ -1,4 +1,7 @@
-"""Weights of linear layers and experts as the files of each format hold them. Imports torch late."""
+"""Quantizes the weights of linear layers and experts as the files of each format store them.
+
+Imports torch inside functions only.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,30 +11,31 @@ from heteroinfer_contract.model import SchemeName
 from tests.integration.served_models.cases import LAYERS
 
 GROUP: Final = 128
-"""Weights that share a scale in the formats of 4 bits, and sides of a block in FP8."""
+"""Number of weights that share a scale in formats of 4 bits, and side of a block in FP8."""
 _NIBBLES: Final = 8
-"""Of 4 bits, in an int32."""
+"""Number of 4-bit codes in an int32."""
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP8_MOST: Final = 448.0
 _MXFP4_GROUP: Final = 32
 _MXFP4_EXPONENT: Final = 122
-"""Of 2, less 127: with it, random codes have a standard deviation of 0.1."""
+"""Exponent of 2, with the bias of 127. Random codes then have a standard deviation of 0.1."""
 
 _FP4: Final = tuple(sign * each for sign in (1.0, -1.0) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
-"""Numbers of the codes of 4 bits in MXFP4."""
+"""Values of the 4-bit codes of MXFP4."""
 
 _LAYERS_ALONE: Final = ["lm_head"]
 _ROUTERS: Final = [f"model.layers.{index}.mlp.gate" for index in range(LAYERS)]
-"""Not quantized in published mixtures; vLLM would read them as weights without a scale."""
+"""Not quantized in published mixtures. vLLM would read quantized ones as weights without a scale."""
 
 Tensors = dict[str, Any]
 Quantized = tuple[Tensors, Any]
-"""The tensors of a layer by the end of their names, and the weight that they mean, float32 [out, in]."""
+"""The tensors of a layer by the suffix of their names, and the weight that they stand for, float32 [out,
+in]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A format of linear layers whose weights are drawn at random; experts in it are tested alone.
+    """A format of linear layers with random weights. Experts in this format have their own tests.
 
     Attributes:
         config: `quantization_config` of config.json.
@@ -42,7 +46,7 @@ class Drawn:
     draw: tuple[str, Mapping[str, Any]]
 
     def quantize(self, weight: Any) -> Quantized:
-        """Returns weights of a layer's shape; the weight itself decides which."""
+        """Draws weights of the same shape in this format. `weight` only seeds the random numbers."""
         import torch
 
         from tests.integration.feed_forward import expert_files
@@ -121,7 +125,7 @@ DRAWN: Final[Mapping[str, Drawn]] = {
         draw=("nvfp4", {"model_opt": True}),
     ),
 }
-"""Formats by the name that a case gives them."""
+"""Formats by their names in cases."""
 
 
 CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
@@ -177,10 +181,10 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
 def quantize(
     tensors: Mapping[str, Any], scheme: SchemeName, drawn: Drawn | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Returns a checkpoint's tensors with those of its layers in a format, and the same in float32.
+    """Returns a checkpoint's tensors with quantized layers, and the same values in float32.
 
     Args:
-        tensors: plain ones, as transformers saves them.
+        tensors: unquantized tensors, as transformers stores them.
         scheme: one of CONFIGS.
         drawn: another format of this scheme.
     """
@@ -249,11 +253,12 @@ def _int4(weight: Any) -> Quantized:
 
 
 def _gptq(weight: Any) -> Quantized:
+    """Quantizes a weight to symmetric GPTQ with 4 bits."""
     import torch
 
     codes, scale = _symmetric(weight)
     scale = scale.half()
-    zeros = torch.full(scale.T.shape, 7)  # 8, less the 1 that every reader adds
+    zeros = torch.full(scale.T.shape, 7)  # 8, less 1, because every reader adds 1
     stored = {
         "qweight": _pack(codes.T, dim=0),
         "qzeros": _pack(zeros, dim=1),
@@ -264,6 +269,7 @@ def _gptq(weight: Any) -> Quantized:
 
 
 def _awq(weight: Any) -> Quantized:
+    """Quantizes a weight to AWQ with 4 bits and a zero point for each group."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     least, most = groups.amin(2), groups.amax(2)
     scale = ((most - least) / 15).half()
@@ -296,7 +302,7 @@ def _interleave(codes: Any) -> Any:
 
 
 def _pack(codes: Any, dim: int) -> Any:
-    """Returns eight codes of 4 bits along a dimension in each int32, the first one lowest."""
+    """Packs eight 4-bit codes along a dimension into each int32, the first code in the lowest bits."""
     import torch
 
     rows = codes.to(torch.int64) if dim else codes.T.to(torch.int64)
@@ -319,7 +325,7 @@ _LINEAR: Final[Mapping[SchemeName, Callable[[Any], Quantized]]] = {
 
 
 def _experts_in_mxfp4(tensors: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
-    """Returns GPT-OSS's tensors with random experts, [experts, in, out] as [experts, out, groups, 16]."""
+    """Returns GPT-OSS's tensors with random experts: [experts, in, out] as [experts, out, groups, 16]."""
     import torch
 
     found: Tensors = {}

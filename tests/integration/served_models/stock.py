@@ -1,6 +1,6 @@
-"""Greedy tokens of stock vLLM, one process without any plugin; in the worker's Python.
+"""Generates greedy tokens with stock vLLM in one process without plugins. Runs in the worker's Python.
 
-Imports vLLM inside functions only: under the environment that it is called with.
+Imports vLLM inside functions only, after the environment is set.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 ENV: Final = {
     "VLLM_PLUGINS": "",
-    # The engine and its only rank are this process.
+    # The engine and its only rank run in this process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
@@ -21,15 +21,15 @@ ENV: Final = {
 def answer(
     options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at_once: bool
 ) -> tuple[list[list[int]], float]:
-    """Returns the greedy tokens after each prompt, and the least margin of any of them.
+    """Returns the greedy tokens after each prompt, and the smallest margin of all tokens.
 
-    The margin of a token is the difference between its logprob and that of the second best token.
+    The margin of a token is the difference between its logprob and the second best logprob.
 
     Args:
-        options: of vLLM's engine.
+        options: options of vLLM's engine.
         prompts: token ids.
-        tokens: of each answer.
-        at_once: whether all are asked at the same time, or one after the other.
+        tokens: number of tokens of each answer.
+        at_once: whether all prompts are sent at the same time, or one after another.
     """
     import torch
 
@@ -40,8 +40,8 @@ def answer(
 
     assert type(current_platform).__module__ == "vllm.platforms.cpu", current_platform
     if options["dtype"] != "float32":
-        # vLLM's router on CPUs rounds the weights of experts to 16 bits, ours does not (patch cpu_router in
-        # docs/contributor/patches.md). Tests of their own show that ours is right.
+        # vLLM's router on CPUs rounds the weights of experts to 16 bits, and ours does not (patch cpu_router
+        # in docs/contributor/patches.md). Other tests show that ours is right.
         from vllm_heteroinfer.patches import cpu_router
 
         cpu_router.install()
@@ -62,6 +62,6 @@ def answer(
 
 
 def main(argument: str) -> None:
-    """Prints the tokens and the margin that `argument`, the keywords of `answer` in JSON, asks for."""
+    """Prints tokens and margin. `argument` has the arguments of `answer` as JSON."""
     assert os.environ["VLLM_PLUGINS"] == ""
     print(json.dumps(answer(**json.loads(argument))), flush=True)

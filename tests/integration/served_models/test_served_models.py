@@ -1,4 +1,4 @@
-"""Models of every attention kind and format on two CPU pods: stock vLLM's tokens, or a refusal in words.
+"""Tests models of every attention kind and format on two CPU pods: stock vLLM's tokens, or a refusal.
 
 The plan comes from the model's files, as `heteroinfer plan` makes it for nodes like this machine.
 """
@@ -42,15 +42,16 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 MAX_SHARE_OF_STORED = 1.06
 """Bytes of packed experts as a share of their bytes in the checkpoint."""
 SMALL_TABLES = 0.02
-"""Of a rank's weights: padding of small layers, and their shapes and scales that vLLM keeps after packing."""
+"""Tolerance for a rank's weights: padding of small layers, and the shapes and scales that vLLM keeps after
+packing."""
 LEAST_MARGIN_IN_16_BITS = 0.05
-"""Of tokens of the reference in float32, if the group computes in 16 bits, which rounds logits.
-
-In float16, the difference of the two largest logits was up to 0.027 off (24 tokens of each dense model in
-AWQ, FP8 per tensor and NVFP4, against float64; 2 cores of an EPYC with AVX512-BF16, 2026-11-28).
-"""
+"""Smallest margin of the reference's tokens in float32, if the group computes in 16 bits, which rounds
+logits. In float16, the difference of the two largest logits had an error of up to 0.027 (24 tokens of each
+dense model in AWQ, FP8 per tensor and NVFP4, against float64; 2 cores of an EPYC with AVX512-BF16,
+2026-11-28)."""
 VLLMS_KERNELS = {names.ENV_CPU_LINEAR: "onednn"}
-"""Ours for bf16 round otherwise; what they compute is compared in tests/integration/kernels."""
+"""Our kernels for bf16 round differently, so stock vLLM's are replaced by torch. tests/integration/kernels
+tests ours."""
 
 
 def _forked(module: str, argument: Any, **env: str) -> Ended:
@@ -60,7 +61,7 @@ def _forked(module: str, argument: Any, **env: str) -> Ended:
 
 
 def make(case: Case, folder: Path) -> Path:
-    """Returns the folder of a case's model; its profile says what the case is here for."""
+    """Makes a case's model, and checks its profile. Returns the folder."""
     model = folder / "model"
     made = _forked("tiny_models", [case.name, str(model)])
     assert (model / "config.json").exists(), made.errors[-4000:]
@@ -71,10 +72,11 @@ def make(case: Case, folder: Path) -> Path:
 
 
 def torchs_operations(dtype: str, *, rotary: bool) -> list[str]:
-    """Returns what stock vLLM computes by torch in place of operations of its own for CPUs.
+    """Returns the operations of stock vLLM on CPUs that torch replaces.
 
-    All of it in float32, so that groups are not compared with themselves. In 16 bits that would round
-    otherwise: there only positions (`rotary`), where vLLM's own is wrong (patches/cpu_rope.py).
+    In float32, torch replaces all of them, so that groups are not compared with themselves. In 16 bits, torch
+    would round differently. So it replaces only the rotation of positions (`rotary`), where vLLM's own is
+    wrong (patches/cpu_rope.py).
     """
     if dtype == "float32":
         return ["none"]
@@ -84,13 +86,13 @@ def torchs_operations(dtype: str, *, rotary: bool) -> list[str]:
 def ask_stock(
     engine: EngineSettings, prompts: Sequence[Sequence[int]], *, at_once: bool, rotary: bool
 ) -> tuple[list[list[int]], float]:
-    """Returns the tokens of stock vLLM with a plan's dtype and lengths, and their least margin.
+    """Returns the tokens of stock vLLM with a plan's dtype and lengths, and their smallest margin.
 
     Args:
-        engine: of the plan.
+        engine: engine settings of the plan.
         prompts: token ids.
-        at_once: whether all prompts are asked at the same time.
-        rotary: whether positions are turned by torch in 16 bits, too.
+        at_once: whether all prompts are sent at the same time.
+        rotary: whether torch rotates positions in 16 bits, too.
     """
     options: dict[str, Any] = {
         "model": engine.model,
@@ -118,20 +120,20 @@ def ask_group(group: Group, prompts: Sequence[Sequence[int]], *, at_once: bool) 
 
 
 def check_served(case: Case, folder: Path) -> None:
-    """Two pods, with the layers that the planner gives them, answer as stock vLLM does."""
-    # Beside weights in float32, bf16 would round too much.
+    """Checks that two pods, with the planner's layers, have the same answers as stock vLLM."""
+    # With weights in float32, bf16 would round too much.
     answer = plan(make(case, folder), case.dtype if case.widened else "auto")
     planned = answer.plan
     assert [(rank.pod, rank.device, rank.num_layers) for rank in planned.ranks] == [
         (pod, Device.CPU, LAYERS // 2) for pod in (0, 1)
     ]
-    # Sums in float32 may be in any order; in 16 bits each step must have the same rows.
+    # Sums in float32 may be in any order. In 16 bits, each step must have the same rows.
     at_once = planned.engine.dtype == "float32"
     stocks = planned.engine
     if case.widened:
         stocks = replace(stocks, model=f"{folder}/model-widened", dtype="float32")
     expected, margin = ask_stock(stocks, case.prompts, at_once=at_once, rotary=case.rotary_by_torch)
-    check_telling(expected)
+    check_answers_test_the_model(expected)
     if case.widened:
         check_margin(case, margin)
     kernels = {} if case.widened else VLLMS_KERNELS
@@ -146,8 +148,8 @@ def check_served(case: Case, folder: Path) -> None:
 def expected_bytes(planned: Planned, model: Path) -> list[int]:
     """Returns the bytes of each rank's tensors by the plan, as the metric counts them.
 
-    The metric does not count the second copy of embedding and head that the plan allows for, and it counts
-    the table of positions, which no plan counts.
+    The metric does not count the second copy of embedding and head, which the plan counts. It counts the
+    table of positions, which no plan counts.
     """
     config = json.loads((model / "config.json").read_text())
     element_bytes = ELEMENT_BYTES[planned.plan.engine.dtype]
@@ -162,13 +164,13 @@ def expected_bytes(planned: Planned, model: Path) -> list[int]:
 
 
 def check_served_with_feed_forward(case: Case, folder: Path) -> None:
-    """A rank with attention and one with the experts of every layer answer as stock vLLM in float32."""
+    """Checks a rank with attention and a rank with all experts against stock vLLM in float32."""
     planned = feed_forward_plan(
         make(case, folder), num_layers=LAYERS, remote=range(LAYERS), dtype=case.dtype, max_model_len=LONGEST
     )
     stocks = replace(planned.engine, model=f"{folder}/model-widened", dtype="float32")
     expected, margin = ask_stock(stocks, case.prompts, at_once=False, rotary=False)
-    check_telling(expected)
+    check_answers_test_the_model(expected)
     check_margin(case, margin)
     with start_group(planned, folder / "group", env=ONE_THREAD) as group:
         group.wait_ready()
@@ -179,21 +181,21 @@ def check_served_with_feed_forward(case: Case, folder: Path) -> None:
     assert rank.total(names_of_metrics.WEIGHT_BYTES) <= MAX_SHARE_OF_STORED * stored
 
 
-def check_telling(answers: Sequence[Sequence[int]]) -> None:
-    """Answers tell something of the model: they are no repeated token, and no two are alike."""
+def check_answers_test_the_model(answers: Sequence[Sequence[int]]) -> None:
+    """Checks that no answer is a repeated token and that all answers differ, so that they test the model."""
     assert all(len(set(tokens)) > ANSWER_TOKENS // 3 for tokens in answers), answers
     assert len({tuple(tokens) for tokens in answers}) == len(answers)
 
 
 def check_margin(case: Case, margin: float) -> None:
-    """Rounding to the group's type cannot change a token of the reference, which computes in float32."""
+    """Checks that rounding to the group's type cannot change a token of the reference in float32."""
     assert case.dtype == "float32" or margin >= LEAST_MARGIN_IN_16_BITS, (
         f"rounding may change a token of the reference (margin {margin:.4f}). Choose other prompts"
     )
 
 
 def check_refused(case: Case, folder: Path) -> None:
-    """The planner says in words why these CPUs cannot run it, and what to do."""
+    """Checks that the planner reports why these CPUs cannot run the model, and a fix."""
     with pytest.raises(PlanError) as refused:
         plan(make(case, folder))
     assert refused.value.reason == "UnsupportedModel"

@@ -1,4 +1,4 @@
-"""Makes the model of a case; in the worker's Python.
+"""Makes the model of a case in the worker's Python.
 
     python -m tests.integration.served_models.tiny_models CASE DIR
 
@@ -41,7 +41,7 @@ def make(case: Case, directory: Path) -> None:
 
 
 def _quantize(directory: Path, case: Case) -> dict[str, Any]:
-    """Quantizes a folder's weights; returns what they mean in float32."""
+    """Quantizes a folder's weights, and returns their values in float32."""
     from safetensors.torch import load_file, save_file
 
     file = directory / _FILE
@@ -53,7 +53,7 @@ def _quantize(directory: Path, case: Case) -> dict[str, Any]:
 
 
 def _write_widened(directory: Path, plain: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes the model of a folder, whose config.json names no format yet, with weights in float32."""
+    """Writes the model of a folder with weights in float32. Its config.json has no format yet."""
     from safetensors.torch import save_file
 
     shutil.copytree(directory, plain)
@@ -62,7 +62,7 @@ def _write_widened(directory: Path, plain: Path, tensors: Mapping[str, Any]) -> 
 
 
 def main(argument: str) -> None:
-    """Makes the case and folder of `argument`, in JSON, and a second folder for a `widened` case."""
+    """Makes the model of a case in a folder. A `widened` case also gets a second folder."""
     name, directory = json.loads(argument)
     make(CASES[name], Path(directory))
 

@@ -1,9 +1,9 @@
-"""Random resources, many of them: each is refused in words, or becomes objects that a real API server takes.
+"""Checks that each of many random resources is refused with a message, or becomes valid objects.
 
     python -m tests.integration.specs [--count 10000] [--seed NUMBER]
 
-Prints how far it is, and a line with the result; exits 1 with the first findings if there are any, and
-if it was interrupted.
+A real API server judges the objects. Prints the progress, and one line with the result. If there are
+findings, or after an interruption, it prints the first findings and exits 1.
 """
 
 import argparse
@@ -21,17 +21,20 @@ _SHOWN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 if there are findings."""
+    """Runs the checks. Returns the exit code: 0, or 1 if there are findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.integration.specs", description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=secrets.randbits(32), help="of an earlier run, to repeat it"
+        "--count", type=int, default=10_000, help="number of resources (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbits(32), help="seed of an earlier run, to repeat it"
     )
     chosen = parser.parse_args(arguments)
     say(f"seed {chosen.seed}")
     started = reported_at = time.monotonic()
     latest = Result()
-    for end in (signal.SIGINT, signal.SIGTERM):  # the cluster ends with us, and what was found is reported
+    # the cluster ends with this process, and the findings so far are reported
+    for end in (signal.SIGINT, signal.SIGTERM):
         signal.signal(end, signal.default_int_handler)
 
     def reported(result: Result) -> None:

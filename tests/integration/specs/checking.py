@@ -1,4 +1,4 @@
-"""Random resources against models, CRD, planner, manifests and a real API server."""
+"""Checks random resources with spec classes, CRD, planner, manifests and a real API server."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _OTHERS = re.compile(
     r"pods .* is forbidden: (no PriorityClass with name|pod rejected: RuntimeClass)"
     r"|spec\.containers\[0\]\.resources"
 )
-"""What no schema knows: names of other objects, and which resources may not be asked for beyond limits."""
+"""Reasons that no schema can contain: names of other objects, and container resources without a limit."""
 BATCH = 100
 AT_ONCE = 16
 TRIES = 5
@@ -46,12 +46,12 @@ _PLURALS = {
 
 @dataclass(slots=True)
 class Result:
-    """What became of all resources.
+    """The outcomes of all resources.
 
     Attributes:
-        counts: of resources, by outcome.
-        objects: that the API server accepted.
-        findings: what went wrong, with the resource.
+        counts: number of resources by outcome.
+        objects: number of objects that the API server accepted.
+        findings: errors, each with its resource.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Returns all of it in one line."""
+        """Returns all results as one line."""
         counts = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
         return (
             f"{self.counts.total()} specs: {counts}; {self.objects} objects accepted by the API server; "
@@ -90,9 +90,9 @@ async def _served(cluster: Cluster) -> None:
 def check_specs(
     cluster: Cluster, count: int, *, number: int, reported: Callable[[Result], None] = lambda result: None
 ) -> Result:
-    """Returns what became of `count` random resources, drawn from the seed `number`.
+    """Checks `count` random resources, drawn from the seed `number`. Returns the outcomes.
 
-    Every second one is meant to be good, the others are good ones with one thing changed.
+    Half of them are meant to be valid. The others are valid resources with one change.
     """
     result = Result()
     batch: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def check_specs(
         deadline=None,
         phases=[
             Phase.generate
-        ],  # an example is shown as it was found: shrinking would ask the server for hours
+        ],  # Without shrinking, because shrinking a failure would send requests for hours.
         suppress_health_check=list(HealthCheck),
     )
     @given(st.one_of(resources(), changed()))
@@ -149,30 +149,30 @@ class _Finding(Exception):  # noqa: N818 - of a test
 
 
 async def _outcome(server: ApiServer, life: Life, result: Result) -> str:
-    """Returns what became of a resource; raises _Finding where its parts don't agree."""
-    said = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
-    if bool(life.refused) != bool(said):
-        raise _Finding(f"the models say {life.refused!r}, the API server {said!r}")
+    """Returns the outcome of a resource. Raises _Finding if the parts of the product disagree."""
+    reason = await _refusal(server, HETERO_INFERENCE.path(NAMESPACE), life.body)
+    if bool(life.refused) != bool(reason):
+        raise _Finding(f"the spec classes report {life.refused!r}, the API server reports {reason!r}")
     if life.refused:
         return "refused"
     for manifest in life.objects:
-        said = await _refusal(server, _path(manifest), manifest)
-        if said:
-            return _refused_later(life, manifest, said)
+        reason = await _refusal(server, _path(manifest), manifest)
+        if reason:
+            return _refused_later(life, manifest, reason)
         result.objects += 1
     return "without a plan, in words" if life.unplanned else "planned"
 
 
-def _refused_later(life: Life, manifest: Any, said: str) -> str:
+def _refused_later(life: Life, manifest: Any, reason: str) -> str:
     """Returns the outcome of a resource of which the API server refuses an object.
 
-    What goes by other objects of a cluster is left to the API server: its words come into the status.
+    Only the API server checks references to other objects of a cluster. The status then has its message.
     """
-    refusal = f"the API server refuses {manifest['kind']} {manifest['metadata']['name']}: {said}"
-    if manifest["kind"] != "Pod" or not all(map(_OTHERS.match, _PROBLEM.findall(said) or [said])):
+    refusal = f"the API server refuses {manifest['kind']} {manifest['metadata']['name']}: {reason}"
+    if manifest["kind"] != "Pod" or not all(map(_OTHERS.match, _PROBLEM.findall(reason) or [reason])):
         raise _Finding(refusal)
     if not life.tells(refusal):
-        raise _Finding(f"not in the status: {refusal}")
+        raise _Finding(f"the status does not quote this refusal: {refusal}")
     return "refused by the API server, reported in the status"
 
 
@@ -183,7 +183,7 @@ def _path(manifest: Any) -> str:
 
 
 async def _refusal(server: ApiServer, path: str, body: Any) -> str:
-    """Returns why the API server refuses to create an object, or ""; nothing is kept."""
+    """Returns the API server's reason to refuse an object, or "". Nothing is stored."""
     query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": names.MANAGER}
     for left in reversed(range(TRIES)):
         try:
@@ -193,7 +193,8 @@ async def _refusal(server: ApiServer, path: str, body: Any) -> str:
                 return error.answer_message
             if error.status or not left:
                 raise
-            await asyncio.sleep(1)  # no answer: a server that is short of CPU says nothing of the object
+            # without an answer, a server that lacks CPU time has not judged the object
+            await asyncio.sleep(1)
         else:
             break
     return ""

@@ -1,4 +1,4 @@
-"""An API server of its own that serves the generated CRD, as in the tests of the CRD."""
+"""Provides an API server that serves the generated CRD, as for the tests of the CRD."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,6 @@ from tests.integration.specs.checking import start_cluster
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """A control plane that serves HeteroInference."""
+    """Yields a control plane that serves HeteroInference."""
     with start_cluster() as started:
         yield started

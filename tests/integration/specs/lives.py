@@ -1,4 +1,4 @@
-"""What the operator makes of one resource, without a cluster: from its spec to objects of serving groups."""
+"""Runs the operator's decisions for one resource without a cluster, from its spec to serving groups."""
 
 import json
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ class Crash(Exception):  # noqa: N818 - the finding of a test, with what led to 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What became of one resource.
+    """The outcome of one resource.
 
     Attributes:
         body: the resource.
-        refused: why its models refuse it, or "".
-        unplanned: why there is no plan for it, or "".
-        objects: everything that would be created for it, pods of some groups left out.
-        world: as it is in the end.
+        refused: reason for which the spec classes refuse it, or "".
+        unplanned: reason for which there is no plan, or "".
+        objects: all objects that the operator would create, without the pods of some groups.
+        world: the final state of the played cluster.
     """
 
     body: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Life:
     world: "_NamedWorld | None" = None
 
     def tells(self, refusal: str) -> bool:
-        """Returns whether the status tells what the API server refused, once the operator has met it."""
+        """Returns whether the status quotes a refusal of the API server."""
         assert self.world is not None
         self.world.refused = refusal
         self.world.settle()
@@ -69,10 +69,10 @@ class _NamedWorld(World):
 
 
 def live(body: dict[str, Any]) -> Life:
-    """Returns what becomes of a resource on a cluster that holds it and has its model.
+    """Runs a resource on a played cluster that can hold it and has its model. Returns the outcome.
 
     Raises:
-        Crash: an error that is no refusal, or decisions that don't settle.
+        Crash: an unexpected error, or decisions that never settle.
     """
     try:
         parse_resource(body)
@@ -85,14 +85,18 @@ def live(body: dict[str, Any]) -> Life:
 
 
 def _live(body: dict[str, Any]) -> Life:
-    # What the API server does to numbers and texts in between.
+    """Settles a resource until its groups serve, and returns the outcome.
+
+    Only the objects of the first and the last group are kept.
+    """
+    # The API server changes numbers and texts in this way when it stores them.
     spec = json.loads(json.dumps(body["spec"]))
     world = _NamedWorld(
         spec=spec,
         name=body["metadata"]["name"],
         finalizers=(names.FINALIZER,),
         nodes=_nodes(spec),
-        # Whatever the schema takes is to become objects: no drawn key or word is on a list.
+        # Accepts all keys and words, because everything that the schema accepts must become objects.
         options=replace(OPTIONS, allowed=Allowed(arguments=None, annotations=None)),
     )
     world.settle()
@@ -108,7 +112,7 @@ def _live(body: dict[str, Any]) -> Life:
     workers = world.workers()
     wanted = spec.get("replicas", 1) > 0 and not spec.get("suspend", False)
     if wanted and not workers and not any(refusals):
-        raise AssertionError(f"neither pods nor words: {world.status['conditions']}")
+        raise AssertionError(f"neither pods nor a condition with a reason: {world.status['conditions']}")
     few = {"0", str(max(spec.get("replicas", 1) - 1, 0))}
     return Life(
         body=body,
@@ -123,15 +127,15 @@ def _live(body: dict[str, Any]) -> Life:
 
 
 def _written(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an object of the world without what a server adds."""
+    """Returns an object of the world without the fields that a server adds."""
     metadata = {key: value for key, value in stored["metadata"].items() if key != "uid"}
     return {**stored, "metadata": metadata}
 
 
 def model_answer(spec: Mapping[str, Any]) -> str:
-    """Returns what the pod that looks at the model says: one with as many layers as the roles ask for."""
+    """Returns the message of the inspect pod: a model with as many layers as the roles have."""
     asked = sum(sum(role.get("layers", ())) for role in spec["roles"]) or 48
-    layers = min(asked, 200)  # a kubelet keeps 4,096 bytes of what a pod says in the end
+    layers = min(asked, 200)  # a kubelet keeps 4,096 bytes of a termination message
     profile = replace(
         PROFILE, num_layers=layers, layer_bytes=(3_000_000,) * layers, max_position_embeddings=10**7
     )
@@ -141,7 +145,7 @@ def model_answer(spec: Mapping[str, Any]) -> str:
 
 
 def _nodes(spec: Mapping[str, Any]) -> tuple[NodeView, ...]:
-    """Returns nodes that hold anything but what no node has."""
+    """Returns nodes that can hold everything, except container resources that no node has."""
     gpus = {role.get("deviceResourceName", "nvidia.com/gpu"): 16.0 for role in spec["roles"]}
     allocatable = {"cpu": 512.0, "memory": 16.0 * 2**40, "pods": 250.0, **gpus}
     return tuple(

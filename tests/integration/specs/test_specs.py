@@ -1,4 +1,4 @@
-"""A sample of what `make specs` does with 10,000."""
+"""Tests a sample of the random resources of `make specs`, which checks 10,000."""
 
 from tests.cluster.running_cluster import Cluster
 from tests.integration.specs.checking import check_specs

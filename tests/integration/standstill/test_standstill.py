@@ -1,4 +1,4 @@
-"""Tests that failed while the machine stood still run once more; other failed tests do not."""
+"""Tests that only those failed tests run again during which the machine stood still."""
 
 import subprocess
 import sys

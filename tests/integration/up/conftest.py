@@ -1,4 +1,4 @@
-"""The model that `heteroinfer up` serves in tests, made by the worker's Python."""
+"""Makes the model that `heteroinfer up` serves in tests, with the worker's Python."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def _tests_models(*arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with random weights."""
+    """Makes a small model with random weights."""
     folder = tmp_path_factory.mktemp("model")
     _tests_models(str(folder))
     return folder
@@ -35,12 +35,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def references(model_dir: Path) -> dict[str, Any]:
-    """Transformers' greedy tokens for it, by prompt."""
+    """Returns the model's greedy tokens in transformers, by prompt."""
     answers: dict[str, Any] = json.loads(_tests_models("reference", str(model_dir)))
     return answers
 
 
 @pytest.fixture
 def port() -> str:
-    """A free port for the OpenAI API."""
+    """Returns a free port for the OpenAI API."""
     return str(free_port())

@@ -1,4 +1,4 @@
-"""Small resources for `heteroinfer up`, as a user writes them."""
+"""Builds small resources for `heteroinfer up`, as a user writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ GPU_ROLE = {"name": "gpu", "device": "GPU", "resources": {"limits": {"memory": "
 
 
 def resource(model_dir: Path, **spec: Any) -> dict[str, Any]:
-    """Returns a resource of two CPU pods; `spec` replaces fields of its spec."""
+    """Builds a resource of two CPU pods. `spec` replaces fields of its spec."""
     return {
         "apiVersion": "heteroinfer.dev/v1alpha1",
         "kind": "HeteroInference",
@@ -26,7 +26,7 @@ def resource(model_dir: Path, **spec: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:
-    """Returns the file that holds the resource."""
+    """Writes the resource to a file, and returns the file."""
     path = folder / "resource.yaml"
     path.write_text(yaml.safe_dump(document))
     return path

@@ -1,4 +1,4 @@
-"""`heteroinfer up` of examples/moe-nodes.yaml: two pods give right tokens, and a dead rank is named."""
+"""Tests `heteroinfer up` of examples/moe-nodes.yaml: right tokens on two pods, and a killed rank."""
 
 import os
 import re

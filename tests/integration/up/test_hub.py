@@ -1,4 +1,4 @@
-"""`heteroinfer up` with a model of a hub: fetched once into this machine's cache, or refused in words."""
+"""Tests `heteroinfer up` with a model of a hub: it is fetched once into this machine's cache, or refused."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""The port on this machine's processes, with small programs instead of the worker.
+"""Tests the port to this machine's processes, with small programs instead of the worker.
 
-What is started, reported and ended is real; only what runs in a pod is not vLLM.
+The port starts, observes and ends real processes. Only their program is not vLLM.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ SERVES = """
 
 
 def _worker(folder: Path, program: str) -> Path:
-    """Returns an executable instead of the worker's Python: as `-m MODULE`, it runs `program`."""
+    """Writes an executable that replaces the worker's Python: called with `-m MODULE`, it runs `program`."""
     script = folder / "program.py"
     script.write_text(textwrap.dedent(program))
     python = folder / "python"
@@ -77,7 +77,7 @@ def _worker(folder: Path, program: str) -> Path:
 
 
 class Running:
-    """A LocalCluster with its only pod's folder."""
+    """A LocalCluster, and the folder of its only pod."""
 
     def __init__(self, cluster: LocalCluster, folder: Path, log_dir: Path) -> None:
         self.cluster = cluster
@@ -114,6 +114,7 @@ async def _cluster(
     on_change: Callable[[], None] = lambda: None,
     **env: str,
 ) -> AsyncIterator[Running]:
+    """Yields a cluster of processes on this machine. Its pods run `program`."""
     scratch, log_dir = tmp_path / "scratch", tmp_path / "logs"
     scratch.mkdir()
     log_dir.mkdir()
@@ -184,7 +185,7 @@ async def test_a_task_that_raises_ends_the_run_with_its_pod_and_cause(tmp_path: 
         os.kill(pid, 9)
         with pytest.raises(LocalClusterError, match=r"pod p-0-1-0: .*RuntimeError\('a defect'\)"):
             await running.wait(lambda pods: False)
-        running.cluster._failure = None  # `close` raises it, too
+        running.cluster._failure = None  # `close` also raises it
 
 
 async def test_a_pod_that_does_not_start_releases_its_gpus(tmp_path: Path) -> None:
@@ -234,14 +235,14 @@ async def test_no_process_outlives_its_pod(tmp_path: Path, stay: str) -> None:
         (created,) = (await running.observe()).pods
         pids = [int(pid) for pid in (running.folder / "started").read_text().split()]
         assert len(pids) == 3
-        children = Processes.of(pids)  # some may be gone already, if the program did not stay
+        children = Processes.of(pids)  # some may have ended already, if the program does not stay
         await running.run(DeleteObject(kind="Pod", name=created.name, uid=created.uid, grace_s=1))
         await running.wait(_gone)
         assert children.living() == []
 
 
 def _of_folder(folder: Path) -> Processes:
-    """Returns the processes that the program has started, whoever is their parent by now."""
+    """Returns the processes that the program has started, whatever their parent is now."""
     mark = str(PodFolder(path=folder, log=folder).termination_message).encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return Processes.of(pid for pid in pids if mark in _environment(pid) or _cwd(pid) == folder)

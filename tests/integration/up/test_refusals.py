@@ -1,4 +1,4 @@
-"""What `heteroinfer up` does not run: each reported in words that say what to do, with a non-zero exit."""
+"""Tests what `heteroinfer up` refuses: each refusal has a fix and a non-zero exit code."""
 
 import re
 import signal
@@ -12,12 +12,15 @@ from tests.integration.up.resources import CPU_ROLE, GPU_ROLE, resource, write
 from tests.running_up import RunningUp
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
-"""On a machine with GPUs too: CUDA shows none, and so does `heteroinfer up`."""
+"""Also on a machine with GPUs, CUDA shows none, and `heteroinfer up` sees none."""
 TIMEOUT_S = 60.0
 
 
 def _refused(folder: Path, arguments: list[str | Path]) -> str:
-    """Returns the error lines of a run that must end by itself; its temporary files go into `folder`."""
+    """Runs `heteroinfer up`, which must end by itself.
+
+    Returns its error lines. `folder` gets its temporary files.
+    """
     with RunningUp(arguments, env={"TMPDIR": str(folder)}) as up:
         assert up.wait_exit(TIMEOUT_S) == 1
         errors = [line for line in up.lines if line.startswith("error: ")]
@@ -63,7 +66,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_up_refuses_a_wrong_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
+def test_up_refuses_an_invalid_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
     spec, words = SPECS[case]
     file = write(tmp_path, resource(model_dir, **spec))
     errors = _refused(tmp_path, ["-f", file, "--port", port])

@@ -1,4 +1,4 @@
-"""A group of two real vLLM ranks under `heteroinfer up`: served, killed, served again, and ended."""
+"""Tests a group of two real vLLM ranks under `heteroinfer up`: it serves, fails, serves again, and ends."""
 
 import os
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def _rank_pid(log_dir: Path, epoch: int, pod: int) -> int:
-    """Returns the process of the one rank of a pod, as its supervisor logged it."""
+    """Returns the process of a pod's only rank, from the supervisor's log."""
     found = _RANK_PID.search((log_dir / f"tiny-0-{epoch}-{pod}.log").read_text())
     assert found is not None
     return int(found[1])
@@ -42,9 +42,9 @@ def _check_tokens(up: RunningUp, url: str, references: dict[str, Any]) -> None:
 
 
 def _report_with_steps(up: RunningUp) -> GroupReport:
-    """Returns what the leader says once every rank has reported decode steps, which takes 2 s at most.
+    """Returns the leader's report after every rank has reported decode steps, which takes at most 2 s.
 
-    A first report may be of the prompt's step alone, which no average counts.
+    A first report may cover only the step of the prompt, which no average counts.
     """
     deadline = time.monotonic() + 2.0
     while True:
@@ -68,7 +68,7 @@ def test_a_group_serves_fails_as_a_whole_serves_again_and_then_stays_failed(
         url = up.wait_ready()
         _check_tokens(up, url, references)
         status = _report_with_steps(up)
-        # Who asks without the group's key learns no epoch.
+        # A client without the group's key learns no epoch.
         assert (status.epoch, status.ready) == (0, True)
         assert any("group 0 epoch 1 serves" in line for line in up.lines)
         assert [rank.phase for rank in status.ranks] == [RankPhase.READY, RankPhase.READY]
@@ -101,7 +101,7 @@ def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str)
     """After SIGKILL of `heteroinfer up` itself, supervisors, ranks, engine and API server end, too."""
     file = write(tmp_path, resource(model_dir))
     arguments: list[str | Path] = ["-f", file, "--port", port, "--log-dir", tmp_path / "logs"]
-    # A killed process cannot remove its folders: this one's are in a folder of the test's own.
+    # A killed process cannot remove its folders, so the test gives this process its own folder.
     with TemporaryDirectory(prefix="up-") as temporary, RunningUp(arguments, env={"TMPDIR": temporary}) as up:
         up.wait_ready()
         started = up.processes()

@@ -1,13 +1,14 @@
-"""Keeps what this version of the operator stores, for the upgrade tests of later versions.
+"""Records the objects that this version of the operator stores, for the upgrade tests of later versions.
 
 Run in the tree of a version that is about to be released:
 
     python -m tests.integration.upgrade.record tests/integration/upgrade/versions/NAME
 
-tests/unit/reconcile/handover.py keeps its modules.
-It installs the chart on a control plane, has the operator bring resources.yaml to Ready, and
-writes the chart's package and every object. No node is there: this says for the kubelet how
-pods fare. One group fails once, so that failures and a second epoch are among what is kept.
+tests/unit/reconcile/handover.py records its modules.
+
+The program installs the chart on a control plane, waits until the operator has made resources.yaml Ready, and
+writes the chart's package and every object. There is no node, so the program plays the kubelet. One group
+fails once, so that the record has failures and a second epoch.
 """
 
 import asyncio
@@ -34,14 +35,14 @@ CHILDREN = (SERVICE, NETWORK_POLICY, CONFIG_MAP, POD)
 
 
 async def listed(server: ApiServer, kind: Kind) -> list[dict[str, Any]]:
-    """Returns what is ours of a kind, complete as for `kubectl apply`."""
+    """Returns our objects of a kind, complete as for `kubectl apply`."""
     query = {} if kind is HETERO_INFERENCE else {"labelSelector": names.LABEL_RESOURCE}
     items = (await server.get(kind.path(NAMESPACE), query))["items"]
     return [{"apiVersion": kind.api_version, "kind": kind.name, **item} for item in items]
 
 
 async def play_kubelet(server: ApiServer) -> bool:
-    """Has every new pod run, or give the profile; returns whether every group is Ready."""
+    """Makes every new pod run, or end with the profile. Returns whether every group is Ready."""
     for pod in await listed(server, POD):
         metadata, status = pod["metadata"], pod.get("status", {})
         if status.get("phase") != "Pending" or "deletionTimestamp" in metadata:
@@ -58,6 +59,7 @@ async def play_kubelet(server: ApiServer) -> bool:
 
 
 async def record(cluster: Cluster, folder: Path, log: Path) -> None:
+    """Runs the operator until all resources are Ready, ends one epoch, and writes all objects."""
     server = ApiServer(await load_configuration(str(cluster.kubeconfig)))
     settings = {"watch_namespaces": NAMESPACE, "resync_seconds": "1"}
     try:
@@ -65,7 +67,7 @@ async def record(cluster: Cluster, folder: Path, log: Path) -> None:
             await process.working()
             for document in yaml.safe_load_all(RESOURCES.read_text()):
                 await server.create(HETERO_INFERENCE.path(NAMESPACE), document)
-            await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.said)
+            await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.output)
             failure = Failure(
                 reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9
             )
@@ -77,7 +79,7 @@ async def record(cluster: Cluster, folder: Path, log: Path) -> None:
                 ]
                 return await play_kubelet(server) and pair["status"]["groups"][1]["epoch"] > 1
 
-            await until("the second epoch", second_epoch, 60, lambda: process.said)
+            await until("the second epoch", second_epoch, 60, lambda: process.output)
             await process.stop()
         found = [item for kind in (HETERO_INFERENCE, *CHILDREN) for item in await listed(server, kind)]
     finally:

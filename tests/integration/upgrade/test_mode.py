@@ -1,4 +1,4 @@
-"""Modes of resources over an upgrade and over restarts of the operator, on a real API server.
+"""Tests the modes of resources over an upgrade and over restarts of the operator, on a real API server.
 
 The CRD of 0.1.0 has a default for parallelism.mode, which the API server wrote into each object.
 """
@@ -33,6 +33,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def manifest(name: str, **parallelism: Any) -> str:
+    """Returns the manifest of a resource with these fields of `parallelism`."""
     role = {"name": "cpu", "device": "CPU", "pods": 2, "resources": {"requests": {"memory": "3Gi"}}}
     spec: dict[str, Any] = {"model": {"uri": "pvc://models/tiny"}, "roles": [role]}
     if parallelism:
@@ -53,7 +54,7 @@ def prepare(plane: Cluster) -> None:
 
 
 def stored(plane: Cluster, name: str) -> dict[str, Any]:
-    """Returns mode, generation and names of the revision of a stored resource."""
+    """Returns mode, generation and revision names of a stored resource."""
     found = json.loads(plane.kubectl("get", "hinf", name, "-n", NAMESPACE, "-o", "json"))
     spec = parse_spec(found["spec"])
     return {
@@ -86,8 +87,8 @@ def test_stored_resources_keep_their_mode_and_revision(version: Path, plane: Clu
     assert not set(replaced["revisions"]) & set(before["replaced"]["revisions"])
 
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=manifest("migrated"))
-    # kubectl gives the fields of its client-side apply to the new owner, the default among them, and the
-    # manifest then lacks the field.
+    # kubectl moves the fields of its client-side apply to the new owner. One of them is the default, which
+    # the manifest lacks.
     assert stored(plane, "migrated")["mode"] is None, "the first server-side apply of an older object"
 
     for name in ("client-side", "server-side"):
@@ -107,7 +108,7 @@ MANY = {"requests": 32, "promptTokens": 256, "outputTokens": 512}
 
 
 async def set_gpu(server: ApiServer, gib: int) -> None:
-    """Reports another GPU on the node, as the device plugin and GPU feature discovery do."""
+    """Reports another GPU on the node, like the device plugin and GPU feature discovery."""
     labels = {"nvidia.com/gpu.memory": str(gib * 1024)}
     await server.merge(NODE.path(None, "spacious"), {"metadata": {"labels": labels}})
     amounts = {"cpu": "32", "memory": "128Gi", "pods": "110", "nvidia.com/gpu": "4"}
@@ -116,7 +117,7 @@ async def set_gpu(server: ApiServer, gib: int) -> None:
 
 
 async def ready_mode(server: ApiServer, name: str, epoch: int = 0) -> str:
-    """Plays the kubelet; returns the mode of a group that serves in a later epoch, or ""."""
+    """Plays the kubelet. Returns the mode of a group that serves in a later epoch, or ""."""
     query = {"labelSelector": f"{names.LABEL_RESOURCE}={name}"}
     for pod in (await server.get(POD.path(NAMESPACE), query))["items"]:
         metadata = pod["metadata"]
@@ -152,7 +153,7 @@ async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Clust
         async with operator(account, tmp_path / "first.log", **settings) as process:
             await process.working()
             await create(server, "kept")
-            chosen = await until("the mode", lambda: ready_mode(server, "kept"), 60, lambda: process.said)
+            chosen = await until("the mode", lambda: ready_mode(server, "kept"), 60, lambda: process.output)
             assert await process.stop() == 0
         assert chosen == "FeedForward"
         assert "FeedForward" in plane.kubectl("get", "hinf", "kept", "-n", NAMESPACE)
@@ -165,15 +166,15 @@ async def test_the_mode_stays_after_a_restart_and_a_change_of_nodes(plane: Clust
             epoch = status["groups"][0]["epoch"]
             await end_pod(server, NAMESPACE, f"kept-0-{epoch}-0", exit_code=137, message="")
             again = await until(
-                "the next epoch", lambda: ready_mode(server, "kept", epoch), 60, lambda: process.said
+                "the next epoch", lambda: ready_mode(server, "kept", epoch), 60, lambda: process.output
             )
             await create(server, "fresh")
             other = await until(
-                "another resource", lambda: ready_mode(server, "fresh"), 60, lambda: process.said
+                "another resource", lambda: ready_mode(server, "fresh"), 60, lambda: process.output
             )
-            assert "Traceback" not in process.said, process.said
+            assert "Traceback" not in process.output, process.output
         assert again == chosen, "the stored mode"
-        assert other == "Pipeline", "what this node would get today"
+        assert other == "Pipeline", "the mode that this version would choose for this node"
         maps = (await server.get(CONFIG_MAP.path(NAMESPACE)))["items"]
         records = [
             json.loads(each["data"]["revision.json"])

@@ -1,4 +1,4 @@
-"""An upgrade from a chart whose template made the operator's key, with the operator of that time at work."""
+"""Tests an upgrade from a chart whose template made the operator's key, while that chart's operator runs."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ SCOPE = (
 
 
 def settings(plane: Cluster) -> dict[str, str]:
-    """Returns the environment of the release's Deployment, but for what a process here has of its own."""
+    """Returns the environment of the release's Deployment, without variables that the test sets itself."""
     text = plane.kubectl("get", "deployment", RELEASE, "-n", RELEASE, "-o", "json")
     (container,) = json.loads(text)["spec"]["template"]["spec"]["containers"]
     fields = {"metadata.namespace": RELEASE, "metadata.name": "operator"}
@@ -44,13 +44,13 @@ def settings(plane: Cluster) -> dict[str, str]:
         each["name"].removeprefix("HETEROINFER_").lower(): each.get("value")
         or fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container["env"]
-        if "value" in each or "valueFrom" in each  # one that is empty is stored without a value
+        if "value" in each or "valueFrom" in each  # an empty variable is stored without a value
     }
     return {**env, "http_port": "0", "resync_seconds": "1"}
 
 
 async def keys(server: ApiServer) -> dict[str, bytes]:
-    """Returns the operator's key in each Secret of the release that has one."""
+    """Returns the operator's key from each Secret of the release that has a key."""
     found = (await server.get(SECRET.path(RELEASE)))["items"]
     return {
         each["metadata"]["name"]: base64.b64decode(each["data"]["key"])
@@ -60,6 +60,7 @@ async def keys(server: ApiServer) -> dict[str, bytes]:
 
 
 async def secrets_of_groups(server: ApiServer) -> set[str]:
+    """Returns the names of all Secrets of groups, which have their keys."""
     return {each["metadata"]["name"] for each in await listed(server, SECRET)}
 
 
@@ -82,7 +83,7 @@ async def test_an_upgrade_changes_neither_pods_nor_keys(
                 await process.working()
                 for document in yaml.safe_load_all(RESOURCES.read_text()):
                     await server.create(HETERO_INFERENCE.path(NAMESPACE), document)
-                await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.said)
+                await until("every group is Ready", lambda: play_kubelet(server), 120, lambda: process.output)
                 assert await process.stop() == 0
         before, of_groups = await pods(server), await secrets_of_groups(server)
         (key,) = (await keys(server)).values()
@@ -91,13 +92,13 @@ async def test_an_upgrade_changes_neither_pods_nor_keys(
         async with operator(account, tmp_path / "log", **settings(plane)) as process:
             await process.working()
             await settled(process)
-            assert await pods(server) == before, process.said
+            assert await pods(server) == before, process.output
             assert set((await keys(server)).values()) == {key}
             await check_next_epoch(server)
             assert await secrets_of_groups(server) == of_groups, "the same keys of groups"
             assert not {"RecordNotSigned", "KeyLost"} & await reasons(server)
-            assert "Traceback" not in process.said, process.said
-            assert " 403 " not in process.said, process.said
+            assert "Traceback" not in process.output, process.output
+            assert " 403 " not in process.output, process.output
     finally:
         await server.close()
 
@@ -107,7 +108,7 @@ async def reasons(server: ApiServer) -> set[str]:
 
 
 async def check_next_epoch(server: ApiServer) -> None:
-    """A failure after the upgrade ends the epoch of a group, and the next one is made of what was kept."""
+    """Fails a group after the upgrade. The next epoch must be made from the stored objects."""
     old = {name: pod for name, pod in (await pods(server)).items() if name.startswith("pair-0-")}
     await end_pod(server, NAMESPACE, min(old), exit_code=137, message="")
 

@@ -1,6 +1,6 @@
-"""An upgrade with groups running: an older chart and what its operator stored, then this chart and operator.
+"""Tests an upgrade while groups run: an older chart and its operator's stored objects, then the present ones.
 
-What a version stored is kept in versions/, written by record.py in that version's own tree.
+The folder versions/ has the objects of each version. record.py wrote them in that version's own tree.
 """
 
 import base64
@@ -51,19 +51,19 @@ def test_the_revision_of_an_old_spec_stays(version: Path) -> None:
     for resource in resources(recorded(version)):
         name = resource["metadata"]["name"]
         spec = parse_spec(resource["spec"])
-        # What needs no pods was once in the hash: groups of then are of the same revision under its name.
+        # The first version also hashed fields whose change needs no new pods: `first_revision`.
         assert resource["status"]["currentRevision"] in {revision(spec), first_revision(spec)}, name
 
 
 @pytest.fixture
 def plane() -> Iterator[Cluster]:
-    """A control plane of the test's own: the CRD belongs to the release."""
+    """Runs a control plane of the test's own, because the CRD belongs to the release."""
     with start_control_plane_only() as cluster:
         yield cluster
 
 
 async def restore(server: ApiServer, objects: list[dict[str, Any]]) -> None:
-    """Stores what the old operator had stored, under its field manager; uids are the new ones."""
+    """Stores the old operator's objects with its field manager. The objects get new uids."""
     text = json.dumps(objects)
     for resource in resources(objects):
         bare = {**resource, "metadata": at_rest(resource["metadata"])}
@@ -91,7 +91,7 @@ def at_rest(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 async def pods(server: ApiServer) -> dict[str, Any]:
-    """Returns of every pod in the namespace all but its status, which the scheduler writes too."""
+    """Returns every pod of the namespace without its status, which the scheduler also writes."""
     items = (await server.get(POD.path(NAMESPACE)))["items"]
     return {pod["metadata"]["name"]: untouched(pod) for pod in items}
 
@@ -110,7 +110,7 @@ async def statuses(server: ApiServer) -> dict[str, Any]:
 
 
 async def settled(process: OperatorProcess) -> None:
-    """Returns once several full resyncs in a row wrote nothing, but for a Lease that is held."""
+    """Waits until several full resyncs in a row write nothing except a held Lease."""
 
     async def writes() -> dict[str, float]:
         return {each: count for each, count in (await process.writes()).items() if "leases" not in each}
@@ -123,10 +123,10 @@ async def settled(process: OperatorProcess) -> None:
         async def more() -> bool:
             return await process.metric(count) >= enough
 
-        await until("three reconciles of three resources", more, said=lambda: process.said)
+        await until("three reconciles of three resources", more, details=lambda: process.output)
         return await writes() == written
 
-    await until("reconciles that write nothing", quiet, timeout_s=40, said=lambda: process.said)
+    await until("reconciles that write nothing", quiet, timeout_s=40, details=lambda: process.output)
 
 
 def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
@@ -143,7 +143,7 @@ def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
 async def upgraded(
     version: Path, plane: Cluster, objects: list[dict[str, Any]], folder: Path
 ) -> AsyncIterator[tuple[ApiServer, OperatorProcess, dict[str, Any]]]:
-    """Installs an older chart, stores the objects of its operator, and upgrades by docs/user/upgrade.md.
+    """Installs an older chart, stores the objects of its operator, and upgrades as docs/user/upgrade.md says.
 
     Returns:
         The API server, this operator at work, and the pods as they were before the upgrade.
@@ -175,13 +175,13 @@ async def test_groups_of_an_older_version_continue_to_run(
     objects = recorded(version)
     async with upgraded(version, plane, objects, tmp_path) as (server, process, before):
         await settled(process)
-        assert await pods(server) == before, process.said
+        assert await pods(server) == before, process.output
         await check_as_recorded(server, objects)
         await check_codes(server)
         await check_next_epoch(server, process)
         await check_keys(server)
-        assert "Traceback" not in process.said, process.said
-        assert " 403 " not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
+        assert " 403 " not in process.output, process.output
 
 
 FORBIDDEN: dict[str, Any] = {
@@ -193,7 +193,7 @@ FORBIDDEN: dict[str, Any] = {
 
 
 def with_spec(objects: list[dict[str, Any]], name: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what the old operator would have stored of a resource with more in its spec."""
+    """Returns the old operator's objects with more fields in a resource's spec."""
     (resource,) = (item for item in resources(objects) if item["metadata"]["name"] == name)
     changed = {**resource["spec"], "engine": {**resource["spec"]["engine"], **spec["engine"]}}
     new, old = first_revision(parse_stored_spec(changed)), resource["status"]["currentRevision"]
@@ -217,20 +217,20 @@ async def test_a_stricter_list_still_allows_status_writes_and_restarts_of_old_sp
             planned = await condition(server, path, "Planned")
             return planned["status"] == "False" and "VLLM_API_KEY" in planned["message"]
 
-        await until("the condition", says_so, said=lambda: process.said)
+        await until("the condition", says_so, details=lambda: process.output)
         assert (await condition(server, path, "Available"))["status"] == "True"
-        assert await pods(server) == before, process.said
+        assert await pods(server) == before, process.output
         await check_next_epoch(server, process)
         epoch = (await statuses(server))["pair"]["groups"][0]["epoch"]
         (container,) = (await pods(server))[f"pair-0-{epoch}-0"]["spec"]["containers"]
-        assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "it is as it was made"
+        assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in container["env"], "the object is unchanged"
         await server.merge(path, {"spec": {"suspend": True}})
-        await until("pods that go", lambda: all_go(server), said=lambda: process.said)
+        await until("pods that go", lambda: all_go(server), details=lambda: process.output)
         worse = [{"name": "HF_TOKEN", "value": "hunter2"}]
         with pytest.raises(ApiError, match=r"\(got HF_TOKEN\)\. Store the value"):
             await server.merge(path, {"spec": {"engine": {"env": worse}}})
-        assert "Traceback" not in process.said, process.said
-        assert " 422 " not in process.said, process.said
+        assert "Traceback" not in process.output, process.output
+        assert " 422 " not in process.output, process.output
 
 
 async def condition(server: ApiServer, path: str, kind: str) -> dict[str, Any]:
@@ -239,12 +239,12 @@ async def condition(server: ApiServer, path: str, kind: str) -> dict[str, Any]:
 
 
 async def all_go(server: ApiServer) -> bool:
-    """Returns whether no pod is left but those that wait for a kubelet, which is not here."""
+    """Returns whether all remaining pods are in deletion. No kubelet runs here."""
     return all("deletionTimestamp" in pod["metadata"] for pod in (await pods(server)).values())
 
 
 async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) -> None:
-    """Every group is what it was, and nobody said otherwise."""
+    """Checks that every group is unchanged and that no writer has reported otherwise."""
     now = await statuses(server)
     for resource in resources(objects):
         was, name = resource["status"], resource["metadata"]["name"]
@@ -264,7 +264,7 @@ async def check_as_recorded(server: ApiServer, objects: list[dict[str, Any]]) ->
 
 
 async def check_codes(server: ApiServer) -> None:
-    """Plans and records of a version without codes have got some, and are what they were."""
+    """Checks that plans and records of a version without codes have codes now, and no other change."""
     listed = await server.get(CONFIG_MAP.path(NAMESPACE), {"labelSelector": names.LABEL_RESOURCE})
     annotations = {
         item["metadata"]["name"]: item["metadata"].get("annotations", {}) for item in listed["items"]
@@ -276,8 +276,11 @@ async def check_codes(server: ApiServer) -> None:
 
 
 async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
-    """A failure after the upgrade ends the old epoch whole, and the new operator makes the next one."""
-    await add_node(server, "spacious")  # not before: the scheduler would give the pods of old a node
+    """Fails a group after the upgrade.
+
+    The old epoch must end completely, and the new operator starts the next.
+    """
+    await add_node(server, "spacious")  # Not earlier, because the scheduler would give the old pods a node.
     await end_pod(server, NAMESPACE, "pair-0-1-1", exit_code=137, message="")
 
     async def second_epoch() -> bool:
@@ -288,12 +291,12 @@ async def check_next_epoch(server: ApiServer, process: OperatorProcess) -> None:
         group = (await statuses(server))["pair"]["groups"][0]
         return len(newer) == 2 and group["epoch"] > 1 and group["phase"] == "Ready"
 
-    await until("the second epoch", second_epoch, timeout_s=40, said=lambda: process.said)
+    await until("the second epoch", second_epoch, timeout_s=40, details=lambda: process.output)
     assert not [name for name in await pods(server) if name.startswith("pair-0-1-")]
 
 
 async def check_keys(server: ApiServer) -> None:
-    """The group of the new epoch has a key, in a Secret of its own; those that run on have none."""
+    """Checks that the group of the new epoch has a key in its own Secret, and running groups have none."""
     for name, pod in (await pods(server)).items():
         (container,) = pod["spec"]["containers"]
         env = {variable["name"]: variable for variable in container["env"]}

@@ -1,4 +1,4 @@
-"""One watched group for all tests of this folder."""
+"""Provides one watched group for all tests of this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path

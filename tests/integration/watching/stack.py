@@ -1,9 +1,8 @@
-"""A group that serves under a running operator, watched by Prometheus: all real but the kubelet.
+"""Runs a serving group, an operator and Prometheus. All parts except the kubelet are real.
 
-The one node has no kubelet, and nothing is scheduled onto it: the pods that the operator makes
-run as processes of this machine, each on a loopback address of its own with the ports that its
-manifest names, and the kubelet's word is given for it. So Prometheus finds and scrapes them as
-it would in a cluster.
+The only node has no kubelet, and no pod is scheduled onto it. The operator's pods run as processes of this
+machine, each on its own loopback address with the ports of its manifest. The program plays the kubelet. So
+Prometheus discovers and scrapes the pods as in a cluster.
 """
 
 import contextlib
@@ -56,19 +55,19 @@ NODE = {
     "kind": "Node",
     "metadata": {"name": "spacious", "labels": dict(IMAGE_PLATFORM)},
 }
-"""What plans count on."""
+"""Labels of the node that plans use."""
 MAX_SEQS = 4
-"""Of the group: more requests than this wait."""
+"""Requests that the group runs at the same time. Further requests wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What runs.
+    """The running parts.
 
     Attributes:
         plane: the API server with its controllers.
-        prometheus: watches all of it.
-        group: the processes of the one group.
+        prometheus: Prometheus, which watches all parts.
+        group: the processes of the only group.
     """
 
     plane: Cluster
@@ -82,7 +81,7 @@ class Stack:
 
     @contextlib.contextmanager
     def busy(self, requests: int, max_tokens: int = 64) -> Iterator[None]:
-        """Keeps so many requests on the way for as long as the context lasts."""
+        """Keeps this number of requests running until the context ends."""
         ended = threading.Event()
 
         def ask(number: int) -> None:
@@ -100,7 +99,7 @@ class Stack:
 
 
 def watch(stack: Stack, seconds: float) -> Watched:
-    """Returns what Prometheus saw of so long a time: few requests first, then more than can run together."""
+    """Runs few requests first, and then more than fit. Returns what Prometheus recorded in this time."""
     began = time.time()
     for requests, end in ((2, began + seconds / 3), (MAX_SEQS + 3, began + seconds)):
         with stack.busy(requests):
@@ -122,7 +121,7 @@ def get(plane: Cluster, *what: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
-    """Starts all of it; ends what does not end with the control plane."""
+    """Starts all parts. At the end, it ends the parts that do not end with the control plane."""
     install_definitions(plane)
     sets = ["-f", str(LEAST_VALUES), *(option for value in VALUES for option in ("--set", value))]
     plane.helm("install", "heteroinfer", str(CHART), "-n", SYSTEM, "--create-namespace", *sets)
@@ -142,7 +141,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
         plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
         _tell_model(plane, model)
         first = _fail_once(plane)
-        _say_ready(plane)  # planned anew; its controller gives a silent node 50 s
+        _say_ready(plane)  # The group is planned again, and the node controller accepts silence of 50 s.
         pods = _wait_for_pods(plane, after=first)
         plan, addresses = _plan(plane, model), _addresses(len(pods))
         env = {
@@ -157,7 +156,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
             plane.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", f"hinf/{NAME}", "--timeout=30s")
             yield Stack(plane=plane, prometheus=prometheus, group=group)
     except BaseException:
-        print(operator.said[-4000:])
+        print(operator.output[-4000:])
         print(plane.kubectl("get", "hinf", "-A", "-o", "jsonpath={.items[*].status}"))
         print(plane.kubectl("get", "pods", "-A"))
         raise
@@ -166,7 +165,7 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
 
 
 def patch(plane: Cluster, what: str, status: dict[str, Any], namespace: str = SYSTEM) -> None:
-    """Says the kubelet's word: merges a status."""
+    """Merges fields into a status, in place of the kubelet."""
     body = json.dumps({"status": status})
     plane.kubectl("patch", "-n", namespace, what, "--subresource=status", "--type=merge", "-p", body)
 
@@ -177,7 +176,7 @@ def _resource() -> dict[str, Any]:
 
 
 def _stop_scheduler(plane: Cluster) -> None:
-    """Ends the scheduler: a pod on a node would need a kubelet to go."""
+    """Ends the scheduler, because without a kubelet, pods on a node could not be deleted."""
     for pid in processes.marked_pids(plane.state.folder):
         if Path(f"/proc/{pid}/exe").resolve().name == "kube-scheduler":
             processes.kill([pid])
@@ -191,6 +190,7 @@ def _say_ready(plane: Cluster) -> None:
 
 
 def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
+    """Returns the status of a running worker pod with this address."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "phase": "Running",
@@ -211,7 +211,7 @@ def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
 
 
 def _show_operator(plane: Cluster, port: int) -> None:
-    """Makes the pod that the operator's process stands for, from the Deployment's own template."""
+    """Creates the pod of the operator's process from the Deployment's own template."""
     text = plane.kubectl("get", "deployment", "heteroinfer", "-n", SYSTEM, "-o", "json")
     template = json.loads(text)["spec"]["template"]
     (container,) = template["spec"]["containers"]
@@ -228,7 +228,7 @@ def _show_operator(plane: Cluster, port: int) -> None:
 
 
 def _tell_model(plane: Cluster, model: Path) -> None:
-    """Ends the inspect pod with what `inspect` says of the model."""
+    """Ends the inspect pod with the output of `inspect` for the model."""
     command = [sys.executable, "-m", "vllm_heteroinfer.launch.cli", "inspect", "--model", str(model)]
     command += ["--termination-message-path", str(plane.state.folder / "profile")]
     profile = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True).stdout
@@ -237,7 +237,7 @@ def _tell_model(plane: Cluster, model: Path) -> None:
 
 
 def _fail_once(plane: Cluster) -> str:
-    """Has the first epoch end by a lost pod, so that restarts and failures can be seen; returns it."""
+    """Ends the first epoch by a lost pod, so that there are restarts and failures. Returns the epoch."""
     pods = _wait_for_pods(plane)
     for pod in pods:
         patch(plane, f"pod/{pod['metadata']['name']}", _running("127.0.0.1", ready=False), NAMESPACE)
@@ -255,7 +255,7 @@ def _end(plane: Cluster, pod: dict[str, Any], exit_code: int, message: str) -> N
 
 
 def _wait_for_pods(plane: Cluster, after: str = "") -> list[dict[str, Any]]:
-    """Returns the pods of an epoch that is not the one before, where one is named."""
+    """Waits for the pods of an epoch other than `after`, and returns them in the order of their index."""
     selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_WORKER},{names.LABEL_EPOCH}!={after or 0}"
     found = _wait_for(plane, selector, len(SPEC["roles"]))
     return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][names.LABEL_POD_INDEX]))
@@ -273,7 +273,7 @@ def _wait_for(plane: Cluster, selector: str, count: int) -> list[dict[str, Any]]
 
 
 def _plan(plane: Cluster, model: Path) -> Plan:
-    """Returns the group's plan as stored, but with the model of this machine, and few concurrent requests."""
+    """Returns the stored plan of the group, with this machine's model and few concurrent requests."""
     (stored,) = [o for o in get(plane, "configmaps")["items"] if names.PLAN_KEY in o.get("data", {})]
     plan = Plan.from_json(stored["data"][names.PLAN_KEY])
     return dataclasses.replace(
@@ -282,12 +282,12 @@ def _plan(plane: Cluster, model: Path) -> Plan:
 
 
 def _addresses(count: int) -> tuple[PodAddress, ...]:
-    """Returns loopback addresses that nobody else has, with the ports of pods in a cluster."""
+    """Returns unused loopback addresses with the ports of pods in a cluster."""
     net = random.SystemRandom().randrange(1 << 16)
     first = f"127.{64 + net % 64}.{net // 256}"
     return tuple(PodAddress(host=f"{first}.{pod + 1}") for pod in range(count))
 
 
 def metrics_of(text: str) -> set[str]:
-    """Returns the names of the samples in an exposition."""
+    """Returns the names of the metrics in an exposition."""
     return {found[0] for found in re.finditer(r"^[a-zA-Z_:][\w:]*", text, re.MULTILINE)}

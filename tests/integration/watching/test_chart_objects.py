@@ -1,4 +1,4 @@
-"""What the chart gives to Prometheus and Grafana, accepted by the Prometheus Operator's own definitions."""
+"""Tests the chart's objects for Prometheus and Grafana with the Prometheus Operator's own CRDs."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def plane(control_plane: Cluster) -> Cluster:
 
 
 def rules_of(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the alerts of the one PrometheusRule by name."""
+    """Returns the alerts of the only PrometheusRule by name."""
     (rendered,) = of_kind(objects, "PrometheusRule")
     rules = [rule for group in rendered["spec"]["groups"] for rule in group["rules"]]
     return {rule["alert"]: rule for rule in rules if "alert" in rule}
@@ -122,8 +122,8 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_as_expected(tmp_path: P
     shutil.copy(RULES, tmp_path)
     cases = Path(__file__).parents[2] / "watching" / "rules_test.yaml"
     shutil.copy(cases, tmp_path)
-    said = processes.run([promtool, "test", "rules", cases.name], cwd=tmp_path)
-    assert "SUCCESS" in said
+    output = processes.run([promtool, "test", "rules", cases.name], cwd=tmp_path)
+    assert "SUCCESS" in output
     alerts = {
         rule["alert"]
         for g in yaml.safe_load(RULES.read_text())["groups"]
@@ -131,7 +131,9 @@ def test_promtool_accepts_the_rules_and_each_alert_fires_as_expected(tmp_path: P
         if "alert" in rule
     }
     asked = [case for test in yaml.safe_load(cases.read_text())["tests"] for case in test["alert_rule_test"]]
-    assert {case["alertname"] for case in asked if case.get("exp_alerts")} == alerts, "each fires somewhere"
+    assert {case["alertname"] for case in asked if case.get("exp_alerts")} == alerts, (
+        "each alert fires in a test"
+    )
     assert {case["alertname"] for case in asked if not case.get("exp_alerts")} == alerts, (
-        "each is silent somewhere"
+        "each alert is silent in a test"
     )

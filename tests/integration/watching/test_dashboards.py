@@ -1,4 +1,4 @@
-"""Every panel shows something of a group that serves, and every rule can be evaluated."""
+"""Tests that every panel shows data of a serving group, and that every rule can be evaluated."""
 
 import re
 
@@ -15,7 +15,7 @@ from tests.watching.watched import Watched
 
 pytestmark = pytest.mark.timeout(600)
 WATCHED_S = 45.0
-"""Of traffic: enough for rates over the windows that panels ask for."""
+"""Seconds of traffic: enough for rates over the windows of the panels."""
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def test_every_panel_has_data(watched: Watched, board: Board) -> None:
     assert empty == []
 
 
-def test_every_metric_that_is_named_is_served(stack: Stack, watched: Watched) -> None:
+def test_every_metric_in_dashboards_and_rules_is_served(stack: Stack, watched: Watched) -> None:
     served = metrics_of(fetch(f"{stack.group.url}/metrics") or "")
     ours = {value for name, value in vars(contract).items() if name.isupper() and isinstance(value, str)}
     rules = yaml.safe_load((CHART / "rules" / "heteroinfer.yaml").read_text())
@@ -85,5 +85,5 @@ def test_rules_have_no_errors_and_only_the_expected_alert_fires(stack: Stack, wa
     file = yaml.safe_load((CHART / "rules" / "heteroinfer.yaml").read_text())
     assert len(rules) == sum(len(group["rules"]) for group in file["groups"])
     assert {rule["health"] for rule in rules} == {"ok"}, rules
-    # The first epoch ended by a lost pod; all else is well.
+    # The first epoch ended by a lost pod, so only this alert may fire.
     assert stack.prometheus.firing() == {"HeteroInferRankHeartbeatLost"}

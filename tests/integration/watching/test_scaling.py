@@ -1,4 +1,4 @@
-"""The autoscaling examples: groups by requests that wait, through the real Prometheus adapter and the HPA."""
+"""Tests the autoscaling examples by waiting requests, with the real Prometheus adapter and the HPA."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def example(name: str) -> dict[str, Any]:
-    """Returns an example, for the resource of these tests."""
+    """Returns an example, adapted to the resource of these tests."""
     text = (
         (EXAMPLES / name)
         .read_text()
@@ -37,7 +37,7 @@ def example(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def adapter(stack: Stack) -> Iterator[Cluster]:
-    """The Prometheus adapter with the example's rules, as the API server's custom metrics."""
+    """Runs the Prometheus adapter with the example's rules, as the API server's custom metrics."""
     plane = stack.plane
     rules = plane.state.folder / "adapter-rules.yaml"
     rules.write_text(yaml.safe_dump({"rules": example("prometheus-adapter.yaml")["rules"]["custom"]}))
@@ -66,7 +66,10 @@ def adapter(stack: Stack) -> Iterator[Cluster]:
 
 
 def api_service(port: int) -> list[dict[str, Any]]:
-    """Returns what tells the API server to ask 127.0.0.1: by name, since it refuses that as an endpoint."""
+    """Returns the Service and APIService by which the API server queries 127.0.0.1.
+
+    They use a host name, because the API server refuses this address as an endpoint.
+    """
     service = {"name": "prometheus-adapter", "namespace": "monitoring"}
     return [
         {
@@ -91,12 +94,13 @@ def api_service(port: int) -> list[dict[str, Any]]:
     ]
 
 
-def waiting(plane: Cluster) -> float:
-    """Returns what the custom metrics API says; -1 while it says nothing."""
+def waiting_requests(plane: Cluster) -> float:
+    """Returns the value of the custom metric, or -1 without a value."""
     try:
         (item,) = json.loads(plane.kubectl("get", "--raw", PATH))["items"]
     except ClusterError as error:
-        # Not known yet, no series yet, or the API server has not seen yet that the adapter answers.
+        # The metric is unknown, has no series yet, or the API server has not noticed yet that the adapter
+        # answers.
         if not any(word in str(error) for word in ("(NotFound)", "(ServiceUnavailable)")):
             raise
         return -1.0
@@ -107,13 +111,14 @@ def waiting(plane: Cluster) -> float:
 
 def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster) -> None:
     hpa = example("hpa.yaml")
-    hpa["spec"]["behavior"]["scaleUp"]["stabilizationWindowSeconds"] = 0  # a test has no minute
+    # shorter than the minute of the example
+    hpa["spec"]["behavior"]["scaleUp"]["stabilizationWindowSeconds"] = 0
     assert stack.resource["spec"]["replicas"] == 1
     with stack.busy(MAX_SEQS + WAITING):
         log = adapter.state.log("prometheus-adapter")
         processes.wait_until(
             "more than 8 waiting requests in the custom metrics API",
-            lambda: waiting(adapter) > 8,
+            lambda: waiting_requests(adapter) > 8,
             timeout_s=90,
             log=log,
         )
@@ -126,7 +131,7 @@ def test_the_hpa_adds_a_group_while_requests_wait(stack: Stack, adapter: Cluster
     assert (conditions["AbleToScale"], conditions["ScalingActive"]) == ("True", "True"), stored["status"]
     (seen,) = stored["status"]["currentMetrics"]
     assert seen["object"]["metric"]["name"] == METRIC
-    # The operator takes the second group on; the node holds it, and there is nobody to run it.
+    # The operator creates the second group. The node holds its pods, but no kubelet runs them.
     processes.wait_until(
         "the status of two groups", lambda: len(stack.resource["status"]["groups"]) == 2, timeout_s=30
     )

@@ -1,4 +1,4 @@
-"""What groups of CPU ranks are asked and what their ranks tell, for every test of this folder."""
+"""Compares answers of groups of CPU ranks, and reads their ranks' metrics, for all tests of this folder."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +8,11 @@ from tests.integration.worker.conftest import Reference
 from tests.integration.worker.groups import Group
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""All pods share this machine: more threads than CPUs would spin against each other."""
+"""All pods share this machine, and more threads than CPUs would compete in their busy waits."""
 
 
 def answer_all(group: Group, reference: Reference) -> None:
-    """Asks every prompt at the same time and compares every token."""
+    """Sends every prompt at the same time, and compares every token."""
     with ThreadPoolExecutor(len(reference)) as pool:
         prompts = [answer["prompt_token_ids"] for answer in reference.values()]
         got = list(pool.map(group.complete, prompts))
@@ -20,7 +20,7 @@ def answer_all(group: Group, reference: Reference) -> None:
 
 
 def samples(text: str, name: str) -> dict[str, float]:
-    """Returns a metric's values by phase or direction (`""` if it has neither)."""
+    """Returns a metric's values by phase or direction, or by `""` if it has neither."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
@@ -31,7 +31,7 @@ def samples(text: str, name: str) -> dict[str, float]:
 
 
 def rank_pids(group: Group) -> list[int]:
-    """Returns the process of each rank, by rank, as its supervisor's log tells it."""
+    """Returns the process id of each rank, from its supervisor's log."""
     pids = {}
     for child in group.children:
         for line in child.log.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The model that worker groups serve, and what it must answer; made by the worker's own Python."""
+"""Makes the model of the worker groups and its expected tokens, with the worker's own Python."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ Reference = dict[str, dict[str, list[int]]]
 
 
 def make(directory: Path, *options: str) -> Path:
-    """Returns `directory` with a small model in it."""
+    """Writes a small model into `directory`, and returns `directory`."""
     command = [str(WORKER_PYTHON), "-m", "tests.models", str(directory), *options]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return directory
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model: Path) -> Reference:
-    """Greedy tokens of transformers in float32, by prompt."""
+    """Returns the greedy tokens of transformers in float32, by prompt."""
     return refer(model)
 
 

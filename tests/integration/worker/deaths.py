@@ -1,6 +1,6 @@
-"""A killed rank of a real group ends the whole group immediately, and every pod names it.
+"""Kills a rank of a real group: the whole group must end, and every pod must name the rank.
 
-Groups of several shapes end so, once their other tests are done.
+Tests of several groups end with it.
 """
 
 import http.client
@@ -20,12 +20,12 @@ from tests.integration.worker.groups import Group, fetch
 
 NAMED_WITHIN_S = 2.0
 ENDED_WITHIN_S = 10.0
-"""The supervisors wait for the kernel to take back the memory of what they killed."""
+"""The supervisors wait until the kernel has freed the memory of the processes that they killed."""
 MAX_TOKENS = 400
 
 
 def check_death(group: Group, rank: int, requests: "Sequence[Future[NoReturn]]") -> None:
-    """Kills a rank; every pod names it and ends, and so do the requests under way."""
+    """Kills a rank. Every pod must name it and end, and running requests must end."""
     pids, of_rank = session_pids(group), group.plan.ranks[rank].pod
     killed_at = time.time()
     os.kill(group.rank_pid(rank), signal.SIGKILL)
@@ -37,15 +37,15 @@ def check_death(group: Group, rank: int, requests: "Sequence[Future[NoReturn]]")
         check_failure(failure, rank, killed_at)
         assert code == (names.EXIT_RANK_FAILED if pod == of_rank else names.EXIT_PEER_FAILED)
     check_cut_off(requests)
-    # Whose parent died before it is taken away by the machine's init, a moment later.
+    # A process whose parent died earlier is reaped by the machine's init, a moment later.
     deadline = time.monotonic() + NAMED_WITHIN_S
     while left := living(pids):
         assert time.monotonic() < deadline, f"processes {left} are left:\n{group.logs()}"
         time.sleep(0.02)
 
 
-def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[NoReturn]]":
-    """Returns clients under way, who ask on until the group fails; it has run some of their decode steps."""
+def start_clients(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[Future[NoReturn]]":
+    """Starts clients that send requests until the group fails. Waits until it has run some of their steps."""
     before = group.status().ranks[0].steps
     prompts = [answer["prompt_token_ids"] for answer in reference.values()]
     clients = [pool.submit(keep_asking, group, prompt) for prompt in prompts]
@@ -54,7 +54,7 @@ def ask(group: Group, reference: Reference, pool: ThreadPoolExecutor) -> "list[F
 
 
 def wait_steps(group: Group, steps: int) -> None:
-    """Returns once the first rank has run so many steps since it started."""
+    """Waits until the first rank has run this number of steps since its start."""
     deadline = time.monotonic() + 60
     while group.status().ranks[0].steps < steps:
         assert time.monotonic() < deadline, group.logs()
@@ -62,17 +62,19 @@ def wait_steps(group: Group, steps: int) -> None:
 
 
 def keep_asking(group: Group, prompt: Sequence[int]) -> NoReturn:
-    """Asks for the tokens after a prompt, again and again: at any moment a request is under way.
+    """Requests the tokens after a prompt again and again, so that a request always runs.
 
     Raises:
-        OSError, http.client.HTTPException: the group answered no more.
+        OSError, http.client.HTTPException: the group has ended.
     """
     while True:
-        assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, "part of an answer came as a whole one"
+        assert len(group.complete(prompt, MAX_TOKENS)) == MAX_TOKENS, (
+            "a client got a part of an answer as a complete answer"
+        )
 
 
 def check_cut_off(clients: "Sequence[Future[NoReturn]]") -> None:
-    """Those who asked a group that has ended got an error, and soon."""
+    """Checks that clients of an ended group got an error soon."""
     for client in clients:
         assert isinstance(client.exception(30), OSError | http.client.HTTPException), client.exception()
 

@@ -1,6 +1,6 @@
-"""A real group that is asked to stop: what runs gets all of its tokens, what comes is refused.
+"""Stops a real group: running requests must get all of their tokens, and new ones must be refused.
 
-Groups end so once their other tests are done.
+Tests of several groups end with it.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from heteroinfer_contract import names
 from tests.integration.worker.groups import ANSWER_TIMEOUT_S, Group, fetch
 
 LONG = 1000
-"""Tokens that take longer than the seconds in which requests are still taken."""
+"""Number of tokens that take longer than the seconds in which requests are still accepted."""
 STOP_LIMIT_S = 15.0
 
 
 def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
-    """Returns the open answer to a streaming request."""
+    """Sends a streaming request, and returns the open answer."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     stream = {"stream": True, "ignore_eos": True, "return_token_ids": True}
     request = urllib.request.Request(
@@ -35,7 +35,7 @@ def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
 
 
 def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:
-    """Yields the tokens of each event of a stream, and why it ended in the last; "error" for an error."""
+    """Yields the tokens of each event of a stream, and at last the finish reason, or "error" for an error."""
     with answer:
         for line in answer:
             text = line.decode().removeprefix("data: ").strip()
@@ -46,7 +46,7 @@ def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:
 
 
 def refusal(group: Group, prompt: list[int]) -> tuple[int, str]:
-    """Returns status and text of the answer to a short request."""
+    """Sends a short request, and returns status and text of the answer."""
     try:
         with ask(group, prompt, 1) as answer:
             return answer.status, answer.read().decode()
@@ -56,14 +56,14 @@ def refusal(group: Group, prompt: list[int]) -> tuple[int, str]:
 
 
 def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
-    """Stops a group amid a stream: the stream gets all of its tokens, new requests are refused.
+    """Stops a group during a stream. The stream must get all of its tokens, and new requests must be refused.
 
-    So is a request whose body never comes, which holds up nothing.
+    A request whose body never arrives must be refused, too, and must not delay the end.
 
     Args:
-        group: with space for LONG tokens beside the prompt.
-        prompt: of the stream, as token ids.
-        tokens: the first ones that are expected after it.
+        group: group with space for LONG tokens beside the prompt.
+        prompt: token ids of the stream's prompt.
+        tokens: first expected tokens after it.
     """
     with ThreadPoolExecutor(1) as pool, half_a_request(group) as half:
         stream = read(ask(group, prompt, LONG))
@@ -71,7 +71,7 @@ def check_drain(group: Group, prompt: list[int], tokens: list[int]) -> None:
         rest = pool.submit(list, stream)
         group.terminate()
         check_refused(group, prompt)
-        assert not rest.done(), "the request was too short to tell"
+        assert not rest.done(), "the request ended too early for this test"
         parts = rest.result(timeout=240)
         assert half.recv(65536).startswith(b"HTTP/1.1 503 ")
     got = first + [token for part, _ in parts for token in part]
@@ -94,7 +94,7 @@ def half_a_request(group: Group) -> socket.socket:
 
 
 def check_refused(group: Group, prompt: list[int]) -> None:
-    """The pods become unready immediately, and refuse requests a moment later."""
+    """Checks that pods become unready immediately, and refuse requests a moment later."""
     deadline = time.monotonic() + 5
     ready = group.health_url(names.PATH_READYZ)
     while fetch(ready) is not None:
@@ -106,7 +106,10 @@ def check_refused(group: Group, prompt: list[int]) -> None:
 
 
 def check_drain_timeout(group: Group, prompt: list[int], drain_s: float) -> None:
-    """Stops a group amid a stream that takes longer than its drain timeout: it ends anyway."""
+    """Stops a group during a stream that takes longer than the drain timeout.
+
+    The group must end at the timeout.
+    """
     stream = read(ask(group, prompt, LONG))
     next(stream)
     group.terminate()
@@ -114,7 +117,7 @@ def check_drain_timeout(group: Group, prompt: list[int], drain_s: float) -> None
     reasons: list[str | None] = []
     with contextlib.suppress(OSError, ValueError):  # it may be cut off in the middle of an event
         reasons += (reason for _, reason in stream)
-    assert "length" not in reasons, "it ended before the time was up"
+    assert "length" not in reasons, "the group ended before its drain timeout"
     stopped = [child.process.wait(STOP_LIMIT_S) for child in group.children]
     assert time.monotonic() - asked < drain_s + STOP_LIMIT_S
     assert stopped == [names.EXIT_OK] * len(group.children), group.logs()

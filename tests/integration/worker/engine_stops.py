@@ -1,4 +1,4 @@
-"""API server or engine is stopped at the end of a group's other tests: it is named, within a bound."""
+"""Stops a group's API server or engine after its other tests: the group must name it within a time limit."""
 
 import os
 import re
@@ -13,12 +13,12 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from tests.integration.worker.groups import Group, fetch
 
 STOPPED_WITHIN_S = 3.0
-"""A second until it is seen, the verdict, and the end of all processes."""
+"""A second until the stop is detected, the verdict, and the end of all processes."""
 NOT_READY_WITHIN_S = 2.5
 
 
 def check_stopped_api_server(group: Group) -> None:
-    """Stops the API server of a group of one pod."""
+    """Stops the API server of a group of one pod, and checks the reported failure."""
     began = time.monotonic()
     os.kill(api_pid(group), signal.SIGSTOP)
     wait_not_ready(group, began)
@@ -27,7 +27,7 @@ def check_stopped_api_server(group: Group) -> None:
 
 
 def check_stopped_engine(group: Group) -> None:
-    """Stops the engine of a group of one pod."""
+    """Stops the engine of a group of one pod, and checks the reported failure."""
     engine, began = engine_pid(group), time.monotonic()
     os.kill(engine, signal.SIGSTOP)
     wait_not_ready(group, began)
@@ -42,7 +42,7 @@ def api_pid(group: Group) -> int:
 
 
 def engine_pid(group: Group) -> int:
-    """Returns the process of the engine: the API server's child that says so."""
+    """Returns the engine's process: the child of the API server with the engine's title."""
     listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(api_pid(group))], check=True, capture_output=True, text=True
     ).stdout
@@ -57,7 +57,7 @@ def is_ready(group: Group) -> bool:
 
 
 def end_of(group: Group, began: float, within_s: float) -> Failure:
-    """Returns what a group says of its end, which must come in time."""
+    """Waits for the end of a group within a time limit, and returns the failure that it reports."""
     try:
         assert group.children[0].process.wait(within_s) == names.EXIT_RANK_FAILED
     except subprocess.TimeoutExpired:

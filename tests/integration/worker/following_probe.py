@@ -1,7 +1,8 @@
-"""A leader's warm-up and a follower's, on a small torch module; run by the worker's Python.
+"""Runs the warm-up of a leader and of a follower on a small torch module, in the worker's Python.
 
-`python -m tests.integration.worker.following_probe MISTAKE...` prints what both ran, as JSON by mistake: the
-follower's forward makes it (`twice`, `short`), or the leader's end says `more`; with `none` nothing is wrong.
+`python -m tests.integration.worker.following_probe MISTAKE...` prints as JSON, by mistake, the calls of both.
+The follower's forward makes the mistake (`twice`, `short`), or the leader announces `more` at the end; with
+`none` there is no mistake.
 """
 
 import json
@@ -14,7 +15,7 @@ from vllm_heteroinfer.rank.worker import following
 
 
 class Model(torch.nn.Module):
-    """Called as vLLM calls its models."""
+    """A model with the interface by which vLLM calls its models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +31,14 @@ class Model(torch.nn.Module):
 
 
 def follow(mistake: str) -> Any:
-    """Returns what leader and follower ran, and what was said about it."""
+    """Runs leader and follower with a mistake. Returns their calls, and the reported error."""
     leader, follower = Model(), Model()
     announced: list[bytes] = []
     with following.leading(announced.append, leader, "warm-up"):
-        hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as of models with three positions
+        hidden = leader(input_ids=None, positions=torch.zeros(3, 5))  # as for models with three positions
         leader.compute_logits(hidden[:2])
         leader(input_ids=None, positions=torch.zeros(16))
-    assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is as it was"
+    assert not {"forward", "compute_logits"} & vars(leader).keys(), "the instance is unchanged"
     leader(input_ids=None, positions=torch.zeros(1))
     assert len(announced) == 4, "nothing is announced after the end"
     if mistake == "more":

@@ -1,6 +1,6 @@
-"""Starts a whole group on this machine's processes, and stops it without a trace.
+"""Starts a whole group as processes of this machine, and stops it completely.
 
-The one module that knows how a group's processes are started; see `start_group`.
+Only this module knows how a group's processes are started; see `start_group`.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from vllm_heteroinfer.pod.channel import RankChannel
 REPOSITORY = Path(__file__).parents[3]
 READY_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 300.0
-"""Of silence: a step takes 0.1 s on a busy machine, and answers have hundreds of tokens."""
+"""Seconds of silence. A step takes 0.1 s on a busy machine, and answers have hundreds of tokens."""
 KV_CACHE_BYTES = 64 << 20
 
 
@@ -48,7 +48,8 @@ def _worker_python() -> Path:
 
 
 WORKER_PYTHON = _worker_python()
-"""What runs the pods: HETEROINFER_TEST_PYTHON, else this Python if it has vLLM, else .venv-worker's."""
+"""Python that runs the pods: HETEROINFER_TEST_PYTHON, else this Python if it has vLLM, else .venv-
+worker's."""
 
 
 def build_plan(
@@ -61,15 +62,15 @@ def build_plan(
     devices: Sequence[Device] | None = None,
     **engine: Any,
 ) -> Plan:
-    """Returns a plan of these ranks.
+    """Builds a plan with these ranks.
 
     Args:
         model: folder of the model.
-        layers: of each stage.
-        pods: ranks of each pod.
-        tensor: ranks of each stage.
+        layers: number of layers of each stage.
+        pods: number of ranks of each pod.
+        tensor: number of ranks of each stage.
         mode: pipeline or tensor.
-        devices: of each pod; CPUs by default.
+        devices: device of each pod; CPUs by default.
         **engine: fields of EngineSettings to change.
     """
     ranks = []
@@ -111,7 +112,7 @@ def build_plan(
 
 
 def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
-    """Returns loopback addresses with ports of their own for every pod."""
+    """Returns loopback addresses for every pod. All ports differ."""
     addresses = []
     for pod in plan.pods:
         ports = free_ports(6)
@@ -132,7 +133,7 @@ def build_addresses(plan: Plan) -> tuple[PodAddress, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """One process that was started here: a pod's supervisor, or a rank without one."""
+    """One started process: a pod's supervisor, or a rank without a supervisor."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -143,7 +144,7 @@ class Child:
 
 
 class Group:
-    """A running group; use through `start_group`.
+    """A running group. Use it through `start_group`.
 
     Attributes:
         scratch: the pods' folder for temporary files.
@@ -163,12 +164,12 @@ class Group:
         return f"http://{host_in_url(self.addresses[0].host)}:{self.addresses[0].api_port}"
 
     def health_url(self, path: str, pod: int = 0) -> str:
-        """Returns where a pod's supervisor answers."""
+        """Returns the URL of a path of a pod's supervisor."""
         address = self.addresses[pod]
         return f"http://{host_in_url(address.host)}:{address.health_port}{path}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
-        """Returns after how many seconds a request would be answered; raises when a pod ends."""
+        """Waits until the group would answer a request, and returns the seconds. Raises if a pod ends."""
         start = time.monotonic()
         url = self.health_url(names.PATH_READYZ)
         while time.monotonic() - start < timeout_s:
@@ -182,12 +183,12 @@ class Group:
         raise AssertionError(f"not ready within {timeout_s} s:\n{self.logs()}")
 
     def _check_warnings(self) -> None:
-        """Fails if vLLM warned of a variable that the supervisor sets."""
+        """Fails if vLLM has warned about a variable that the supervisor sets."""
         for child in self.children:
             assert "Unknown vLLM environment variable" not in child.log.read_text(), self.logs()
 
     def status(self) -> GroupReport:
-        """Returns the group as its leader sees it."""
+        """Returns the leader's report of the group."""
         text = fetch(self.health_url(names.PATH_GROUP))
         assert text is not None, self.logs()
         return GroupReport.from_json(text)
@@ -205,7 +206,10 @@ class Group:
         return token_ids
 
     def choice(self, prompt_token_ids: Sequence[int], **options: Any) -> Any:
-        """Returns the API's answer to a prompt, greedy unless `options` of the request say otherwise."""
+        """Returns the API's answer to a prompt.
+
+        It is greedy unless `options` of the request say otherwise.
+        """
         body = {
             "model": self.plan.engine.served_name,
             "prompt": list(prompt_token_ids),
@@ -216,7 +220,7 @@ class Group:
         return self.post("/v1/completions", {**body, **options})["choices"][0]
 
     def rank_pid(self, rank: int) -> int:
-        """Returns the process of a rank, as its supervisor says in the log."""
+        """Returns the process id of a rank, from its supervisor's log."""
         child = self.children[self.plan.ranks[rank].pod]
         started = re.search(rf"started rank {rank} as process (\d+)", child.log.read_text())
         assert started is not None, self.logs()
@@ -236,7 +240,7 @@ class Group:
         return "\n".join(f"--- {m.name}\n{m.log.read_text(errors='replace')[-6000:]}" for m in self.children)
 
     def terminate(self) -> None:
-        """Asks every pod to stop."""
+        """Sends SIGTERM to every pod."""
         for child in self.children:
             child.process.send_signal(signal.SIGTERM)
 
@@ -252,7 +256,7 @@ class Group:
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> str | None:
-    """Returns what a URL answers, or None as long as it does not answer 200."""
+    """Returns the answer of a URL, or None if the status is not 200."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return bytes(answer.read()).decode()
@@ -272,20 +276,21 @@ def start_group(
     wrappers: Mapping[int, Sequence[str]] | None = None,
     startup_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Group]:
-    """Starts every pod of a group, each with its supervisor; stops them all at the end.
+    """Starts every pod of a group, each with its supervisor. Stops them all at the end.
 
     Args:
-        plan: of the group.
-        log_dir: a file for each pod's output, and its termination message.
-        addresses: of the pods; fresh ones by default.
-        env: added to every pod's environment.
-        pod_env: added to the environment of some pods, by index; wins over `env`.
-        directories: where some pods run, by index: what they see at a relative path.
-        wrappers: what starts some pods, by index: words before their command, that become it.
-        startup_timeout_s: of the pods' launch.
+        plan: plan of the group.
+        log_dir: folder for the output of each pod, and its termination message.
+        addresses: addresses of the pods; unused ones by default.
+        env: variables that are added to every pod's environment.
+        pod_env: variables of some pods, by index. They override `env`.
+        directories: working directories of some pods, by index.
+        wrappers: commands before the command of some pods, by index. They must become that command
+            (exec).
+        startup_timeout_s: start-up timeout in the pods' launch.
     """
     launch = _launch(plan, log_dir, addresses, startup_timeout_s)
-    # Short, since vLLM's sockets go into it and a socket's path has at most 107 bytes.
+    # Short, because vLLM's sockets are in it, and the path of a socket has at most 107 bytes.
     scratch = tempfile.TemporaryDirectory(prefix="hi-")
     group = Group(plan, launch.addresses, log_dir, Path(scratch.name))
     try:
@@ -313,12 +318,12 @@ def start_group(
 def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: float) -> Iterator[Group]:
     """Starts the ranks of a group without supervisors, so that pods with different plans meet.
 
-    Supervisors would refuse each other first, by the plan's hash.
+    Supervisors would refuse each other first, because the plans have different hashes.
 
     Args:
-        plans: by pod; all with the same ranks.
-        log_dir: a file for each rank's output.
-        startup_timeout_s: of the pods' launch.
+        plans: plan of each pod. All plans have the same ranks.
+        log_dir: folder for the output of each rank.
+        startup_timeout_s: start-up timeout in the pods' launch.
     """
     launch = _launch(plans[0], log_dir, None, startup_timeout_s)
     group = Group(plans[0], launch.addresses, log_dir)
@@ -347,6 +352,7 @@ def start_ranks(plans: Mapping[int, Plan], log_dir: Path, *, startup_timeout_s: 
 def _launch(
     plan: Plan, log_dir: Path, addresses: tuple[PodAddress, ...] | None, startup_timeout_s: float
 ) -> PodLaunch:
+    """Returns the launch of a group's first pod."""
     log_dir.mkdir(parents=True, exist_ok=True)
     return PodLaunch(
         group="test/tiny/0",
@@ -367,6 +373,7 @@ def _start(
     cwd: Path,
     fds: Sequence[int] = (),
 ) -> Child:
+    """Starts a process with its output in a log file."""
     log = log_dir / f"{name}.log"
     env = {**env, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
     with log.open("wb") as out:
@@ -384,5 +391,5 @@ def _start(
 
 
 def _absolute(paths: str) -> str:
-    """Returns the folders of a PYTHONPATH as they are from here: pods run elsewhere."""
+    """Returns the folders of a PYTHONPATH as absolute paths, because pods run in other directories."""
     return os.pathsep.join(str(Path(path).absolute()) for path in paths.split(os.pathsep) if path)

@@ -1,4 +1,4 @@
-"""What a rank's process says of itself: short scripts in the environment that its supervisor makes."""
+"""Runs short scripts in the environment that a supervisor makes for a rank's process."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ config = arguments.build_config(*entry.read_assignment(os.environ))
 
 
 def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
-    """Returns the environment of a rank's process, less its channel."""
+    """Returns the environment of a rank's process, without the variable of its channel."""
     assignment = plan.ranks[rank]
     launch = PodLaunch(
         group="test/platform/0",
@@ -45,5 +45,5 @@ def environment(plan: Plan, rank: int, **variables: str) -> dict[str, str]:
 
 
 def see(script: str, env: dict[str, str], directory: Path, *arguments: str) -> Any:
-    """Returns what the script prints as its last line, parsed."""
+    """Runs a script, and returns its last line, parsed."""
     return run_script(WORKER_PYTHON, script, *arguments, env=env, folder=directory).answer()

@@ -1,8 +1,8 @@
-"""A group whose pods have network namespaces of their own; run as a process in namespaces of its own.
+"""Runs a group whose pods have their own network namespaces. Runs as a process in its own namespaces.
 
-`python -m tests.integration.worker.pod_networks PLAN LOGS REFERENCE RANGE...`: pod N gets the N-th pair of
-addresses of each range, and names as headless Services give them. It asks the group from a third namespace,
-as clients do, and prints what it saw as JSON. See `test_address_families.py`.
+`python -m tests.integration.worker.pod_networks PLAN LOGS REFERENCE RANGE...` gives pod N the N-th pair of
+addresses of each range, and host names as headless Services do. It sends requests from a third namespace, as
+clients do, and prints what it saw as JSON. See `test_address_families.py`.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ START_S = 10.0
 
 
 def run(*command: str) -> None:
-    """Runs a short command; raises if it fails."""
+    """Runs a short command. Raises if it fails."""
     subprocess.run(command, check=True, timeout=START_S, stdout=sys.stderr)
 
 
 def pair(prefix: str, pod: int) -> tuple[str, str, int]:
-    """Returns the router's address and the pod's of a link, and the length of their prefix."""
+    """Returns the router's and the pod's address of a link, and the length of their prefix."""
     network = ipaddress.ip_network(prefix)
     half = network.prefixlen + 8
     own = list(network.subnets(new_prefix=half))[pod] if network.version == 4 else _nth(network, half, pod)
@@ -63,7 +63,7 @@ def pod_namespace(pod: int, prefixes: Sequence[str]) -> Iterator[tuple[str, ...]
         for prefix in prefixes:
             router, own, length = pair(prefix, pod)
             version = ipaddress.ip_address(own).version
-            # Without the second in which the kernel looks for another one with this address.
+            # Without the second in which the kernel looks for another holder of this address.
             nodad = ("nodad",) if version == 6 else ()
             run("ip", "address", "add", f"{router}/{length}", "dev", f"pod{pod}", *nodad)
             run(*inside, "ip", "address", "add", f"{own}/{length}", "dev", "eth0", *nodad)
@@ -75,7 +75,7 @@ def pod_namespace(pod: int, prefixes: Sequence[str]) -> Iterator[tuple[str, ...]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves a plan's group, each pod in a namespace of its own, and prints what clients of it see."""
+    """Serves a plan's group, with each pod in its own namespace. Prints what its clients see."""
     plan = Plan.from_env({names.ENV_PLAN: Path(arguments[0]).read_text()})
     logs = Path(arguments[1])
     reference, prefixes = json.loads(Path(arguments[2]).read_text()), arguments[3:]
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def answers_at(group: Group, prefixes: Sequence[str]) -> dict[str, bool]:
-    """Returns which of a pod's ports answer, by address and port."""
+    """Returns whether each port of each pod answers, by address and port."""
     found = {}
     for prefix in prefixes:
         for pod in group.plan.pods:
@@ -112,7 +112,7 @@ def answers_at(group: Group, prefixes: Sequence[str]) -> dict[str, bool]:
 
 
 def listening(wrappers: dict[int, tuple[str, ...]]) -> list[str]:
-    """Returns the local addresses of the connections between pods, each with its family's."""
+    """Returns the local addresses of the connections between pods, each with its address family."""
     found = set()
     for inside in wrappers.values():
         table = subprocess.run(

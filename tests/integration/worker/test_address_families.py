@@ -1,4 +1,4 @@
-"""Groups of pods without IPv4, and of pods with both families: every port listens, every pod is reached."""
+"""Tests groups of pods without IPv4, and of pods with both families: every port and pod is reached."""
 
 import json
 import os
@@ -19,7 +19,7 @@ IPV4 = "10.213.0.0/16"
 
 
 def serve(model: Path, reference: Reference, scratch: Path, *ranges: str) -> dict[str, Any]:
-    """Returns what clients saw of a group whose pods have addresses of these ranges only."""
+    """Returns what clients saw of a group whose pods have only addresses of these ranges."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     (scratch / "plan").write_text(plan.to_json())
     (scratch / "reference").write_text(json.dumps(reference))

@@ -1,4 +1,4 @@
-"""A follower with another model, dtype or block size is refused at start, in words, by all."""
+"""Tests that all ranks refuse a start with a follower that has another model, dtype or block size."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The patch `engine_pause` in the pinned vLLM: still needed, effective, idempotent, and refused elsewhere."""
+"""Tests the patch `engine_pause` in the pinned vLLM: still needed, effective, refused for other versions."""
 
 import pytest
 

@@ -1,7 +1,6 @@
-"""The engine hangs while no rank is busy: the group ends within a bound, and says who hung.
+"""Tests an engine that hangs while no rank is busy: the group must end in time, and name the engine.
 
-That it was stopped while idle, and a stopped API server, are shown by the groups of test_platform.py and
-test_tensor.py, at their ends.
+The last tests of test_platform.py and test_tensor.py stop an idle engine and the API server.
 """
 
 import os
@@ -18,7 +17,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from tests.integration.worker.answers import ONE_THREAD, answer_all, rank_pids
 from tests.integration.worker.conftest import Reference
-from tests.integration.worker.deaths import ask, check_cut_off, wait_steps
+from tests.integration.worker.deaths import check_cut_off, start_clients, wait_steps
 from tests.integration.worker.engine_stops import (
     STOPPED_WITHIN_S,
     api_pid,
@@ -33,7 +32,7 @@ from tests.integration.worker.groups import Group, build_plan, start_group
 pytestmark = pytest.mark.timeout(600)
 
 LIMIT_S = 15.0
-"""Longer than a step may take while images are built beside it: one of more than 7 s was seen."""
+"""Longer than a step may take while images are built at the same time: a step of more than 7 s was seen."""
 ENV = {
     **ONE_THREAD,
     names.ENV_STEP_TIMEOUT: str(LIMIT_S),
@@ -43,7 +42,7 @@ ENV = {
 
 @pytest.fixture
 def group(model: Path, tmp_path: Path) -> Iterator[Group]:
-    """A group of one pod, which starts sooner than two."""
+    """A group of one pod, which starts faster than two."""
     plan = build_plan(model, layers=[4, 4], pods=[2], max_model_len=2048)
     with start_group(plan, tmp_path, env=ENV) as group:
         group.wait_ready()
@@ -52,7 +51,7 @@ def group(model: Path, tmp_path: Path) -> Iterator[Group]:
 
 def test_a_stopped_engine_is_reported_while_requests_wait(group: Group, reference: Reference) -> None:
     with ThreadPoolExecutor(len(reference)) as pool:
-        running = ask(group, reference, pool)
+        running = start_clients(group, reference, pool)
         check_stopped_engine(group)
         check_cut_off(running)
 
@@ -60,7 +59,7 @@ def test_a_stopped_engine_is_reported_while_requests_wait(group: Group, referenc
 def test_a_killed_engine_is_reported_while_requests_wait(group: Group, reference: Reference) -> None:
     """Linux kills a process in this way if its pod exceeds the memory limit."""
     with ThreadPoolExecutor(len(reference)) as pool:
-        running = ask(group, reference, pool)
+        running = start_clients(group, reference, pool)
         began = time.monotonic()
         os.kill(engine_pid(group), signal.SIGKILL)
         wait_not_ready(group, began)
@@ -83,13 +82,13 @@ def test_ending_a_leaders_process_ends_the_group_despite_running_requests(
 ) -> None:
     """Earlier, the API server waited until stepTimeout for requests that no process could answer."""
     with ThreadPoolExecutor(len(reference)) as pool:
-        running = ask(group, reference, pool)
+        running = start_clients(group, reference, pool)
         began = time.monotonic()
         os.kill(find(group), signal.SIGTERM)
         wait_not_ready(group, began)
         assert group.children[0].process.wait(LIMIT_S - 5) == names.EXIT_RANK_FAILED
         failure = group.failure(0)
-        for client in running:  # vLLM aborts some, which are answered with what they had
+        for client in running:  # vLLM aborts some requests, and answers with the tokens so far
             client.exception(30)
     assert failure is not None, group.logs()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
@@ -101,7 +100,7 @@ def test_a_hanging_engine_is_reported_and_a_long_step_is_not(group: Group, refer
         answers = pool.submit(answer_until, enough, group, reference)
         try:
             wait_steps(group, 20)
-            os.kill(rank_pids(group)[0], signal.SIGUSR1)  # hangs for 4 s, and the engine waits for it
+            os.kill(rank_pids(group)[0], signal.SIGUSR1)  # hangs for 4 s, while the engine waits for it
             began = time.monotonic()
             while time.monotonic() - began < 4.0:
                 assert is_ready(group), group.logs()
@@ -120,6 +119,6 @@ def test_a_hanging_engine_is_reported_and_a_long_step_is_not(group: Group, refer
 
 
 def answer_until(enough: threading.Event, group: Group, reference: Reference) -> None:
-    """Sends all prompts together, again and again, so that requests are in progress as long as needed."""
+    """Sends all prompts together again and again, so that requests are always in progress."""
     while not enough.is_set():
         answer_all(group, reference)

@@ -1,4 +1,4 @@
-"""A group is Ready only after a token of its own went through every rank with a KV cache."""
+"""Tests that a group is Ready only after a token of its own request passed every rank with a KV cache."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_model_that_fails_with_a_kv_cache_never_turns_ready(tmp_path: Path) ->
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not all(child.ended() for child in group.children):
             assert fetch(group.health_url(names.PATH_READYZ)) is None, (
-                "Ready, though no request can be served"
+                "the group is Ready, but cannot serve a request"
             )
             assert time.monotonic() < deadline, group.logs()
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A float32 rank does not grow with each new number of rows: oneDNN keeps few compiled products."""
+"""Tests that a float32 rank does not grow with each new number of rows: oneDNN caches few products."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(900)]
 
 LENGTHS = 200
 MAX_GROWTH_BYTES = 160 << 20
-"""Measured: 76 MB. With oneDNN's own default of 1,024 it was 282 to 290 MB (2 cores, 2026-11-26)."""
+"""Measured: 76 MB. With oneDNN's own default of 1,024, it was 282 to 290 MB (2 cores, 2026-11-26)."""
 
 
 def test_prompts_of_200_lengths_take_bounded_memory(tmp_path: Path) -> None:

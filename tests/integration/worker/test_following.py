@@ -1,4 +1,4 @@
-"""A follower runs what its leader ran, or says what it ran instead."""
+"""Tests that a follower makes the calls that its leader announced, or names a different call."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def ran() -> Any:
-    """What leader and follower ran, by the mistake that was made."""
+    """Returns the calls of leader and follower, by the follower's mistake."""
     command = [
         str(WORKER_PYTHON),
         "-m",
@@ -35,7 +35,7 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "said"),
+    ("mistake", "message"),
     [
         (
             "twice",
@@ -45,5 +45,5 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
         ("more", "this rank must run all 3 passes that the stage's first rank announced (ran 2)"),
     ],
 )
-def test_names_a_call_that_was_not_announced(mistake: str, said: str, ran: Any) -> None:
-    assert said in ran[mistake]["error"]
+def test_names_a_call_that_was_not_announced(mistake: str, message: str, ran: Any) -> None:
+    assert message in ran[mistake]["error"]

@@ -1,4 +1,4 @@
-"""What a stage sends to the next, and what the engine reads of replies, where a step is not as usual."""
+"""Tests tensors between stages, and the engine's reads of replies, in unusual steps."""
 
 from pathlib import Path
 

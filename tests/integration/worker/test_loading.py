@@ -1,4 +1,4 @@
-"""The load of a rank tells how far it is: vLLM's own loader on real files, in the worker's own Python."""
+"""Tests that a rank reports the progress of its load, with vLLM's own loader and real files."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def load(model: Path, load_format: str) -> dict[str, object]:
     return found
 
 
-def test_each_tensor_is_counted_and_the_total_is_that_of_the_files(model: Path) -> None:
+def test_the_bytes_of_each_tensor_are_counted_up_to_the_size_of_the_files(model: Path) -> None:
     found = load(model, "auto")
     files_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     said = found["said"]

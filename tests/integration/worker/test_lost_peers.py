@@ -1,4 +1,4 @@
-"""Errors of torch.distributed count as a lost peer by their marks, whoever called it; no text decides."""
+"""Tests which errors of torch.distributed count as a lost peer. The text of an error must not decide."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ os._exit(0)
 """
 
 
-def test_errors_of_torch_distributed_are_a_lost_peer_and_no_others(tmp_path: Path) -> None:
+def test_only_errors_of_torch_distributed_count_as_a_lost_peer(tmp_path: Path) -> None:
     found = run_script(WORKER_PYTHON, LOSSES, str(tmp_path / "store")).answer()
     lost = {name: value[0] for name, value in found.items()}
     assert lost == {

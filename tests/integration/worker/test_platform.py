@@ -1,7 +1,7 @@
-"""Details of seeds 000 and 001 on a CPU rank's process: its platform, compilation, attention, devices.
+"""Tests the platform, compilation, attention and devices inside a CPU rank's process.
 
-Each looks from inside: a process with the environment of a rank, as its supervisor makes it.
-The GPU rank's side is in tests/gpu/test_platform.py.
+The tests cover issues 000 and 001. Each test runs a script in a process with the environment that a
+supervisor makes for a rank. tests/gpu/test_platform.py has the tests of GPU ranks.
 """
 
 import json
@@ -36,7 +36,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
 
 
 def see_alone(script: str, env: dict[str, str], directory: Path) -> Any:
-    """Returns the same of a process that begins with its environment."""
+    """Runs a script like `see`, in a process that begins with its environment."""
     command = [str(WORKER_PYTHON), "-c", script]
     done = subprocess.run(
         command, env=env, cwd=directory, timeout=500, check=False, text=True, capture_output=True
@@ -90,7 +90,7 @@ def test_a_cpu_rank_stays_on_the_cpu_if_a_driver_answers(model: Path, tmp_path: 
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     env = environment(plan, 0, LD_LIBRARY_PATH=str(tmp_path))
-    # As in the image of both builds, whose version does not say `cpu`.
+    # As in the image of both builds, whose version does not contain `cpu`.
     script = """
 import json, os
 import vllm.platforms as platforms
@@ -102,7 +102,7 @@ print(json.dumps([platforms.cuda_platform_plugin(), platforms.resolve_current_pl
     ours = "vllm_heteroinfer.platform.cpu.HeteroCpuPlatform"
     assert see_alone(script, env, tmp_path) == [stock, ours, "-1"]
     alone = {name: value for name, value in env.items() if name != names.ENV_PLAN}
-    assert see_alone(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does make a difference
+    assert see_alone(script, alone, tmp_path) == [stock, stock, "-1"]  # so the library does have an effect
 
 
 def test_vllm_uses_the_device_that_the_variable_names(model: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ second = make("model.layers.1")
 print(json.dumps([first.attn_backend.get_name(), first.use_direct_call, second.use_direct_call]))
 """
     )
-    # The rank is eager: it calls attention without torch's dispatcher, until the platform says otherwise.
+    # The rank is eager, so it calls attention without torch's dispatcher, unless the platform requires it.
     assert see(script, environment(plan, 0), tmp_path) == ["CPU_ATTN", True, False]
 
 
@@ -194,7 +194,7 @@ def test_threads_of_a_rank_run_on_its_cores(model: Path, reference: Reference, t
     host = observe_host(launch, "127.0.0.1")
     expected = rank_environment(plan, launch, plan.ranks[0], {}, host)
     if host.usable_cpus < len(cpus):
-        own = cpus  # a quota: bound threads could not move to a CPU that is free
+        own = cpus  # CPU quota: ranks are not bound, so that threads can move to a free CPU
         assert "OMP_PLACES" not in expected
     else:
         own = [int(cpu) for cpu in expected["OMP_PLACES"].strip("{}").split(",")]

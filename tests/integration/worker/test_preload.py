@@ -1,4 +1,4 @@
-"""What a pod's processes import before they part, seen from inside the worker's own Python."""
+"""Tests what the processes of a pod import before they are forked, in the worker's own Python."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The world's rendezvous: who can reach it, shown by the kernel's table of listening sockets."""
+"""Tests which processes can reach the rendezvous of a group's ranks, by the kernel's listening sockets."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_a_pod_that_cannot_be_reached_is_reported() -> None:
         env={**os.environ, names.ENV_OWN_ADDRESS: "127.0.0.1"},
     )
     reached, words = done.stdout.splitlines()
-    assert reached == "reached", "though 300 connections of a stranger came before"
+    assert reached == "reached", "a stranger had opened 300 connections before"
     assert words.startswith(
         "pod 1 (tiny-0-1-1.tiny-0-ranks.ns.svc, 127.0.0.1): pod 0 cannot connect to "
         f"port {closed} of this pod ([Errno 111] Connection refused)."

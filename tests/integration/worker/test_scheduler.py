@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, as a group's API server has it: requests that arrive apart decode as one batch."""
+"""Tests that vLLM's own scheduler decodes requests that arrive separately as one batch."""
 
 from pathlib import Path
 
@@ -62,6 +62,6 @@ def test_a_later_request_joins_the_running_batch_after_its_prefill(model: Path, 
         WORKER_PYTHON, SCRIPT, env=env, folder=tmp_path
     ).answer()
     assert (alone, decodes) == ({"first": 3}, {"first": 1})
-    assert arrived == {"second": 3}, "a prompt does not wait for what decodes"
-    assert held == {}, "it would stay a half of its own for good"
+    assert arrived == {"second": 3}, "a prompt does not wait for decoding requests"
+    assert held == {}, "the request would stay in a batch of its own forever"
     assert together == {"first": 1, "second": 1}

@@ -1,7 +1,7 @@
-"""Groups of other shapes than two even stages: their tokens; and each ends by a rank that is killed.
+"""Tests groups of other shapes than two equal stages: their tokens, and a killed rank.
 
-Which rank dies, and whether it decodes or idles, differs by group: the first stage's and the last's, both
-ways (idle in the first stage: tests/integration/kernels/test_serving.py).
+The killed rank, and whether it decodes or is idle, differ by group. tests/integration/kernels/test_serving.py
+kills an idle rank of the first stage.
 """
 
 import socket
@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.worker.answers import ONE_THREAD, answer_all
 from tests.integration.worker.conftest import Reference
-from tests.integration.worker.deaths import ask, check_death
+from tests.integration.worker.deaths import check_death, start_clients
 from tests.integration.worker.groups import build_addresses, build_plan, fetch, start_group
 
 pytestmark = pytest.mark.timeout(600)
@@ -33,7 +33,7 @@ def test_three_uneven_stages_serve_chat_and_long_prompts(
     ):
         group.wait_ready()
         answer_all(group, reference)
-        # Rank 1 found its metrics port taken, said so, and serves all the same.
+        # Rank 1 found its metrics port in use, reported this, and serves.
         assert f"metrics port {taken.getsockname()[1]}" in group.children[0].log.read_text()
         assert fetch(group.metrics_url(0) + "/metrics") is not None
         assert fetch(group.metrics_url(2) + "/metrics") is not None
@@ -47,4 +47,4 @@ def test_two_stages_of_two_tensor_ranks_serve(model: Path, reference: Reference,
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
         answer_all(group, reference)
-        check_death(group, 0, ask(group, reference, pool))
+        check_death(group, 0, start_clients(group, reference, pool))

@@ -1,4 +1,7 @@
-"""A group sleeps and wakes: memory given back, not Ready meanwhile, the same tokens after. Then it stops."""
+"""Tests a group that sleeps and wakes: freed memory, not Ready, the same tokens after waking.
+
+Then it stops.
+"""
 
 import time
 import urllib.error
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 DRAIN_S = 1.5
 ENV = {**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1", names.ENV_DRAIN_TIMEOUT: str(DRAIN_S)}
 KV_BYTES = 64 << 20
-"""Of each rank, as build_plan gives it."""
+"""Bytes of each rank's KV cache, as build_plan sets it."""
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +63,13 @@ def test_sleep_frees_memory_and_the_tokens_after_wake_are_equal(group: Group, re
     answer_all(group, reference)
 
 
-def test_past_the_drain_timeout_the_group_ends_anyway(group: Group, reference: Reference) -> None:
+def test_a_group_with_a_running_request_ends_at_the_drain_timeout(group: Group, reference: Reference) -> None:
     """The last test of the group."""
     check_drain_timeout(group, next(iter(reference.values()))["prompt_token_ids"], DRAIN_S)
 
 
 def check_kv_headroom(group: Group) -> None:
-    """Each rank reports its KV headroom, and the engine's log names the one with the least."""
+    """Checks that each rank reports its KV headroom, and the engine's log names the rank with the least."""
     statuses = group.status().ranks
     assert [status.kv_blocks for status in statuses] == [512, 512]
     assert all(status.kv_room_blocks > 512 and status.kv_room_bytes > KV_BYTES for status in statuses)
@@ -79,7 +82,7 @@ def check_kv_headroom(group: Group) -> None:
 
 
 def fill_kv_cache(group: Group) -> None:
-    """Writes every block once: memory that was never touched is not resident."""
+    """Writes every block once, because unused memory is not resident."""
     for first in range(40):
         prompt = [(first * 7 + i * 13) % 500 + 3 for i in range(460)]
         group.complete(prompt, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Tensor mode on CPU ranks: the same bridge, sampling and warm-up as between GPU and CPU ranks."""
+"""Tests tensor mode on CPU ranks: the same bridge, sampling and warm-up as between GPU and CPU ranks."""
 
 import json
 import math
@@ -18,14 +18,20 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.plan import Mode, Plan
 from tests.integration.worker.answers import ONE_THREAD, samples
 from tests.integration.worker.conftest import Reference, make, refer
-from tests.integration.worker.deaths import ENDED_WITHIN_S, NAMED_WITHIN_S, ask, check_cut_off, check_death
+from tests.integration.worker.deaths import (
+    ENDED_WITHIN_S,
+    NAMED_WITHIN_S,
+    check_cut_off,
+    check_death,
+    start_clients,
+)
 from tests.integration.worker.engine_stops import check_stopped_api_server
 from tests.integration.worker.groups import Group, build_plan, fetch, start_group
 
 pytestmark = pytest.mark.timeout(600)
 
 SMALL_STEPS = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
-"""Longer prompts are read in chunks, whose samples are thrown away."""
+"""Longer prompts are computed in chunks, whose samples are dropped."""
 
 
 def tensor_plan(model: Path, *, layers: list[int], pods: list[int], **engine: Any) -> Plan:
@@ -43,9 +49,9 @@ def test_two_ranks_of_one_pod_split_every_layer(model: Path, reference: Referenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipping:
-    """A group whose second rank skips one collective once a file is there, and the way its bridge takes.
+    """A group whose second rank skips one collective once a file exists, and the transport of its bridge.
 
-    That rank's random stream is not the first one's, as on another device.
+    That rank has another random stream than the first one, as on another device.
     """
 
     group: Group
@@ -57,7 +63,7 @@ class Skipping:
 def skipping(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Skipping]:
-    """Two pods of a rank each; shared memory is what the bridge takes by itself on one machine."""
+    """Two pods with one rank each. On one machine, the bridge chooses shared memory by default."""
     folder = tmp_path_factory.mktemp("skipping")
     way, trigger = request.param, folder / "skip"
     plan = tensor_plan(model, layers=[8], pods=[1, 1], **SMALL_STEPS)
@@ -80,7 +86,7 @@ def test_both_ranks_report_a_skipped_collective(skipping: Skipping, reference: R
     """
     group, trigger = skipping.group, skipping.trigger
     with ThreadPoolExecutor(4) as pool:
-        requests = ask(group, reference, pool)
+        requests = start_clients(group, reference, pool)
         skipped_at = time.time()
         trigger.touch()
         for pod, child in enumerate(group.children):
@@ -105,7 +111,7 @@ def test_two_stages_of_two_ranks_serve(model: Path, reference: Reference, tmp_pa
         check_greedy(group, reference)
         check_seeds(group, reference)
         check_warm_up(group)
-        check_death(group, 3, ask(group, reference, pool))
+        check_death(group, 3, start_clients(group, reference, pool))
 
 
 def test_compiled_ranks_serve(tmp_path: Path) -> None:
@@ -115,28 +121,28 @@ def test_compiled_ranks_serve(tmp_path: Path) -> None:
     """
     small = make(tmp_path / "model", "--layers", "2")
     plan = tensor_plan(small, layers=[2], pods=[1, 1], eager_cpu=False)
-    env = {**ONE_THREAD, names.ENV_BRIDGE: "shared_memory"}  # what it would take by itself
+    env = {**ONE_THREAD, names.ENV_BRIDGE: "shared_memory"}  # the default transport
     with start_group(plan, tmp_path / "group", env=env) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()
         reference = refer(small)
         check_greedy(group, reference)
-        check_death(group, 1, ask(group, reference, pool))
+        check_death(group, 1, start_clients(group, reference, pool))
 
 
 def check_all(group: Group, reference: Reference, way: str) -> None:
-    """Checks a group that has answered nothing before; `way` is what its bridge takes."""
+    """Checks a group that has answered nothing before. `way` is the transport of its bridge."""
     check_greedy(group, reference)
-    check_greedy(group, reference)  # now from the prefix cache, where it covers a block
+    check_greedy(group, reference)  # now from the prefix cache, if it covers a block
     check_seeds(group, reference)
     check_schema(group)
     check_metrics(group)
     check_warm_up(group)
     logs = "".join(child.log.read_text() for child in group.children)
-    assert way in logs, "which way the bridge takes is logged"
+    assert way in logs, "the log names the bridge's transport"
 
 
 def check_greedy(group: Group, reference: Reference) -> None:
-    """Asks every prompt twice, all at the same time, and compares every token with transformers'."""
+    """Sends every prompt twice, all at the same time, and compares every token with transformers'."""
     answers = [*reference.values()] * 2
     with ThreadPoolExecutor(len(answers)) as pool:
         got = list(pool.map(group.complete, [answer["prompt_token_ids"] for answer in answers]))
@@ -144,7 +150,7 @@ def check_greedy(group: Group, reference: Reference) -> None:
 
 
 def check_seeds(group: Group, reference: Reference) -> None:
-    """At temperature 1 all ranks go on with the same tokens, and a seed gives them again."""
+    """Checks that at temperature 1 all ranks continue with the same tokens, and that a seed repeats them."""
     prompts = [answer["prompt_token_ids"] for answer in reference.values()]
 
     def sample(number: int) -> Any:
@@ -160,16 +166,16 @@ def check_seeds(group: Group, reference: Reference) -> None:
 
 
 def check_one_samples(group: Group, reference: Reference) -> None:
-    """Without a seed, where each rank by itself would sample other tokens: all go on with the first one's."""
+    """Checks that without a seed, all ranks continue with the first rank's samples."""
     prompts = [answer["prompt_token_ids"] for answer in reference.values()]
     body = {"temperature": 1, "logprobs": 0, "ignore_eos": True}
     check_read(group, prompts, [complete(group, prompt, max_tokens=24, **body) for prompt in prompts])
 
 
 def check_read(group: Group, prompts: Sequence[list[int]], choices: Sequence[Any]) -> None:
-    """Reads answers as prompts, which gives each of their tokens the logprob that it had when it was sampled.
+    """Sends answers as prompts, and compares the logprob of each token with that of its sampling.
 
-    A rank that had gone on with another token would have spoilt all that follow.
+    If a rank had continued with another token, the logprobs of all later tokens would differ.
     """
     for prompt, choice in zip(prompts, choices, strict=True):
         token_ids = choice["token_ids"]
@@ -184,7 +190,7 @@ def complete(group: Group, prompt_token_ids: list[int], **options: Any) -> Any:
 
 
 def check_schema(group: Group) -> None:
-    """Random weights answer in the schema: the mask acts where the samples are taken."""
+    """Checks that random weights answer in the schema, so that the mask works where samples are taken."""
     schema = {
         "type": "object",
         "properties": {"rank": {"enum": [0, 1]}, "device": {"enum": ["CPU", "GPU"]}},
@@ -206,7 +212,7 @@ def check_schema(group: Group) -> None:
 
 
 def check_metrics(group: Group) -> None:
-    """Collectives are kept apart from compute, and the warm-up's are in no step."""
+    """Checks that the times of collectives are separate from compute, and that no step has the warm-up's."""
     for rank in (0, 1):
         text = fetch(group.metrics_url(rank) + "/metrics")
         assert text is not None
@@ -221,12 +227,12 @@ def check_metrics(group: Group) -> None:
         )
         assert compute > 0
         assert wait > 0
-        # What the warm-up's last collective cost counts with the first step's first one.
+        # The first collective of the first step includes the time of the warm-up's last one.
         assert math.isclose(compute + wait + transfer, step, rel_tol=0.02)
 
 
 def check_warm_up(group: Group) -> None:
-    """Followers ran what the leaders announced: for each phase, the logs have the same numbers."""
+    """Checks by the logs that followers ran the calls that the leaders announced, for each phase."""
     logs = "".join(child.log.read_text() for child in group.children)
     announced, followed = (
         sorted(re.findall(rf"([a-z -]+): {verb} (\d+) forward passes and logits computations", logs))

@@ -1,6 +1,6 @@
-"""Two even stages, one started group: tokens, batches, metrics, vLLM's features, and a stop amid a request.
+"""Tests two equal stages in one group: tokens, batches, metrics, vLLM's features, a stop during a request.
 
-A feature of vLLM works here, or is refused in words (tests/unit/worker).
+Each feature of vLLM works here, or is refused with a message (tests/unit/worker).
 """
 
 import json
@@ -24,9 +24,9 @@ from tests.integration.worker.groups import Group, build_plan, fetch, start_grou
 pytestmark = pytest.mark.timeout(600)
 
 LONG = 512
-"""Tokens of an answer that takes longer than requests need to arrive."""
+"""Number of tokens of an answer that takes longer than requests need to arrive."""
 HOP_BYTES = 2 * 256 * 4
-"""Of a token: hidden states and residual, 256 wide, float32."""
+"""Bytes of a token: hidden states and residual, 256 wide, float32."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -38,17 +38,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 KEEP_ALIVE = ("--sse-keep-alive-interval", "1")
-"""What the operator gives plans with slow first tokens, but each second."""
+"""The operator sets this for plans with slow first tokens. Here, the interval is a second."""
 CHOICES = ["pipeline", "tensor", "one rank after another"]
 
 
 @pytest.fixture(scope="module")
 def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    # Compact, so that a model that knows nothing ends its object within the tokens it has.
+    # The schema is compact, so that random weights end the object within the limit of tokens.
     compact = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
     args = (*compact, *KEEP_ALIVE)
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=args, max_model_len=2048)
-    env = {**ONE_THREAD, ENV_DRAIN_TIMEOUT: "240"}  # on a busy machine a stream may take minutes
+    env = {**ONE_THREAD, ENV_DRAIN_TIMEOUT: "240"}  # on a busy machine, a stream may take minutes
     with start_group(plan, tmp_path_factory.mktemp("group"), env=env) as group:
         group.wait_ready()
         yield group
@@ -57,13 +57,16 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
 def test_tokens_batches_and_metrics_are_right(group: Group, reference: Reference) -> None:
     """The group has answered no request before."""
     answer_all(group, reference)
-    answer_all(group, reference)  # now from the prefix cache, where it covers a block
+    answer_all(group, reference)  # now from the prefix cache, if it covers a block
     check_staggered(group, reference)
     check_metrics(group)
 
 
 def check_staggered(group: Group, reference: Reference) -> None:
-    """Requests that come one step apart soon go as one batch; test_scheduler.py shows how, step by step."""
+    """Checks that requests that arrive one step apart soon run as one batch.
+
+    test_scheduler.py shows this step by step.
+    """
     with ThreadPoolExecutor(len(reference)) as pool:
         futures = []
         for answer in reference.values():
@@ -74,19 +77,19 @@ def check_staggered(group: Group, reference: Reference) -> None:
                 time.sleep(0.01)
         got = [future.result()[:32] for future in futures]
     assert got == [answer["token_ids"] for answer in reference.values()]
-    # Since the last request was sent: two halves would need twice LONG.
+    # Since the last request was sent. Two separate halves would need twice LONG steps.
     assert LONG - 1 <= decode_steps(group) - before < 1.6 * LONG
 
 
 def decode_steps(group: Group) -> int:
-    """Returns how many decode steps the first rank has run."""
+    """Returns the number of decode steps of the first rank."""
     text = fetch(group.metrics_url(0) + "/metrics")
     assert text is not None
     return int(samples(text, names.STEP_SECONDS + "_count").get(names.PHASE_DECODE, 0))
 
 
 def check_metrics(group: Group) -> None:
-    """Every rank's times and counts add up."""
+    """Checks that every rank's times and counts add up."""
     for rank in (0, 1):
         text = fetch(group.metrics_url(rank) + "/metrics")
         assert text is not None
@@ -99,17 +102,17 @@ def check_metrics(group: Group) -> None:
         assert total == pytest.approx(sum(step.values()), rel=1e-6)
         assert all(value > 0 for value in compute.values())
         tokens = samples(text, names.TOKENS_TOTAL)
-        # The first new token comes of the prompt's last step; 8 answers of 32 tokens, 4 of LONG.
+        # The prompt's last step gives the first new token. There are 8 answers of 32 tokens, and 4 of LONG.
         assert tokens[names.PHASE_DECODE] == 8 * 31 + 4 * (LONG - 1)
         direction = "send" if rank == 0 else "recv"
         sent = samples(text, names.TRANSFER_BYTES_TOTAL)
         assert sent == {direction: sum(tokens.values()) * HOP_BYTES}
         weight_bytes = samples(text, names.WEIGHT_BYTES)[""]
         assert weight_bytes == pytest.approx(4 * 3.15e6 + 512 * 256 * 4, rel=0.05)
-        assert samples(text, names.KV_BLOCKS)[""] == 512  # 64 MiB / (4 layers x 32 KiB a block)
+        assert samples(text, names.KV_BLOCKS)[""] == 512  # 64 MiB / (4 layers x 32 KiB for a block)
         assert samples(text, names.HEARTBEAT_AGE_SECONDS)[""] < 2
         assert fetch(group.metrics_url(rank) + "/healthz") == "ok\n"
-    # The last stage waits for the first one; the first waits for nobody but a free buffer.
+    # The last stage waits for the first one. The first one waits only for a free buffer.
     waits = [status.wait_s for status in group.status().ranks]
     assert waits[0] < waits[1]
 
@@ -132,12 +135,12 @@ def test_structured_output_works_over_stages(group: Group) -> None:
         assert isinstance(value["ready"], bool)
         assert 2 <= len(value["ranks"]) <= 3
         assert set(value["ranks"]) <= {0, 1, 2, 3}
-    assert ask(group, "json", 0) == answers[0]  # greedy is the same whatever runs beside it
-    assert ask(group, "json", 1) == answers[1]  # and so is a seed
+    assert ask(group, "json", 0) == answers[0]  # greedy tokens do not depend on other requests
+    assert ask(group, "json", 1) == answers[1]  # and neither do tokens with a seed
 
 
 def ask(group: Group, kind: str, seed: int) -> str:
-    """Returns an answer: greedy for seed 0, else at temperature 1 with that seed."""
+    """Returns an answer: greedy for seed 0, otherwise at temperature 1 with that seed."""
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Which rank is it?"}],
@@ -167,7 +170,7 @@ def test_prefix_caching_works_over_stages(group: Group) -> None:
 
 
 def cached_tokens(group: Group) -> float:
-    """Returns how many prompt tokens the engine has found in its cache."""
+    """Returns the number of prompt tokens that the engine found in its cache."""
     text = fetch(group.url + "/metrics")
     assert text is not None
     (value,) = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
@@ -175,7 +178,7 @@ def cached_tokens(group: Group) -> float:
 
 
 def prompt_tokens(group: Group, rank: int) -> float:
-    """Returns how many prompt tokens have passed through a rank."""
+    """Returns the number of prompt tokens that passed through a rank."""
     text = fetch(group.metrics_url(rank) + "/metrics")
     assert text is not None
     return samples(text, names.TOKENS_TOTAL).get(names.PHASE_PREFILL, 0.0)
@@ -199,7 +202,7 @@ def test_a_stream_that_waits_for_its_first_token_is_kept_alive(group: Group) -> 
 
 
 def running(group: Group) -> float:
-    """Returns how many requests the engine works on."""
+    """Returns the number of requests that the engine runs."""
     text = fetch(group.url + "/metrics")
     assert text is not None
     (value,) = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
@@ -207,7 +210,7 @@ def running(group: Group) -> float:
 
 
 def stream(group: Group, prompt: list[int], max_tokens: int) -> Iterator[str]:
-    """Yields the lines of an answer as they come."""
+    """Yields the lines of an answer as they arrive."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
         group.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""What HeteroInfer relies on in the pinned vLLM is there; asked in the worker's own Python."""
+"""Tests that the parts of the pinned vLLM that HeteroInfer relies on exist, in the worker's own Python."""
 
 import functools
 import json
@@ -71,7 +71,7 @@ CHOSEN_AS = {
     "language_model_only": "is_text_only",
     "allow_deprecated_quantization": "allows_deprecated",
 }
-"""Attribute of vLLM's arguments -> field of EngineOptions."""
+"""For each attribute of vLLM's arguments, the field of EngineOptions."""
 SPELLINGS = [
     shlex.split(line)
     for line in """
@@ -127,7 +127,7 @@ REFUSED_SPELLINGS = [
     ["--language-model-only=x"],
     ["-d", "2"],
 ]
-"""By the parser: as ambiguous, or for want of a value."""
+"""The parser refuses these options, as ambiguous or without a value."""
 
 ENVIRONMENT = """
 import json

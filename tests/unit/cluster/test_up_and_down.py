@@ -33,5 +33,8 @@ def test_down_leaves_the_cluster_of_a_running_test_alone(
     node: State, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["down"]) == 0
-    assert capsys.readouterr().out == f"node-0 belongs to a running test (pid {os.getpid()}): left alone\n"
+    assert (
+        capsys.readouterr().out
+        == f"node-0 belongs to a running test (pid {os.getpid()}), so it keeps running\n"
+    )
     assert node.folder.exists()

@@ -6,7 +6,15 @@ from typing import Any, TypeAlias
 import pytest
 
 from heteroinfer_contract import names
-from tests.corners.truth import Seen, Verdict, find_lies, find_two_epochs, has_run, is_worker, judge
+from tests.corners.truth import (
+    Seen,
+    Verdict,
+    find_false_conditions,
+    find_two_epochs,
+    has_run,
+    is_worker,
+    judge,
+)
 
 Said: TypeAlias = dict[str, tuple[str, str]]
 """Status and reason by type of condition."""
@@ -54,7 +62,7 @@ BOTH = (pod("life-1-0-70-0"), pod("life-1-0-70-1"))
 
 def test_true_conditions_are_not_reported_as_false() -> None:
     assert judge(seen(*BOTH)) == (Verdict.SERVES, "Serving")
-    assert find_lies(seen(*BOTH)) == []
+    assert find_false_conditions(seen(*BOTH)) == []
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_true_conditions_are_not_reported_as_false() -> None:
     ],
 )
 def test_available_and_ready_without_the_pods_are_reported_as_false(pods: tuple[dict[str, Any], ...]) -> None:
-    found = find_lies(seen(*pods))
+    found = find_false_conditions(seen(*pods))
     assert len(found) == 2
     assert found[0].startswith("Available is True")
     assert found[1].startswith("Ready is True")
@@ -75,18 +83,20 @@ def test_available_and_ready_without_the_pods_are_reported_as_false(pods: tuple[
 
 def test_unavailable_while_a_group_serves_is_reported_as_false() -> None:
     said = {"Available": ("False", "Starting"), "Ready": ("False", "Starting")}
-    assert find_lies(seen(*BOTH, said=said)) == ["Available is False, but groups that serve are [0] of 1"]
+    assert find_false_conditions(seen(*BOTH, said=said)) == [
+        "Available is False, but groups that serve are [0] of 1"
+    ]
 
 
 def test_conditions_of_another_generation_are_reported_as_false() -> None:
     resource = copy.deepcopy(dict(seen(*BOTH).resource))
     resource["metadata"]["generation"] = 4
-    found = find_lies(Seen(resource=resource, pods=seen(*BOTH).pods))
+    found = find_false_conditions(Seen(resource=resource, pods=seen(*BOTH).pods))
     assert len(found) == 5, "four conditions, and the status itself"
 
 
 def test_ready_and_stalled_at_the_same_time_are_reported_as_false() -> None:
-    assert find_lies(seen(*BOTH, said={"Stalled": ("True", "RestartsUsedUp")})) == [
+    assert find_false_conditions(seen(*BOTH, said={"Stalled": ("True", "RestartsUsedUp")})) == [
         "Ready and Stalled are both True"
     ]
 
@@ -94,8 +104,8 @@ def test_ready_and_stalled_at_the_same_time_are_reported_as_false() -> None:
 def test_the_conditions_of_a_suspended_resource_with_pods_are_reported_as_false() -> None:
     said = {"Available": ("False", "Suspended"), "Ready": ("True", "Suspended")}
     assert judge(seen(spec={"suspend": True}, said=said)) == (Verdict.RESTS, "Suspended")
-    assert find_lies(seen(spec={"suspend": True}, said=said)) == []
-    assert find_lies(seen(*BOTH, spec={"suspend": True}, said=said))[0].startswith(
+    assert find_false_conditions(seen(spec={"suspend": True}, said=said)) == []
+    assert find_false_conditions(seen(*BOTH, spec={"suspend": True}, said=said))[0].startswith(
         "Ready is True and nothing"
     )
 

@@ -1,4 +1,7 @@
-"""On the PYTHONPATH of a group's pods: the rank in HANGS hangs before it publishes its read rate."""
+"""Makes the rank in the variable HANGS hang before it publishes its read rate.
+
+For the PYTHONPATH of a group's pods.
+"""
 
 import os
 import runpy
@@ -10,7 +13,7 @@ READ_RATE = "vllm_heteroinfer.feed_forward.read_rate"
 
 
 def change(module: Any) -> None:
-    """Has that rank sleep instead of publishing."""
+    """Makes that rank sleep instead of publishing."""
     publish = module.publish_read_rate
 
     def hanging(*arguments: Any) -> None:

@@ -1,4 +1,7 @@
-"""On the PYTHONPATH of a group's pods: rank RAISES raises at an ask once the file RAISES_FROM is there."""
+"""Makes the rank in the variable RAISES raise at an ask once the file RAISES_FROM exists.
+
+For the PYTHONPATH of a group's pods.
+"""
 
 import os
 import runpy
@@ -9,7 +12,7 @@ ANSWERING = "vllm_heteroinfer.rank.answering_rank"
 
 
 def change(module: Any) -> None:
-    """Has the lane read its trigger before each computation."""
+    """Makes the feed-forward rank check the file before each computation."""
     compute = module.Lane._compute_of_layer
 
     def raising(lane: Any, layer: int) -> Any:

@@ -1,6 +1,7 @@
-"""On the PYTHONPATH of a group's pods: has the main thread of each process hang when it is signalled.
+"""Makes the main thread of a process hang when it gets a signal. For the PYTHONPATH of a group's pods.
 
-SIGUSR1 for SHORT_S, as something long does; SIGUSR2 for ever. Other threads run on, as in a deadlock.
+SIGUSR1 makes it hang for SHORT_S, like a long computation, and SIGUSR2 forever. Other threads continue, as in
+a deadlock.
 """
 
 import signal
