@@ -4,8 +4,9 @@
 - `fetch` downloads a model from a hub into a cache. Only this command imports huggingface_hub.
 - `inspect` reads a model's sizes.
 - `calibrate` measures this machine.
+- `network` measures the network between this machine and another.
 
-The last three write their result as the pod's termination message.
+All except `run` write their result as the pod's termination message.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from heteroinfer_contract import names
@@ -43,7 +45,10 @@ LOG_FINISH_TIMEOUT_S = 1.0
 _SCRATCH = Path(tempfile.gettempdir())
 _SAME_LAUNCH = "Start the pods of a group with the operator or `heteroinfer up`, which set plan and addresses"
 MAX_OPEN_FILES = 65536
-CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
+MEASURING_MODULES: Mapping[str, str] = MappingProxyType(
+    {"calibrate": "vllm_heteroinfer.calibration", "network": "vllm_heteroinfer.calibration.network"}
+)
+"""Modules of the commands that measure."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_help=False,
         help="measure the speed of this machine's memory, kernels and links; prints JSON within a minute",
     )
-    for command in (inspect, fetch, calibrate):
+    network = commands.add_parser(
+        "network",
+        add_help=False,
+        help="measure the network between this machine (--connect) and another (--listen); prints JSON",
+    )
+    for command in (inspect, fetch, calibrate, network):
         command.add_argument(
             "--termination-message-path",
             type=Path,
@@ -88,17 +98,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"default: the value of {names.ENV_TERMINATION_MESSAGE_PATH}, or "
             f"{names.TERMINATION_MESSAGE_PATH} in a pod",
         )
-    # `calibrate` parses its own options, in the process that measures.
+    # The commands that measure parse their own options, in the process that measures.
     arguments, other_options = parser.parse_known_args(argv)
     ensure_own_account()  # the cluster may have chosen a user id that the image has no account for
-    if other_options and arguments.command != "calibrate":
+    if other_options and arguments.command not in MEASURING_MODULES:
         parser.error(f"unrecognized arguments: {' '.join(other_options)}")
     if arguments.command == "inspect":
         return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
     if arguments.command == "fetch":
         return _fetch(arguments)
-    if arguments.command == "calibrate":
-        _exec_calibrate(arguments.termination_message_path, other_options)  # never returns
+    if arguments.command in MEASURING_MODULES:
+        module = MEASURING_MODULES[arguments.command]
+        _exec_measuring(module, arguments.termination_message_path, other_options)  # never returns
     return supervise(os.environ, Commands())
 
 
@@ -142,10 +153,10 @@ def _fetch(arguments: argparse.Namespace) -> int:
     return fetch_model(options)
 
 
-def _exec_calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
-    """Replaces this process with the program that measures. It imports torch, which a supervisor must not."""
+def _exec_measuring(module: str, message_path: Path | None, options: Sequence[str]) -> NoReturn:
+    """Replaces this process with the program that measures. It may import torch, unlike a supervisor."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
-    command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
+    command = [sys.executable, "-m", module, *options, *message]
     # The kernel drops a SIGTERM for PID 1 while there is no handler. So block the signal until the new
     # program has set its handler and unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
