@@ -12,7 +12,7 @@ from heteroinfer_contract.calibration import MAX_TEXT
 from heteroinfer_contract.errors import ContractError
 
 SHORTEST_ROUND_TRIP_S, LONGEST_ROUND_TRIP_S = 1e-6, 10.0
-"""Allowed seconds of a round trip. Loopback needs more than the first, and a group would fail with the second."""
+"""Allowed seconds of a round trip. Loopback needs more than the first. No group works with the second."""
 MIN_RATE, MAX_RATE = 1e3, 1e12
 """Allowed bytes per second of one direction. The fastest networks of a host have 0.1e12."""
 _LATEST: Final = 253402300799.0

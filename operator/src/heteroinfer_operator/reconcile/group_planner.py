@@ -5,7 +5,7 @@ The planner counts the free capacity once. Each planned group reduces it by its 
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
@@ -173,11 +173,13 @@ class GroupPlanner:
         nodes = {node.name: node for node in self.observation.nodes or ()}
         measured: dict[str, Calibration] = {}
         products: dict[str, str] = {}
+        labels_by_role: dict[str, list[Mapping[str, str]]] = {}
         for role in self.request.spec.roles:
             node_names = [entry.node for entry in group.members if entry.role == role.name]
             known_labels = [nodes[name].labels for name in node_names if name in nodes]
             all_nodes_are_known = len(known_labels) == len(node_names)
             labels_of_nodes = known_labels if all_nodes_are_known else []
+            labels_by_role[role.name] = labels_of_nodes
             by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
             calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
             if calibration is not None:
@@ -185,7 +187,16 @@ class GroupPlanner:
             products[role.name] = next(
                 (labels.get(f"{role.gpu_resource}.product", "") for labels in labels_of_nodes), ""
             )
-        inventory = Inventory(calibration=measured, gpu_product=products)
+        asking_labels = labels_by_role.get(plan.ranks[0].role, [])
+        networks = {
+            role: self.observation.calibrations.network_between(asking_labels, labels)
+            for role, labels in labels_by_role.items()
+        }
+        inventory = Inventory(
+            calibration=measured,
+            gpu_product=products,
+            network={role: network for role, network in networks.items() if network is not None},
+        )
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:

@@ -25,7 +25,7 @@ from vllm_heteroinfer.group.deadline import Deadline
 PROTOCOL: Final = 1
 """Version of the messages in this module."""
 SMALL_BYTES: Final = 56
-"""Bytes after the header of a small message. The rate of large messages gives the time of a row's own bytes."""
+"""Bytes after the header of a small message. A row has more, and the rate gives the time for these."""
 LARGE_BYTES: Final = 4 << 20
 """Bytes of the largest message: 512 rows of a model with hidden size 4096."""
 MAX_MESSAGES: Final = 1000
@@ -48,8 +48,8 @@ _LONG_S: Final = 0.05
 """Seconds of a large message, besides its round trips, that suffice for a precise rate."""
 _WARM_UP: Final = 5
 _LEAST_TRANSFER: Final = 0.1
-"""By chance, a large message may take hardly longer than a small one. At least this part of its time counts as
-transfer."""
+"""By chance, a large message may take hardly longer than a small one. At least this part of its time counts
+as transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,9 @@ def _send_opening(connected: socket.socket, version: str, deadline: Deadline) ->
 
 
 def _read_opening(connected: socket.socket, deadline: Deadline) -> NetworkOpening:
-    """Reads the first line of the other end, byte by byte, because the bytes after it must stay in the socket.
+    """Reads the first line of the other end.
+
+    Reads byte by byte, because the bytes after the line must stay in the socket.
 
     Raises:
         OSError: the connection ended, or the line did not arrive by the deadline.

@@ -1,4 +1,4 @@
-"""Ends a measuring process at SIGTERM, with its children and its temporary files. Stdlib and the contract only."""
+"""Ends a measuring process at SIGTERM. Stdlib and the contract only."""
 
 import signal
 from types import FrameType
