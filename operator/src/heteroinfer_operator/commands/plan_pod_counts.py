@@ -1,6 +1,7 @@
 """Describes how many pods of CPU nodes pay in mode FeedForward, for `heteroinfer plan --explain`. Pure."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from heteroinfer_operator.api import RoleSpec
@@ -16,47 +17,47 @@ _MAX_PODS: Final = 16
 def describe_pod_counts(planned: Planned) -> Iterator[str]:
     """Yields a line for each role of feed-forward ranks in pods of their own.
 
-    The line has the step with each number of pods, up to the first number that gains less than MIN_GAIN over
-    the number before. It has at least the present number and, if that one pays, the next.
+    The line has the step with the present number of pods, and with each number that gains at least MIN_GAIN
+    over all smaller numbers. Some numbers gain nothing, because the ranks share a layer in whole units.
     """
     roles = [] if planned.remote is None else [each.role for each in planned.remote.sets if each.pods]
     for role in roles:
         steps = _predict_steps(planned, role)
-        if steps:
-            yield _describe_steps(role, steps)
+        shown_pods: list[int] = []
+        fastest_s = math.inf
+        for pods, step_s in steps.items():
+            pays = step_s <= (1 - MIN_GAIN) * fastest_s
+            fastest_s = step_s if pays else fastest_s
+            if pays or pods == role.pods:
+                shown_pods.append(pods)
+        shown_steps = {pods: steps[pods] for pods in shown_pods}
+        yield _describe_steps(role, shown_steps, most_pods=max(steps), all_fit=len(steps) == max(steps))
 
 
 def _predict_steps(planned: Planned, role: RoleSpec) -> dict[int, float]:
     """Returns the predicted step in seconds by the number of pods; numbers without a plan are missing."""
-    spec, steps = planned.request.spec, dict[int, float]()
+    steps: dict[int, float] = {}
     for pods in range(1, max(_MAX_PODS, role.pods) + 1):
-        other = planned if pods == role.pods else plan_for(planned, with_pods(spec, role, pods))
-        if other is None:
-            if steps and pods > role.pods:  # larger numbers have no plan, either
-                break
-            continue
-        steps[pods] = predict(other.plan, other.rates).step_s
-        if pods >= role.pods and not _pays(steps, pods):
-            break
+        is_present = pods == role.pods
+        other = planned if is_present else plan_for(planned, with_pods(planned.request.spec, role, pods))
+        if other is not None:
+            steps[pods] = predict(other.plan, other.rates).step_s
     return steps
 
 
-def _pays(steps: dict[int, float], pods: int) -> bool:
-    """Reports whether the last pod of a number gains at least MIN_GAIN; True if one pod fewer has no plan."""
-    return pods - 1 not in steps or steps[pods] <= (1 - MIN_GAIN) * steps[pods - 1]
+def _describe_steps(role: RoleSpec, steps: Mapping[int, float], *, most_pods: int, all_fit: bool) -> str:
+    """Returns the text about the steps by the number of pods.
 
-
-def _describe_steps(role: RoleSpec, steps: dict[int, float]) -> str:
-    """Returns the steps by number of pods, and the largest number whose last pod pays."""
+    Args:
+        most_pods: largest number of pods that was predicted.
+        all_fit: whether every smaller number has a plan, too.
+    """
     numbers = [
-        f"{count(pods, 'pod')}{' (now)' if pods == role.pods else ''}: {duration(step_s)}"
+        f"{count(pods, 'pod')}{' (now)' if pods == role.pods else ''} {duration(step_s)}"
         for pods, step_s in steps.items()
     ]
-    paying_pods = min(steps)
-    while paying_pods + 1 in steps and _pays(steps, paying_pods + 1):
-        paying_pods += 1
-    if paying_pods == max(steps):
-        limit = f"More than {count(paying_pods, 'pod')} were not predicted"
-    else:
-        limit = f"More than {count(paying_pods, 'pod')} gain less than {MIN_GAIN:.0%} each"
-    return f"a step by the number of pods of role {role.name}: {', '.join(numbers)}. {limit}"
+    without_plan = "" if all_fit else ", or have no plan"
+    return (
+        f"a step with pods of role {role.name}: {', '.join(numbers)}. All other numbers up to {most_pods} "
+        f"gain less than {MIN_GAIN * 100:.0f} % over fewer pods{without_plan}"
+    )
