@@ -17,7 +17,6 @@ MIN_RATE, MAX_RATE = 1e3, 1e12
 """Allowed bytes per second of one direction. The fastest networks of a host have 0.1e12."""
 _LATEST: Final = 253402300799.0
 """The end of the year 9999, in seconds since 1970: the latest date that Python supports."""
-_AGAIN: Final = "Measure the network again with heteroinfer-worker network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class NetworkMeasurement(codec.JsonValue):
         codec.at_most(_LATEST, name, time=self.time)
         if not 0 < len(self.version) <= MAX_TEXT:
             raise ContractError(
-                f"{name}.version: must have 1 to {MAX_TEXT} characters (got {len(self.version)}). {_AGAIN}"
+                f"{name}.version: must have 1 to {MAX_TEXT} characters (got {len(self.version)})"
             )
         _check_range(
             SHORTEST_ROUND_TRIP_S, LONGEST_ROUND_TRIP_S, f"{name}.round_trip_s", self.round_trip_s, "seconds"
@@ -82,4 +81,4 @@ class NetworkMeasurement(codec.JsonValue):
 def _check_range(least: float, most: float, field: str, value: float, unit: str) -> None:
     """Raises ContractError if a number is not from `least` to `most`, or is not a number."""
     if not least <= value <= most:
-        raise ContractError(f"{field}: must be {least:g} to {most:g} {unit} (got {value:g}). {_AGAIN}")
+        raise ContractError(f"{field}: must be {least:g} to {most:g} {unit} (got {value:g})")

@@ -105,11 +105,11 @@ def read_network_file(file: Path) -> NetworkMeasurement:
     try:
         return NetworkMeasurement.from_json(file.read_text())
     except OSError as error:
-        raise CalibrationError(f"network: {file} cannot be read ({error.strerror}). {fix}") from error
+        raise CalibrationError(f"{file}: cannot be read ({error.strerror}). {fix}") from error
     except UnicodeDecodeError as error:
-        raise CalibrationError(f"network: {file} is not text. {fix}") from error
+        raise CalibrationError(f"{file}: must be text. {fix}") from error
     except ContractError as error:
-        raise CalibrationError(f"network: {file}: {error}. {fix}") from error
+        raise CalibrationError(f"{file}: {error}. {fix}") from error
 
 
 def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:

@@ -24,7 +24,7 @@ from vllm_heteroinfer.pod import addresses, termination_message
 WAIT_S: Final = 600.0
 """Time in which the two machines must find each other."""
 LIMIT_S: Final = 120.0
-"""Time for the measurement itself. A fast network takes about six seconds."""
+"""Time for the measurement itself. A fast network takes a few seconds."""
 _MOST_S: Final = 86400.0
 _COMMAND: Final = "heteroinfer-worker network"
 
@@ -113,6 +113,7 @@ def _listen(arguments: argparse.Namespace) -> str:
             "another --port on both machines"
         ) from error
     with listener:
+        listener.listen(1)
         _report(f"listening at port {port}")
         answer_clients(
             listener,

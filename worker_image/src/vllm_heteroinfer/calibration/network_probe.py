@@ -72,7 +72,7 @@ def answer_clients(
     """Answers clients, one after another, until a measurement is complete.
 
     Args:
-        listener: a bound socket.
+        listener: a socket that listens.
         wait_s: time for a complete measurement to begin.
         limit_s: time for the measurement of one client.
         linger_s: time after the first complete measurement in which clients may repeat it.
@@ -81,7 +81,6 @@ def answer_clients(
     Raises:
         ContractError: no client completed a measurement.
     """
-    listener.listen(1)
     deadline, is_measured = Deadline.after(wait_s), False
     while deadline.left_s:
         listener.settimeout(max(deadline.left_s, _SHORTEST_WAIT_S))
@@ -103,7 +102,7 @@ def answer_clients(
             deadline, is_measured = Deadline.after(linger_s), True
     if not is_measured:
         raise ContractError(
-            f"listener: no client measured the network within {wait_s:.0f} s. Run `heteroinfer-worker "
+            f"listener: no client measured the network within {wait_s:g} s. Run `heteroinfer-worker "
             "network --connect HOST` on the other machine, and let that machine reach this port"
         )
 
@@ -159,7 +158,7 @@ def connect(host: str, port: int, version: str, wait: Deadline) -> socket.socket
                 return connected
         time.sleep(min(_NAP_S, wait.left_s))
     raise ContractError(
-        f"{host} port {port}: no listener answered within {wait.total_s:.0f} s ({problem}). Run "
+        f"{host} port {port}: no listener answered within {wait.total_s:g} s ({problem}). Run "
         "`heteroinfer-worker network --listen` on the other machine, and let this machine reach that port"
     )
 
@@ -216,7 +215,10 @@ def measure(connected: socket.socket, version: str, deadline: Deadline) -> Netwo
         to_listener_bytes_per_s=_four_digits(to_listener),
         to_client_bytes_per_s=_four_digits(to_client),
     )
-    measured.check()
+    try:
+        measured.check()
+    except ContractError as error:
+        raise ContractError(f"{error}. Measure again while both machines and the network are idle") from error
     return measured
 
 
@@ -312,7 +314,10 @@ def _discard(connected: socket.socket, num_bytes: int, deadline: Deadline) -> No
 def _receive(connected: socket.socket, most: int, deadline: Deadline) -> bytes:
     """Reads 1 to `most` bytes; raises OSError if the connection ends, or at the deadline."""
     _limit_wait(connected, deadline)
-    received = connected.recv(most)
+    try:
+        received = connected.recv(most)
+    except TimeoutError as error:
+        raise _too_slow(deadline) from error
     if not received:
         raise ConnectionError("the other end closed the connection")
     return received
@@ -321,15 +326,23 @@ def _receive(connected: socket.socket, most: int, deadline: Deadline) -> bytes:
 def _send(connected: socket.socket, message: bytes, deadline: Deadline) -> None:
     """Sends a message; raises OSError if the connection ends, or at the deadline."""
     _limit_wait(connected, deadline)
-    connected.sendall(message)  # the timeout limits the whole call
+    try:
+        connected.sendall(message)  # the timeout limits the whole call
+    except TimeoutError as error:
+        raise _too_slow(deadline) from error
 
 
 def _limit_wait(connected: socket.socket, deadline: Deadline) -> None:
     """Limits the next wait of a socket to the deadline; raises TimeoutError at the deadline."""
     left_s = deadline.left_s
     if not left_s:
-        raise TimeoutError(f"the other end was not done within {deadline.total_s:.0f} s")
+        raise _too_slow(deadline)
     connected.settimeout(max(left_s, _SHORTEST_WAIT_S))
+
+
+def _too_slow(deadline: Deadline) -> TimeoutError:
+    """Returns the error of an end that was not done by the deadline."""
+    return TimeoutError(f"the other end was not done within {deadline.total_s:g} s")
 
 
 def _at_most(seconds: float, deadline: Deadline) -> float:
