@@ -80,13 +80,8 @@ def test_a_slow_network_makes_the_plan_slow_but_does_not_refuse_it() -> None:
         version="1", time=0.0, round_trip_s=10.0, to_listener_bytes_per_s=1e3, to_client_bytes_per_s=1e3
     )
     worst.check()
-    step = predict(*_plan_and_rates(Inventory(network={"cpu": worst}))).step_s
-    assert 10 < step < math.inf
-
-
-def _plan_and_rates(inventory: Inventory) -> tuple[object, object]:
-    planned = plan(SPEC, in_units(32), inventory)
-    return planned.plan, planned.rates
+    planned = plan(SPEC, in_units(32), Inventory(network={"cpu": worst}))
+    assert 10 < predict(planned.plan, planned.rates).step_s < math.inf
 
 
 def test_any_number_in_a_measurement_is_refused_or_predicts_a_time() -> None:

@@ -212,7 +212,7 @@ def _read_kinds(arguments: argparse.Namespace, num_kinds: int) -> list[tuple[str
     texts = arguments.node_selector
     if len(arguments.node_kind) != num_kinds or len(texts) != num_kinds:
         raise CalibrationError(
-            f"--node-kind, --node-selector: each must be given {num_kinds} times (got "
+            f"--node-kind, --node-selector: the command must have each option {num_kinds} times (got "
             f"{len(arguments.node_kind)} and {len(texts)}). Correct the arguments of the Job"
         )
     return [

@@ -12,6 +12,7 @@ from heteroinfer_contract.calibration import MAX_TEXT, Calibration
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.quantity import gigabytes_per_s
 
 SUFFIX: Final = ".json"
 """Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
@@ -338,5 +339,5 @@ def describe_network(network: NetworkMeasurement) -> str:
     day = datetime.fromtimestamp(network.time, UTC)
     return (
         f"measurement {network.hash} of {day:%Y-%m-%d} (round trip {network.round_trip_s * 1e6:,.0f} us, "
-        f"{network.bytes_per_s / 1e9:.3g} GB/s; HeteroInfer {network.version})"
+        f"{gigabytes_per_s(network.bytes_per_s, 3)}; HeteroInfer {network.version})"
     )

@@ -121,7 +121,7 @@ def predict_again(
 
 
 def describe_networks(plan: Plan, rates: Sequence[Rates]) -> dict[str, str]:
-    """Describes the network to feed-forward ranks in pods of their own, by the role of these ranks.
+    """Describes the networks to pods that have only feed-forward ranks, by the role of the pods.
 
     Args:
         rates: rates by rank.

@@ -16,6 +16,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_contract.pod_launch import MAX_PORT
+from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.calibration.network_probe import answer_clients, connect, measure
 from vllm_heteroinfer.calibration.sigterm import exit_at_sigterm
 from vllm_heteroinfer.group.deadline import Deadline
@@ -159,8 +160,9 @@ def _measure(arguments: argparse.Namespace) -> str:
 def describe(measured: NetworkMeasurement) -> str:
     """Describes a measurement for the log."""
     return (
-        f"round trip {measured.round_trip_s * 1e6:.0f} us, {measured.to_listener_bytes_per_s / 1e9:.3g} GB/s "
-        f"to the listener, {measured.to_client_bytes_per_s / 1e9:.3g} GB/s back"
+        f"round trip {measured.round_trip_s * 1e6:.0f} us, "
+        f"{format_bytes(int(measured.to_listener_bytes_per_s))} per second to the listener, "
+        f"{format_bytes(int(measured.to_client_bytes_per_s))} per second back"
     )
 
 
