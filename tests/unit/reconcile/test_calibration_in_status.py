@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
+from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind, MeasuredNetwork
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
-from heteroinfer_operator.planning.rates import describe_cpu_defaults
-from tests.unit.calibrated import CALIBRATION, calibration
+from heteroinfer_operator.planning.rates import DEFAULT_NETWORK, describe_cpu_defaults
+from tests.unit.calibrated import CALIBRATION, NETWORK, calibration
+from tests.unit.planning.test_ring_choice import qwen
+from tests.unit.reconcile.test_mode import nodes
 from tests.unit.reconcile.world import World, cpu_pair
 
 
@@ -60,4 +62,31 @@ def test_a_group_is_predicted_with_the_calibration_of_its_nodes() -> None:
     (plan,) = world.status["plans"]
     assert plan["calibration"].count(CALIBRATION.hash) == 2
     assert plan["predictedStepMs"] != before["predictedStepMs"]
+    assert plan["hash"] == before["hash"]
+
+
+def test_the_network_of_a_groups_nodes_is_in_the_prediction() -> None:
+    cpu_role = {"name": "cpu", "device": "CPU", "resources": {"limits": {"cpu": "14", "memory": "64Gi"}}}
+    spec = {
+        "model": {"uri": "file:///models/mixture"},
+        "engine": {"maxModelLen": 8192},
+        "parallelism": {"mode": "FeedForward"},
+        "roles": [{"name": "gpu", "device": "GPU", "deviceMemory": "24Gi"}, cpu_role],
+    }
+    # Pods of this world run on the node of this name.
+    world = World(spec=spec, nodes=(replace(nodes(24, cpus=64)[0], name="node"),))
+    world.settle()
+    world.answer_inspection(qwen().to_json())
+    world.settle()
+    world.all_ready()
+    world.settle()
+    (before,) = world.status["plans"]
+    assert before["calibration"].endswith(f"; network to role cpu: {DEFAULT_NETWORK.source}")
+    world.nodes = tuple(replace(node, labels={**node.labels, "speed": "fast"}) for node in world.nodes or ())
+    network = MeasuredNetwork(kinds=("a", "a"), selectors=({"speed": "fast"},) * 2, network=NETWORK)
+    world.calibrations = Calibrations(networks=(network,))
+    world.settle()
+    (plan,) = world.status["plans"]
+    assert f"; network to role cpu: measurement {NETWORK.hash} of " in plan["calibration"]
+    assert plan["predictedStepMs"] > before["predictedStepMs"]
     assert plan["hash"] == before["hash"]
