@@ -124,12 +124,12 @@ async def test_the_operator_reads_the_network_that_a_job_stores(
     done = await run()
     assert done.returncode == 0, done.stderr
     assert f"network: measurement {measured.hash} of " in done.stdout
-    assert f"stored in ConfigMap {release}/{config_map}: network.fast.fast" in done.stdout
+    assert f"stored in ConfigMap {release}/{config_map}: fast.fast.network" in done.stdout
     await keep_as_the_job_does(control_plane, installed, tmp_path)
     path = CONFIG_MAP.path(release, config_map)
     stored_map = await server.get(path)
-    assert sorted(stored_map["data"]) == ["fast.json", "network.fast.fast.json"], "neither removes the other"
-    await server.merge(path, {"data": {"network.fast.x.json": "{"}})
+    assert sorted(stored_map["data"]) == ["fast.fast.network.json", "fast.json"], "neither removes the other"
+    await server.merge(path, {"data": {"fast.x.network.json": "{"}})
     settings = {"namespace": release, "calibration_config_map": config_map}
     async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
         await process.working()
@@ -137,7 +137,7 @@ async def test_the_operator_reads_the_network_that_a_job_stores(
         async def is_read() -> bool:
             said = process.said
             known = f"network between nodes of kinds fast and fast: using measurement {measured.hash}"
-            return known in said and "calibration network.fast.x.json: must have a key of two kinds" in said
+            return known in said and "calibration fast.x.network.json: must have a key of two kinds" in said
 
         await until("log lines about both networks", is_read, said=lambda: process.said)
         assert await process.stop() == 0

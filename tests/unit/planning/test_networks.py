@@ -41,8 +41,9 @@ def measured(one: str, other: str, network: NetworkMeasurement = NETWORK) -> Mea
     return MeasuredNetwork(kinds=(one, other), selectors=({KIND: one}, {KIND: other}), network=network)
 
 
-def labels(*kinds: str) -> list[dict[str, str]]:
-    return [{KIND: kind, "zone": str(number)} for number, kind in enumerate(kinds)]
+def nodes(*kinds: str) -> dict[str, dict[str, str]]:
+    """Returns the labels of nodes by name; a name is the kind of the node and a number."""
+    return {f"{kind}{number}": {KIND: kind, "zone": str(number)} for number, kind in enumerate(kinds)}
 
 
 def network_wait_s(planned: Planned) -> float:
@@ -187,31 +188,35 @@ def test_a_group_is_planned_with_the_network_of_the_nodes_that_it_gets() -> None
 def test_the_slowest_network_of_all_pairs_of_nodes_counts() -> None:
     near, far = measured("gpu", "near"), measured("gpu", "far", SLOW)
     both = Calibrations(networks=(near, far))
-    assert both.network_between(labels("gpu"), labels("near", "near")) == NETWORK
-    assert both.network_between(labels("gpu"), labels("near", "far")) == SLOW
-    assert both.network_between(labels("gpu", "other"), labels("near")) is None
-    assert both.network_between(labels("gpu"), labels("near", "new")) is None
-    assert both.network_between(labels("gpu"), []) is both.network_between([], labels("near")) is None
-    assert both.network_between(labels("near"), labels("gpu")) == NETWORK, "in the other direction"
-    assert both.network_between(labels("near"), labels("near")) is None
+    assert both.network_between(nodes("gpu"), nodes("near", "near")) == NETWORK
+    assert both.network_between(nodes("gpu"), nodes("near", "far")) == SLOW
+    assert both.network_between(nodes("gpu", "other"), nodes("near")) is None
+    assert both.network_between(nodes("gpu"), nodes("near", "new")) is None
+    assert both.network_between(nodes("gpu"), {}) is both.network_between({}, nodes("near")) is None
+    assert both.network_between(nodes("near"), nodes("gpu")) == NETWORK, "in the other direction"
+    assert both.network_between(nodes("near"), nodes("near")) is None
     same = Calibrations(networks=(measured("near", "near"),))
-    assert same.network_between(labels("near"), labels("near")) == NETWORK
-    assert Calibrations().network_between(labels("gpu"), labels("near")) is None
+    assert same.network_between(nodes("near"), nodes("near")) is None, "one node needs no network"
+    assert same.network_between(nodes("near"), nodes("near", "near")) == NETWORK
+    one_node = nodes("gpu")
+    assert both.network_between(one_node, {**one_node, **nodes("near")}) == NETWORK
+    assert both.network_between(nodes("gpu", "gpu"), {**one_node, **nodes("near")}) is None
+    assert Calibrations().network_between(nodes("gpu"), nodes("near")) is None
     everywhere = Calibrations(this_network=NETWORK)
-    assert everywhere.network_between(labels("gpu"), labels("new")) == NETWORK
+    assert everywhere.network_between(nodes("gpu"), nodes("new")) == NETWORK
 
 
 def test_a_network_with_a_low_rate_is_slower_than_one_with_a_longer_round_trip() -> None:
     thin = replace(NETWORK, to_listener_bytes_per_s=1e6)
     both = Calibrations(networks=(measured("gpu", "near"), measured("gpu", "far", thin)))
-    assert both.network_between(labels("gpu"), labels("near", "far")) == thin
+    assert both.network_between(nodes("gpu"), nodes("near", "far")) == thin
 
 
 def test_reads_stored_networks_and_reports_damaged_entries() -> None:
     kind = MeasuredKind(name="gpu", selector={KIND: "gpu"}, calibration=CALIBRATION)
     network = measured("gpu", "m7i-metal")
     entry = network.to_entry()
-    assert list(entry) == ["network.gpu.m7i-metal.json"]
+    assert list(entry) == ["gpu.m7i-metal.network.json"]
     entries, version = {**kind.to_entry(), **entry}, NETWORK.version
     assert read_stored_calibrations(entries, version) == (
         Calibrations(kinds=(kind,), networks=(network,)),
@@ -220,19 +225,19 @@ def test_reads_stored_networks_and_reports_damaged_entries() -> None:
     found, (problem,) = read_stored_calibrations(entry, "9.9.9")
     assert found == Calibrations()
     assert problem.startswith(
-        "network.gpu.m7i-metal.json: ignored, because HeteroInfer 0.1.0 measured these rates and the "
+        "gpu.m7i-metal.network.json: ignored, because HeteroInfer 0.1.0 measured these rates and the "
         "operator has version 9.9.9"
     )
     (text,) = entry.values()
     bad = {
-        "network.a.b.json": "{",
-        "network.a.c.json": "[]",
-        "network.a.d.json": text.replace("0.0003", "0.0"),
-        "network.a.e.json": text.replace("0.0003", "NaN"),
-        "network.a.f.json": text.replace('[{"kind": "gpu"}, ', "["),
-        "network.a.json": text,
-        "network.a.b.c.json": text,
-        "network.A.b.json": text,
+        "a.b.network.json": "{",
+        "a.c.network.json": "[]",
+        "a.d.network.json": text.replace("0.0003", "0.0"),
+        "a.e.network.json": text.replace("0.0003", "NaN"),
+        "a.f.network.json": text.replace('[{"kind": "gpu"}, ', "["),
+        "a.network.json": text,
+        "a.b.c.network.json": text,
+        "A.b.network.json": text,
     }
     found, problems = read_stored_calibrations({**entries, **bad}, version)
     assert found == Calibrations(kinds=(kind,), networks=(network,))
@@ -241,7 +246,10 @@ def test_reads_stored_networks_and_reports_damaged_entries() -> None:
         "Plans use default rates for this network. Remove this entry from the ConfigMap" in problem
         for problem in problems
     )
-    many = {f"network.a.b{number}.json": text for number in range(70)}
+    # A kind may have the name network.
+    named_so = MeasuredKind(name="network", selector={KIND: "x"}, calibration=CALIBRATION)
+    assert read_stored_calibrations(named_so.to_entry(), version) == (Calibrations(kinds=(named_so,)), ())
+    many = {f"a.b{number}.network.json": text for number in range(70)}
     found, problems = read_stored_calibrations(many, version)
     assert (len(found.networks), len(problems)) == (64, 6)
     assert "ignored, because the ConfigMap has more than 64 networks" in problems[0]

@@ -73,11 +73,12 @@ def test_the_network_of_a_groups_nodes_is_in_the_prediction() -> None:
         "parallelism": {"mode": "FeedForward"},
         "roles": [{"name": "gpu", "device": "GPU", "deviceMemory": "24Gi"}, cpu_role],
     }
-    # Pods of this world run on the node of this name.
-    world = World(spec=spec, nodes=(replace(nodes(24, cpus=64)[0], name="node"),))
+    world = World(spec=spec, nodes=nodes(24, cpus=64))
     world.settle()
     world.answer_inspection(qwen().to_json())
     world.settle()
+    on_nodes = zip(world.pods.items(), "ab", strict=True)  # the pod of the GPU has the first name
+    world.pods = {name: replace(pod, node=node) for (name, pod), node in on_nodes}
     world.all_ready()
     world.settle()
     (before,) = world.status["plans"]
@@ -90,3 +91,6 @@ def test_the_network_of_a_groups_nodes_is_in_the_prediction() -> None:
     assert f"; network to role cpu: measurement {NETWORK.hash} of " in plan["calibration"]
     assert plan["predictedStepMs"] > before["predictedStepMs"]
     assert plan["hash"] == before["hash"]
+    world.pods = {name: replace(pod, node="a") for name, pod in world.pods.items()}
+    world.settle()
+    assert DEFAULT_NETWORK.source in world.status["plans"][0]["calibration"], "pods on one node have no measured network"

@@ -19,8 +19,8 @@ SUFFIX: Final = ".json"
 _KIND_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _MAX_KINDS: Final = 64
 """Maximum number of kinds of nodes, and of networks between them."""
-NETWORK_PREFIX: Final = "network."
-"""Prefix of the key of a network's entry. The names of the two kinds follow, with a dot between them."""
+_OF_NETWORKS: Final = ".network"
+"""End of the name of a network's entry. Before it are the names of two kinds, which contain no dot."""
 _BETWEEN_KINDS: Final = "."
 _ROW_BYTES: Final = 2 * 8192
 """Bytes of a row and its answer, by which networks are compared: hidden size 4096 in bf16."""
@@ -130,7 +130,7 @@ class MeasuredNetwork:
     @property
     def full_name(self) -> str:
         """Name of the entry in the ConfigMap, without its suffix."""
-        return f"{NETWORK_PREFIX}{_BETWEEN_KINDS.join(self.kinds)}"
+        return f"{_BETWEEN_KINDS.join(self.kinds)}{_OF_NETWORKS}"
 
     def joins(self, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
         """Reports whether this is the network between nodes with these labels, in either direction."""
@@ -156,7 +156,7 @@ class MeasuredNetwork:
         """
         try:
             value = json.loads(text)
-            kinds = key.removeprefix(NETWORK_PREFIX).removesuffix(SUFFIX).split(_BETWEEN_KINDS)
+            kinds = key.removesuffix(SUFFIX).removesuffix(_OF_NETWORKS).split(_BETWEEN_KINDS)
             first, second = map(check_kind, kinds)
             one, other = map(check_selector, value["nodeSelectors"])
             network = NetworkMeasurement.from_json(json.dumps(value["network"]))
@@ -211,38 +211,49 @@ class Calibrations:
         return tuple(by_kind.values())
 
     def network_between(
-        self, asking: Iterable[Mapping[str, str]], answering: Iterable[Mapping[str, str]]
+        self, asking: Mapping[str, Mapping[str, str]], answering: Mapping[str, Mapping[str, str]]
     ) -> NetworkMeasurement | None:
         """Returns the slowest measured network between two groups of nodes.
 
-        A step waits for its slowest exchange.
+        A step waits for its slowest exchange. Two pods on one node need no network, so this pair is left out.
 
         Args:
-            asking: labels of each node on which a rank with attention may run.
-            answering: labels of each node on which the feed-forward ranks may run.
+            asking: labels of each node on which a rank with attention may run, by the node's name.
+            answering: labels of each node on which the feed-forward ranks may run, by the node's name.
 
         Returns:
-            None if a pair of nodes has no measured network.
+            None if a pair of nodes has no measured network, or if there is no pair.
         """
         if self.this_network is not None:
             return self.this_network
         if not self.networks:
             return None
-        # Clusters have many nodes with equal labels of kinds, so only those labels are compared.
-        names = sorted({name for each in self.networks for part in each.selectors for name in part})
-        some, others = ({tuple(map(labels.get, names)) for labels in group} for group in (asking, answering))
         slowest_network: NetworkMeasurement | None = None
-        for one, other in itertools.product(some, others):
-            pair = [
-                {name: value for name, value in zip(names, values, strict=True) if value is not None}
-                for values in (one, other)
-            ]
-            measured = [each.network for each in self.networks if each.joins(pair[0], pair[1])]
-            if not measured:
+        some, others = self._group_by_labels(asking), self._group_by_labels(answering)
+        for (one, names), (other, other_names) in itertools.product(some.items(), others.items()):
+            if names == other_names and len(names) == 1:  # both pods are on the same node
+                continue
+            known = [each.network for each in self.networks if each.joins(dict(one), dict(other))]
+            if not known:
                 return None
-            known = measured if slowest_network is None else [slowest_network, *measured]
+            if slowest_network is not None:
+                known.append(slowest_network)
             slowest_network = max(known, key=lambda network: network.exchange_s(_ROW_BYTES))
         return slowest_network
+
+    def _group_by_labels(
+        self, nodes: Mapping[str, Mapping[str, str]]
+    ) -> dict[tuple[tuple[str, str], ...], set[str]]:
+        """Returns the names of nodes by the labels that the selectors of networks name.
+
+        Clusters have many nodes, but few kinds of nodes.
+        """
+        used_labels = sorted({name for each in self.networks for part in each.selectors for name in part})
+        grouped: dict[tuple[tuple[str, str], ...], set[str]] = {}
+        for node, labels in nodes.items():
+            key = tuple((name, labels[name]) for name in used_labels if name in labels)
+            grouped.setdefault(key, set()).add(node)
+        return grouped
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
@@ -283,7 +294,7 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
                 f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
             )
             continue
-        is_network = key.startswith(NETWORK_PREFIX)
+        is_network = key.removesuffix(SUFFIX).endswith(_OF_NETWORKS)
         subject = "this network" if is_network else "these nodes"
         entry: MeasuredKind | MeasuredNetwork
         try:

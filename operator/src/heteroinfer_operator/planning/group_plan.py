@@ -405,13 +405,12 @@ def _networks_by_role(
     may_ask = [each for each in nodes_of_roles if each[0].device is Device.GPU or each[0].feed_forward]
     if not may_ask:
         return {}
-    asking_role, asking_nodes = may_ask[0]
+    asking_role = may_ask[0][0]
+    labels = {role.name: {node.name: node.labels for node in nodes} for role, nodes in nodes_of_roles}
     found = {
-        role.name: calibrations.network_between(
-            (node.labels for node in asking_nodes), (node.labels for node in nodes)
-        )
-        for role, nodes in nodes_of_roles
-        if role is not asking_role
+        role: calibrations.network_between(labels[asking_role.name], labels_of_nodes)
+        for role, labels_of_nodes in labels.items()
+        if role != asking_role.name
     }
     return {role: network for role, network in found.items() if network is not None}
 

@@ -173,13 +173,13 @@ class GroupPlanner:
         nodes = {node.name: node for node in self.observation.nodes or ()}
         measured: dict[str, Calibration] = {}
         products: dict[str, str] = {}
-        labels_by_role: dict[str, list[Mapping[str, str]]] = {}
+        labels_by_role: dict[str, dict[str, Mapping[str, str]]] = {}
         for role in self.request.spec.roles:
             node_names = [entry.node for entry in group.members if entry.role == role.name]
             known_labels = [nodes[name].labels for name in node_names if name in nodes]
             all_nodes_are_known = len(known_labels) == len(node_names)
             labels_of_nodes = known_labels if all_nodes_are_known else []
-            labels_by_role[role.name] = labels_of_nodes
+            labels_by_role[role.name] = dict(zip(node_names, labels_of_nodes, strict=False))
             by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
             calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
             if calibration is not None:
@@ -187,7 +187,7 @@ class GroupPlanner:
             products[role.name] = next(
                 (labels.get(f"{role.gpu_resource}.product", "") for labels in labels_of_nodes), ""
             )
-        asking_labels = labels_by_role.get(plan.ranks[0].role, [])
+        asking_labels = labels_by_role.get(plan.ranks[0].role, {})
         networks = {
             role: self.observation.calibrations.network_between(asking_labels, labels)
             for role, labels in labels_by_role.items()
