@@ -10,6 +10,7 @@ import pytest
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.network_measurement import NetworkMeasurement
+from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.commands.plan_details import describe_details
 from heteroinfer_operator.commands.plan_figures import Figures
 from heteroinfer_operator.commands.plan_pod_counts import describe_pod_counts
@@ -23,12 +24,13 @@ from heteroinfer_operator.nodes.calibrations import (
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from heteroinfer_operator.planning.auto_mode import make_plan
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import predict_again
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.planning.rates import DEFAULT_NETWORK, NETWORK_S
 from tests.unit.calibrated import CALIBRATION, NETWORK
-from tests.unit.planning.planned_models import cpu, plan
+from tests.unit.planning.planned_models import cpu, gpu, plan
 from tests.unit.planning.test_feed_forward import in_units
 from tests.unit.planning.test_feed_forward_pods import OWN, pods
 
@@ -149,6 +151,34 @@ def test_the_explanation_has_the_number_of_cpu_nodes_that_pay() -> None:
     assert min(shown(scarce)) > 1
     assert scarce.endswith(" over fewer pods, or have no plan")
     assert list(describe_pod_counts(plan(pods(own=OWN), in_units(32)))) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "network", "chosen"),
+    [
+        (None, None, "FeedForward, CPU pods"),
+        (None, NETWORK, "FeedForward, CPU pods"),
+        (None, SLOW, "Pipeline"),
+        (OWN, NETWORK, "FeedForward, CPU pods"),
+        (OWN, SLOW, "FeedForward"),
+    ],
+)
+def test_the_plan_chooses_the_mode_by_the_network(
+    own: dict[str, str] | None, network: NetworkMeasurement | None, chosen: str
+) -> None:
+    asking = gpu(deviceMemory="24Gi", **({"feedForward": own} if own else {}))
+    spec = parse_spec(
+        {
+            "model": {"uri": "hf://org/model"},
+            "roles": [asking, cpu(memory="64Gi", pods=2)],
+            "engine": {"maxModelLen": 4096},
+        }
+    )
+    request = GroupRequest(spec=spec, profile=in_units(32), served_name="m", model_path="/model")
+    planned = make_plan(request, Inventory(network={} if network is None else {"cpu": network}))
+    assert planned.choice is not None
+    assert planned.choice.options[0].title == chosen
+    assert len(planned.choice.options) > 1, "the slow modes are compared, too"
 
 
 def test_a_group_is_planned_with_the_network_of_the_nodes_that_it_gets() -> None:

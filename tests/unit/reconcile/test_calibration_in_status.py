@@ -93,4 +93,6 @@ def test_the_network_of_a_groups_nodes_is_in_the_prediction() -> None:
     assert plan["hash"] == before["hash"]
     world.pods = {name: replace(pod, node="a") for name, pod in world.pods.items()}
     world.settle()
-    assert DEFAULT_NETWORK.source in world.status["plans"][0]["calibration"], "pods on one node have no measured network"
+    assert DEFAULT_NETWORK.source in world.status["plans"][0]["calibration"], (
+        "pods on one node have no measured network"
+    )

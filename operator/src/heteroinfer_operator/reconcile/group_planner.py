@@ -176,10 +176,10 @@ class GroupPlanner:
         labels_by_role: dict[str, dict[str, Mapping[str, str]]] = {}
         for role in self.request.spec.roles:
             node_names = [entry.node for entry in group.members if entry.role == role.name]
-            known_labels = [nodes[name].labels for name in node_names if name in nodes]
-            all_nodes_are_known = len(known_labels) == len(node_names)
-            labels_of_nodes = known_labels if all_nodes_are_known else []
-            labels_by_role[role.name] = dict(zip(node_names, labels_of_nodes, strict=False))
+            known_labels = {name: nodes[name].labels for name in node_names if name in nodes}
+            all_nodes_are_known = len(known_labels) == len(set(node_names))
+            labels_by_role[role.name] = known_labels if all_nodes_are_known else {}
+            labels_of_nodes = labels_by_role[role.name].values()
             by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
             calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
             if calibration is not None:
