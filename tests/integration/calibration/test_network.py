@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.network_measurement import NetworkMeasurement
+from tests.cluster.folders import REPOSITORY
 from tests.ports import free_ports
 from vllm_heteroinfer.calibration.network_probe import LARGE_BYTES, MAX_MESSAGES, PROTOCOL
 
@@ -304,3 +306,22 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...]) -> None:
     process = start(*arguments)
     _, log = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, "usage: heteroinfer-worker network" in log) == (2, True)
+
+
+@pytest.mark.parametrize("prefix", ["10.7.0.0/16", "fd07::/56"])
+def test_the_rate_of_a_slow_direction_is_measured(prefix: str) -> None:
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    apart = ("unshare", *user, "--net", "--kill-child", "--fork")
+    module = "tests.integration.calibration.limited_network"
+    done = subprocess.run(
+        [*apart, sys.executable, "-m", module, prefix],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    measured = NetworkMeasurement.from_json(done.stdout)
+    assert 0.7 * 12.5e6 < measured.to_listener_bytes_per_s < 1.1 * 12.5e6
+    assert measured.to_client_bytes_per_s > 2 * 12.5e6
