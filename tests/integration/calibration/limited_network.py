@@ -1,7 +1,7 @@
 """Measures a network of 100 Mbit/s between two network namespaces.
 
-`python -m tests.integration.calibration.limited_network PREFIX` prints the client's output. Run it in a network
-namespace of its own. The rate is limited only for the packets to the listener.
+`python -m tests.integration.calibration.limited_network PREFIX` prints the client's output. Run it in a
+network namespace of its own. The rate is limited only for the packets to the listener.
 """
 
 import subprocess

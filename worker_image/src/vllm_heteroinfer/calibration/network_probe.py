@@ -31,7 +31,8 @@ LARGE_BYTES: Final = 4 << 20
 MAX_MESSAGES: Final = 1000
 """Maximum number of messages of a client. `measure` sends fewer."""
 OPENING_S: Final = 3.0
-"""Time for a client's connection and its first line. A stranger occupies the listener no longer."""
+"""Time for a client's connection and its first line. A stranger without this line occupies the listener no
+longer."""
 _NAP_S: Final = 0.5
 """Time between two attempts to connect."""
 _SHORTEST_WAIT_S: Final = 0.001
